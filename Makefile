@@ -1,0 +1,28 @@
+# Everything does its own set-up: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow lint install clean
+
+demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
+	$(BIN)/eagle-ray demo
+
+test: $(VENV)/.installed lint   ## lint and every fast test
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.installed   ## the slow tests too
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+install: $(VENV)/.installed     ## make the environment in .venv
+
+$(VENV)/.installed: pyproject.toml infra/constraints.txt infra/install.sh
+	bash infra/install.sh $(PYTHON) $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info

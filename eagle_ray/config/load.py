@@ -1,0 +1,248 @@
+"""load_config: from a file, the environment and the command line to one JobConfig.
+
+Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value remembers where
+it came from, so that a wrong one is refused with its key, its value, its origin and what is allowed.
+Does not know what the keys do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from eagle_ray.config.job import ConfigError, JobConfig
+
+ENV_PREFIX = "EAGLE_RAY__"
+
+# Keys whose other values are described in the schema but belong to later releases.
+BUILT: dict[str, tuple[Any, ...]] = {
+    "input.format": ("auto", "parquet", "jsonl"),
+    "speculative.method": ("eagle2", "none"),
+    "speculative.budget": ("uniform",),
+    "speculative.coupled": (False,),
+    "execution.row_timeout_s": (None,),
+    "output.partition_by": ([],),
+    "report.html": (False,),
+    "report.baseline_rows": (0,),
+    "report.verify_rows": (0,),
+    "logging.format": ("auto", "text"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value for one dotted key, and who gave it."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+def load_config(
+    path: str | os.PathLike | None,
+    sets: Iterable[str] = (),
+    env: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+) -> JobConfig:
+    """One validated configuration. Raises ConfigError with a line per wrong key.
+
+    path: a YAML file, or None for none. sets: ``a.b=c`` with c in YAML. overrides: dotted key -> value of a named flag.
+    """
+    flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, "the command line")]
+    settings = [*(_from_file(Path(path)) if path is not None else ()), *_from_env(env), *_from_sets(sets), *flags]
+    try:
+        config = JobConfig.model_validate(_nest(settings))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, settings))) from None
+    _refuse_unbuilt(config, settings)
+    return _with_absolute_model(config)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-3 is a number and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if (key := self.construct_object(key_node, deep=True)) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _from_file(path: Path) -> list[Setting]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections such as input: and output:, got {type(tree).__name__}")
+    return list(_flatten("", tree, str(path)))
+
+
+def _from_env(env: Mapping[str, str]) -> list[Setting]:
+    names = sorted(name for name in env if name.startswith(ENV_PREFIX))
+    dotted = {name: name.removeprefix(ENV_PREFIX).lower().replace("__", ".") for name in names}
+    return [s for name in names for s in _flatten(dotted[name], _yaml_value(env[name]), name)]
+
+
+def _from_sets(sets: Iterable[str]) -> list[Setting]:
+    settings: list[Setting] = []
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {text}: write it as --set section.key=value")
+        settings += _flatten(key, _yaml_value(value), f"--set {text}")
+    return settings
+
+
+def _yaml_value(text: str) -> Any:
+    """The text read as YAML; text that is no YAML, such as *.jsonl, is itself."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flatten(f"{key}.{name}" if key else str(name), inner, origin)
+    else:
+        yield Setting(key, value, origin)
+
+
+def _nest(settings: Iterable[Setting]) -> dict[str, Any]:
+    """Later settings win. An empty section of a YAML file (``sampling:``) leaves its defaults."""
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        *sections, name = setting.key.split(".")
+        if setting.value is None and _model_at(setting.key) is not None:
+            continue
+        here = tree
+        for section in sections:
+            if not isinstance(here.get(section), dict):
+                here[section] = {}
+            here = here[section]
+        here[name] = setting.value
+    return tree
+
+
+def _model_at(key: str) -> type[BaseModel] | None:
+    """The section that a dotted key names, if it names one; "" is the whole."""
+    model: type[BaseModel] = JobConfig
+    for part in key.split(".") if key else ():
+        field = model.model_fields.get(part)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return None
+        model = field.annotation
+    return model
+
+
+def _explain(error: ValidationError, settings: list[Setting]) -> list[str]:
+    """One line per wrong key, in the schema's order, however many ways a value failed."""
+    lines = {}
+    for detail in error.errors():
+        key, unknown = _key_of(detail)
+        lines.setdefault(key, _unknown_key(key, settings) if unknown else _wrong_value(key, detail, settings))
+    return list(lines.values())
+
+
+def _key_of(detail: ErrorDetails) -> tuple[str, bool]:
+    """The configured key an error is about, and whether there is no such key."""
+    key = ""
+    for part in map(str, detail["loc"]):
+        model = _model_at(key)
+        if model is None:
+            return key, False
+        key = f"{key}.{part}" if key else part
+        if part not in model.model_fields:
+            return key, True
+    return key, False
+
+
+def _unknown_key(key: str, settings: list[Setting]) -> str:
+    section, _, name = key.rpartition(".")
+    here = _model_at(section) or JobConfig
+    siblings = [f"{section}.{field}" if section else field for field in here.model_fields]
+    near = difflib.get_close_matches(key, siblings, 1, cutoff=0.7)
+    near = near or [other for other in _all_keys() if other.rpartition(".")[2] == name][:1]
+    near = near or difflib.get_close_matches(key, list(_all_keys()), 1)
+    hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(siblings)}"
+    return f"{key}: unknown key{_origin(key, settings)}; {hint}"
+
+
+def _wrong_value(key: str, detail: ErrorDetails, settings: list[Setting]) -> str:
+    allowed = _allowed(key)
+    if detail["type"] == "missing":
+        return f"{key}: missing; it must be {allowed}"
+    given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]
+    value = given[-1].value if given and given[-1].key == key else detail["input"]
+    return f"{key}: must be {allowed}, got {value!r}{_origin(key, settings)}"
+
+
+def _allowed(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    model = _model_at(section)
+    description = model.model_fields[name].description if model is not None else None
+    return description or "a section with keys of its own"
+
+
+def _origin(key: str, settings: list[Setting]) -> str:
+    origins = [s.origin for s in settings if s.key == key or s.key.startswith(key + ".")]
+    return f" (from {origins[-1]})" if origins else ""
+
+
+def _all_keys(section: str = "") -> Iterator[str]:
+    model = _model_at(section)
+    for name in model.model_fields if model is not None else ():
+        key = f"{section}.{name}" if section else name
+        yield key
+        yield from _all_keys(key)
+
+
+def _refuse_unbuilt(config: JobConfig, settings: list[Setting]) -> None:
+    """Options of the design that this release does not have are refused by name, never ignored."""
+    for key, built in BUILT.items():
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(config, section), name)
+        if value not in built:
+            raise ConfigError(
+                f"{key}: {value!r}{_origin(key, settings)} is not built yet; "
+                f"this release has {', '.join('null' if b is None else str(b).lower() for b in built)}"
+            )
+    paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
+    for key, path in [*(("input.path", p) for p in paths), ("output.path", config.output.path)]:
+        if "://" in path:
+            raise ConfigError(f"{key}: {path!r} is not built yet; this release reads and writes local paths")
+    if config.speculative.method != "none" and config.model.draft is None:
+        raise ConfigError(
+            f"model.draft: missing; method {config.speculative.method} needs a draft head for {config.model.target} "
+            "(speculative.method: none decodes without one)"
+        )
+
+
+def _with_absolute_model(config: JobConfig) -> JobConfig:
+    """Local model paths, made absolute: the actors that open them run in another working directory."""
+    model = config.model
+    found = {name: getattr(model, name) for name in ("target", "draft", "chat_template")}
+    absolute = {name: str(Path(path).absolute()) for name, path in found.items() if path and Path(path).exists()}
+    if model.chat_template not in ("auto", "none") and "chat_template" not in absolute:
+        raise ConfigError(f"model.chat_template: must be {_allowed('model.chat_template')}, got {model.chat_template!r}")
+    return config.model_copy(update={"model": model.model_copy(update=absolute)})

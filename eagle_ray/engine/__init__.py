@@ -1,0 +1,1 @@
+"""L3: the only room with time and mutation. No Ray, no tokenizer, no I/O."""

@@ -1,0 +1,120 @@
+"""AsyncEngine: an Engine that steps in a thread of its own and is awaited from an event loop.
+
+    engine = AsyncEngine(engine)
+    sequence = await engine.generate(Sequence("a", ids, SamplingParams()))
+
+The loop never runs a step and the thread never touches the loop but to hand it finished sequences.
+Does not know text, rows or Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from eagle_ray.engine.engine import Engine, EngineCounters
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.errors import EngineError, RequestError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A sequence on its way through the thread, and the future that waits for it."""
+
+    sequence: Sequence
+    future: asyncio.Future
+    loop: asyncio.AbstractEventLoop
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Answer from the engine's thread; a caller or loop that is gone wants no answer."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._settle, error)
+
+    def _settle(self, error: Exception | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(self.sequence)
+        else:
+            self.future.set_exception(error)
+
+
+class AsyncEngine:
+    """Takes the engine over: nobody else may step it. close() ends the thread; what is in flight gets EngineError."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: dict[Sequence, _Call] = {}
+        self._error: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, name="eagle-ray-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, sequence: Sequence) -> Sequence:
+        """The same sequence, finished. Raises RequestError for this one, EngineError once the engine is dead.
+
+        Cancelling the caller frees the sequence's slot at the next step.
+        """
+        if self._error is not None:
+            raise self._error
+        loop = asyncio.get_running_loop()
+        call = _Call(sequence, loop.create_future(), loop)
+        self._inbox.put(lambda: self._add(call))
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._inbox.put(lambda: self._drop(sequence))
+            raise
+
+    def counters(self) -> EngineCounters:
+        """A copy of the engine's counters."""
+        return replace(self._engine.counters)
+
+    def close(self) -> None:
+        """End the thread after its current step and wait for it."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        error = EngineError("the engine was closed")
+        try:
+            while self._receive():
+                for sequence in self._engine.step():
+                    self._calls.pop(sequence).finish()
+        except Exception as fault:  # whatever broke a step breaks every sequence in flight
+            error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
+            error.__cause__ = fault
+        self._error = error
+        self._fail_all(error)
+
+    def _receive(self) -> bool:
+        """Take what has arrived, waiting while there is nothing else to do; False once closed."""
+        while True:
+            try:
+                action = self._inbox.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if action is None:
+                return False
+            action()
+
+    def _add(self, call: _Call) -> None:
+        try:
+            self._engine.add(call.sequence)
+        except RequestError as error:
+            call.finish(error)
+        else:
+            self._calls[call.sequence] = call
+
+    def _drop(self, sequence: Sequence) -> None:
+        if self._calls.pop(sequence, None) is not None:
+            self._engine.abort(sequence)
+
+    def _fail_all(self, error: EngineError) -> None:
+        """Answer what is in flight and what arrives while the thread ends."""
+        for call in self._calls.values():
+            call.finish(error)
+        self._calls.clear()

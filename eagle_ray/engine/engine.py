@@ -1,0 +1,166 @@
+"""Engine: continuous batching over slots; each step drafts, verifies and commits one tree per running sequence.
+
+    engine.add(Sequence("a", [1, 17, 4], SamplingParams(max_tokens=8)))
+    while engine.has_work:
+        for sequence in engine.step():
+            print(sequence.request_id, sequence.output_ids)
+
+Plain decoding is the same loop with a drafter that offers nothing. Does not know text, files or Ray.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.drafting.drafter import Drafter
+from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.engine.scheduler import Batch, Scheduler
+from eagle_ray.engine.sequence import Sequence, check_fits
+from eagle_ray.engine.step_record import StepRecord, step_record
+from eagle_ray.models.target import Prompts, Target
+from eagle_ray.speculative.budget import Plan, allocate
+from eagle_ray.speculative.sampling import BatchSampling, pick
+from eagle_ray.speculative.stats import AcceptanceStats
+from eagle_ray.speculative.tree import VerifyRows
+from eagle_ray.speculative.verify import VerifyResult, accept_path
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What the engine has done since it was made. num_slot_steps: running sequences, summed over steps.
+
+    busy_s: seconds spent inside step().
+    """
+
+    num_slots: int
+    num_steps: int = 0
+    num_slot_steps: int = 0
+    num_output_tokens: int = 0
+    busy_s: float = 0.0
+
+
+class Engine:
+    """A target, a drafter and the sequences in flight.
+
+    max_model_len: most tokens, prompt and output, of a sequence. num_spec_tokens: longest draft path that any plan
+    allows (max_depth; 0 for plain decoding): the length of the acceptance statistics.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        planner: UniformPlanner,
+        max_model_len: int,
+        num_spec_tokens: int,
+        prefill_tokens: int = 4096,
+    ):
+        self.target, self.drafter, self.planner = target, drafter, planner
+        self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
+        self.scheduler = Scheduler(target.cache.num_slots, prefill_tokens, target.device)
+        self.counters = EngineCounters(target.cache.num_slots)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """One speculative round for every running sequence; returns those that finished.
+
+        Invariant: the last committed token is not in the KV cache yet; it is the root of the next tree.
+        """
+        started = time.monotonic()
+        self._prefill(self.scheduler.admit())
+        batch = self.scheduler.batch()
+        if batch is not None:
+            self._decode(batch)
+        finished = self.scheduler.retire()
+        self._count(batch, finished, time.monotonic() - started)
+        return finished
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises RequestError where its prompt cannot fit."""
+        check_fits(sequence, self.max_model_len)
+        sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
+        sequence.arrived_at = time.monotonic()
+        self.scheduler.add(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget a sequence; its slot is free for the next step."""
+        self.scheduler.abort(sequence)
+
+    def _prefill(self, admitted: list[Sequence]) -> None:
+        """The prompts' keys and values, and the first token of each new sequence."""
+        if not admitted:
+            return
+        now = time.monotonic()
+        prompts = Prompts.of([s.slot for s in admitted], [s.prompt_ids for s in admitted], self.target.device)
+        logits, features = self.target.prefill(prompts)
+        sampling = BatchSampling.of([s.sampling for s in admitted], self.target.device)
+        order = torch.arange(len(admitted), device=self.target.device)
+        tokens = pick(logits, sampling, order, prompts.positions[prompts.last] + 1)
+        self.drafter.prefill(prompts, tokens, features)
+        logprobs = _logprobs(logits, tokens) if any(s.sampling.logprobs for s in admitted) else None
+        for i, (sequence, token) in enumerate(zip(admitted, tokens.tolist(), strict=True)):
+            sequence.admitted_at, sequence.first_token_at = now, time.monotonic()
+            sequence.target_forwards += 1
+            sequence.draft_forwards += self.num_spec_tokens > 0
+            if sequence.sampling.logprobs:
+                sequence.output_logprobs.append(logprobs[i].item())
+            self._append(sequence, [token])
+
+    def _decode(self, batch: Batch) -> None:
+        """Draft, allocate, verify, accept, commit, extend, append."""
+        plan = self.planner.plan(len(batch))
+        tree = self.drafter.draft(batch.at, batch.roots, plan)
+        tree = tree.rerank(allocate(tree, plan), plan.num_nodes)
+        rows = tree.pack(batch.at.lengths, plan.num_rows)
+        logits, features = self.target.verify(tree, rows, batch.at, plan.max_depth)
+        picks = pick(logits, batch.sampling, rows.seq.clamp(min=0), rows.positions + 1)
+        result = accept_path(tree, rows, picks, plan.max_depth)
+        self.target.commit(batch.at, result)
+        self.drafter.extend(batch.at, rows, result, features)
+        logprobs = self._path_logprobs(batch, rows, result, logits)
+        self._take(batch, plan, step_record(tree, result, plan.max_depth, logprobs))
+
+    def _path_logprobs(
+        self, batch: Batch, rows: VerifyRows, result: VerifyResult, logits: Float[Tensor, "R V"]
+    ) -> Float[Tensor, "B D1"] | None:
+        if not any(s.sampling.logprobs for s in batch.sequences):
+            return None
+        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+        return _logprobs(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
+
+    def _take(self, batch: Batch, plan: Plan, record: Int[Tensor, "B X"]) -> None:
+        """The step's only device-to-host copy, and what follows from it for each sequence."""
+        passes = self.drafter.num_passes(plan)
+        for sequence, row in zip(batch.sequences, record.tolist(), strict=True):
+            step = StepRecord.of(row, plan.max_depth)
+            sequence.target_forwards += 1
+            sequence.draft_forwards += passes
+            step.count(sequence.stats)
+            if sequence.sampling.logprobs:
+                sequence.output_logprobs += step.logprobs
+            self._append(sequence, step.tokens)
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> None:
+        sequence.stats.num_discarded_tokens += sequence.append(tokens, self.target.eos_ids)
+        if sequence.finish_reason is not None:
+            sequence.finished_at = time.monotonic()
+
+    def _count(self, batch: Batch | None, finished: list[Sequence], seconds: float) -> None:
+        self.counters.num_steps += batch is not None
+        self.counters.num_slot_steps += len(batch) if batch is not None else 0
+        self.counters.num_output_tokens += sum(len(s.output_ids) for s in finished)
+        self.counters.busy_s += seconds
+
+
+def _logprobs(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """Log-probability of each token under the unprocessed logits, in fp32."""
+    return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]

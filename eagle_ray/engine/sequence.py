@@ -1,0 +1,108 @@
+"""Sequence: one request in flight, from its prompt to its last token.
+
+Knows ids, counts and times. Does not know text, slots' memory or the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from eagle_ray.errors import RequestError
+from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.stats import AcceptanceStats
+
+StopCheck = Callable[[list[int]], "int | None"]
+FinishReason = Literal["stop", "length"]
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of one request.
+
+    prompt_ids: the prompt's token ids, at least one.
+    stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
+        token that completes a stop string), or None to go on.
+    output_logprobs: log-probability of each output id under the unprocessed logits, where sampling.logprobs asks.
+    Times are seconds on the engine's monotonic clock, None until they happen.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stop_check: StopCheck | None = None
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int | None = None
+    stats: AcceptanceStats | None = None
+    max_tokens: int = 0  # sampling.max_tokens cut to the room; set when the engine accepts the sequence
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    arrived_at: float | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens, prompt and output; the last of them is not in the KV cache yet."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values the target's cache holds between steps."""
+        return self.num_tokens - 1
+
+    @property
+    def root(self) -> int:
+        """The last committed token: the root of the next tree."""
+        return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
+
+    def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
+        """Commit new tokens and finish at the first EOS, stop string or max_tokens; returns how many were cut off."""
+        self.output_ids += tokens
+        keep, reason = self._cut(len(self.output_ids) - len(tokens), eos_ids)
+        if reason is None:
+            return 0
+        num_discarded = len(self.output_ids) - keep
+        del self.output_ids[keep:]
+        del self.output_logprobs[keep:]
+        self.status, self.finish_reason = Status.FINISHED, reason
+        return num_discarded
+
+    def _cut(self, start: int, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
+        """How many output ids to keep, and why: the earliest of EOS, stop string and max_tokens; a stop wins a tie."""
+        stops = []
+        if not self.sampling.ignore_eos:
+            stops += [i + 1 for i in range(start, len(self.output_ids)) if self.output_ids[i] in eos_ids][:1]
+        if self.stop_check is not None and (kept := self.stop_check(self.output_ids)) is not None:
+            stops.append(kept)
+        if stops and min(stops) <= self.max_tokens:
+            return min(stops), "stop"
+        if len(self.output_ids) >= self.max_tokens:
+            return self.max_tokens, "length"
+        return len(self.output_ids), None
+
+
+def check_fits(sequence: Sequence, max_model_len: int) -> None:
+    """Cut max_tokens to the room that is left; raises RequestError where the prompt itself leaves none."""
+    num_prompt = len(sequence.prompt_ids)
+    if num_prompt == 0:
+        raise RequestError("prompt_empty", "the prompt has no tokens: give at least one")
+    if num_prompt >= max_model_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {num_prompt} tokens and model.max_model_len is {max_model_len}: "
+            f"shorten it to at most {max_model_len - 1} tokens, or raise model.max_model_len",
+        )
+    sequence.max_tokens = min(sequence.sampling.max_tokens, max_model_len - num_prompt)

@@ -1,0 +1,22 @@
+"""The two ways things go wrong: with one request, or with the engine itself.
+
+Anything else that is raised is a bug and is not caught.
+"""
+
+
+class RequestError(Exception):
+    """This request cannot be answered; every other one can.
+
+    code: a short stable name such as ``prompt_too_long`` (the ``error_code`` column, OpenAI's ``code``).
+    """
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self):
+        return type(self), (self.code, str(self))
+
+
+class EngineError(Exception):
+    """The engine can no longer answer anything: its process should end."""

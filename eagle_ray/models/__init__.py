@@ -1,0 +1,1 @@
+"""L1: weights, key/value caches and attention. Knows tensors and checkpoints, not requests."""

@@ -1,0 +1,219 @@
+"""Tree attention, portable: how the rows of one pass read and write a KVCache.
+
+transformers models call one attention function for every layer. We register ours under ``ATTENTION`` and hand the
+pass's layout through the model as ``rows=``; without a layout it is plain causal attention over the given tokens.
+Query heads that share a key/value head are folded into the row axis, so keys and values are never repeated.
+Does not know tokens, trees' values or which model is running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from eagle_ray.models.kv_cache import BatchSlots, KVCache
+
+ATTENTION = "eagle_ray"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What one layer asks of attention.
+
+    window: a key is seen by queries less than `window` positions after it; None sees all. softcap: scores are
+    squashed to (-softcap, softcap). sinks: one extra logit per query head that takes probability and gives nothing.
+    """
+
+    layer: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+
+
+class Layout(Protocol):
+    """How the rows of one pass see the cache and each other."""
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads R head_dim"],
+        key: Float[Tensor, "1 kv_heads R head_dim"],
+        value: Float[Tensor, "1 kv_heads R head_dim"],
+        attention: LayerAttention,
+    ) -> Float[Tensor, "1 heads R head_dim"]: ...
+
+
+@dataclass(slots=True)
+class PromptLayout:
+    """Whole prompts, one after the other; each attends to itself, causally, and fills its slot from column 0.
+
+    lengths: tokens of each prompt, on the host.
+    """
+
+    cache: KVCache
+    slots: list[int]
+    lengths: list[int]
+    row_slots: Int[Tensor, " R"] = field(init=False)
+    columns: Int[Tensor, " R"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.cache.keys.device
+        self.columns = torch.cat([torch.arange(n, device=device) for n in self.lengths])
+        slots = [torch.full((n,), slot, device=device) for slot, n in zip(self.slots, self.lengths, strict=True)]
+        self.row_slots = torch.cat(slots)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+        self.cache.write(attention.layer, self.row_slots, self.columns, key[0], value[0])
+        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
+        return torch.cat([causal_attention(q, k, v, attention) for q, k, v in parts], 2)
+
+
+@dataclass(slots=True)
+class TreeLayout:
+    """Trees of up to N rows each, on top of what B slots hold.
+
+    Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
+    ancestors[b, i] names.
+
+    row_slots, columns: where the keys and values of each of the R rows are written.
+    depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
+    row_of: the packed row of (b, i), None where rows are the rectangle B x N. unpack: its inverse, b * N + i of a row.
+    """
+
+    cache: KVCache
+    batch: BatchSlots
+    row_slots: Int[Tensor, " R"]
+    columns: Int[Tensor, " R"]
+    ancestors: Bool[Tensor, "B N M"]
+    depths: Int[Tensor, "B N"]
+    column_depths: Int[Tensor, "B M"]
+    row_of: Int[Tensor, "B N"] | None = None
+    unpack: Int[Tensor, " R"] | None = None
+    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    @property
+    def num_columns(self) -> int:
+        """T: columns that any row may see, known on the host."""
+        return self.batch.max_length + self.ancestors.shape[2]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+        self.cache.write(attention.layer, self.row_slots, self.columns, key[0], value[0])
+        keys, values = self.cache.read(attention.layer, self.batch, self.num_columns)
+        rows = self._by_tree(query)
+        mask = self._mask(query.shape[1] // key.shape[1], attention.window, query.dtype)
+        out = masked_attention(rows, keys, values, mask, attention)
+        return self._packed(out)
+
+    def _by_tree(self, query: Float[Tensor, "1 heads R d"]) -> Float[Tensor, "B heads N d"]:
+        batch, num_nodes = self.ancestors.shape[:2]
+        if self.row_of is None:
+            return query[0].unflatten(1, (batch, num_nodes)).transpose(0, 1)
+        return query[0][:, self.row_of].transpose(0, 1)
+
+    def _packed(self, out: Float[Tensor, "B heads N d"]) -> Float[Tensor, "1 heads R d"]:
+        flat = out.transpose(0, 1).flatten(1, 2)
+        return (flat if self.unpack is None else flat[:, self.unpack])[None]
+
+    def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
+        """Additive mask for folded query heads, made once per pass and window."""
+        if (groups, window) not in self._masks:
+            mask = torch.zeros((), dtype=dtype, device=self.ancestors.device)
+            mask = mask.where(self._visible(window), torch.finfo(dtype).min)
+            self._masks[groups, window] = mask.repeat(1, groups, 1)[:, None]
+        return self._masks[groups, window]
+
+    def _visible(self, window: int | None) -> Bool[Tensor, "B N T"]:
+        lengths = self.batch.lengths[:, None]
+        column = torch.arange(self.num_columns, device=lengths.device)
+        in_tree = column - lengths
+        last = self.ancestors.shape[2] - 1
+        index = in_tree.clamp(0, last)
+        seen = self.ancestors.gather(2, index[:, None].expand(-1, self.ancestors.shape[1], -1))
+        seen = (seen & (in_tree <= last)[:, None]) | (in_tree < 0)[:, None]
+        if window is None:
+            return seen
+        key_position = torch.where(in_tree < 0, column, lengths + self.column_depths.gather(1, index))
+        return seen & ((lengths + self.depths)[:, :, None] - key_position[:, None] < window)
+
+
+def attention_function(
+    module: nn.Module,
+    query: Float[Tensor, "B heads R head_dim"],
+    key: Float[Tensor, "B kv_heads R head_dim"],
+    value: Float[Tensor, "B kv_heads R head_dim"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    rows: Layout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Float[Tensor, "B R heads head_dim"], None]:
+    """transformers' attention signature; `rows` is our keyword, the others are the model's own."""
+    attention = LayerAttention(module.layer_idx, scaling, sliding_window, softcap, s_aux)
+    attend = causal_attention if rows is None else rows.attend
+    return attend(query, key, value, attention).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attention_function)
+
+
+def causal_attention(
+    query: Float[Tensor, "B heads T d"],
+    key: Float[Tensor, "B kv_heads T d"],
+    value: Float[Tensor, "B kv_heads T d"],
+    attention: LayerAttention,
+) -> Float[Tensor, "B heads T d"]:
+    """Each token attends to itself and those before it, without a cache."""
+    length = query.shape[2]
+    plain = attention.softcap is None and attention.sinks is None
+    if plain and (attention.window is None or length <= attention.window):
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=gqa
+        )
+    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+    seen = (distance >= 0) & (distance < (attention.window or length))
+    mask = torch.zeros((), dtype=query.dtype, device=query.device).where(seen, torch.finfo(query.dtype).min)
+    groups = query.shape[1] // key.shape[1]
+    return masked_attention(query, key, value, mask.repeat(groups, 1)[None, None], attention)
+
+
+def masked_attention(
+    query: Float[Tensor, "B heads N d"],
+    keys: Float[Tensor, "B kv_heads T d"],
+    values: Float[Tensor, "B kv_heads T d"],
+    mask: Float[Tensor, "b 1 GN T"],
+    attention: LayerAttention,
+) -> Float[Tensor, "B heads N d"]:
+    """Attention under an additive mask, query heads folded onto their key/value head."""
+    batch, heads, num_nodes, head_dim = query.shape
+    folded = query.reshape(batch, keys.shape[1], -1, head_dim)
+    if attention.softcap is None and attention.sinks is None:
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=attention.scaling)
+    else:
+        out = _explicit_attention(folded, keys, values, mask, attention)
+    return out.reshape(batch, heads, num_nodes, head_dim)
+
+
+def _explicit_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, attention: LayerAttention) -> Tensor:
+    """The same with soft-cap and sinks, in the order Gemma-2 and GPT-OSS apply them."""
+    scores = query @ keys.transpose(2, 3) * attention.scaling
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    scores = scores + mask
+    if attention.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    per_row = attention.sinks.view(keys.shape[1], -1).repeat_interleave(
+        query.shape[2] // (attention.sinks.numel() // keys.shape[1]), 1
+    )
+    sinks = per_row[None, :, :, None].expand(query.shape[0], -1, -1, 1).to(scores.dtype)
+    probs = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)
+    return probs[..., :-1].to(query.dtype) @ values

@@ -1,0 +1,95 @@
+"""KVCache: the keys and values of S slots, one sequence a slot, in one dense tensor.
+
+Verbs: write, read, commit. Nobody else indexes a slot. A pass may write rows past a slot's committed tokens freely:
+what is not committed is overwritten by the next pass, so a rejected tree leaves no trace.
+Does not know which slots are in use, nor what the tokens were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.speculative.verify import VerifyResult
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSlots:
+    """The slots of B sequences and how many tokens each of them holds.
+
+    index: the same slots as a slice where they are neighbours (a read is then a view), else the tensor.
+    max_length: the largest of lengths, known on the host.
+    """
+
+    slots: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+    index: slice | Int[Tensor, " B"]
+    max_length: int
+
+    @classmethod
+    def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> BatchSlots:
+        tensor = torch.tensor(slots, dtype=torch.int64, device=device)
+        first = slots[0]
+        neighbours = slots == list(range(first, first + len(slots)))
+        index = slice(first, first + len(slots)) if neighbours else tensor
+        return cls(tensor, torch.tensor(lengths, dtype=torch.int64, device=device), index, max(lengths))
+
+
+class KVCache:
+    """Keys and values [layers, slots, kv_heads, capacity + 1, head_dim]; the last column takes padding rows.
+
+    capacity: tokens a slot can hold, tree rows included.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        shape = (num_layers, num_slots, num_kv_heads, capacity + 1, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.capacity = capacity
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[1]
+
+    def write(
+        self,
+        layer: int,
+        slots: Int[Tensor, " R"],
+        columns: Int[Tensor, " R"],
+        keys: Float[Tensor, "kv_heads R head_dim"],
+        values: Float[Tensor, "kv_heads R head_dim"],
+    ) -> None:
+        """Store one row per (slot, column); columns equal to capacity are never read."""
+        self.keys[layer][slots, :, columns] = keys.transpose(0, 1)
+        self.values[layer][slots, :, columns] = values.transpose(0, 1)
+
+    def read(
+        self, layer: int, batch: BatchSlots, num_columns: int
+    ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T head_dim"]]:
+        """The first num_columns columns of each sequence's slot; a view where the slots are neighbours."""
+        return self.keys[layer, batch.index, :, :num_columns], self.values[layer, batch.index, :, :num_columns]
+
+    def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
+        """Move the accepted path of each tree to the columns right after its committed tokens, in every layer.
+
+        Tree node i was written at column length + i; the j-th accepted node belongs at length + j <= length + i.
+        """
+        offset = torch.arange(result.accepted_nodes.shape[1], device=batch.slots.device)
+        moved = torch.where(result.accepted_nodes >= 0, result.accepted_nodes, offset)
+        source, target = batch.lengths[:, None] + moved, batch.lengths[:, None] + offset
+        slots = batch.slots[:, None]
+        for cache in (self.keys, self.values):
+            by_column = cache.permute(1, 3, 0, 2, 4)
+            by_column[slots, target] = by_column[slots, source]

@@ -1,0 +1,157 @@
+"""Target: a transformers causal LM run over our own key/value slots.
+
+The module tree is transformers'; the attention function, the cache and the row layout are ours, so one pass takes
+rows of many sequences, trees included, packed as [1, R]. Does not know requests, sampling or who drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from eagle_ray.errors import EngineError
+from eagle_ray.models.attention import ATTENTION, PromptLayout, TreeLayout
+from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.speculative.tree import DraftTree, VerifyRows
+from eagle_ray.speculative.verify import VerifyResult
+
+UNSUPPORTED_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # they change logits after the lm_head
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """B prompts for one prefill pass, one after the other in R rows.
+
+    tokens, positions: of every row. lengths: tokens of each prompt. last: the row of each prompt's last token.
+    """
+
+    slots: list[int]
+    lengths: list[int]
+    tokens: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    last: Int[Tensor, " B"]
+
+    @classmethod
+    def of(cls, slots: list[int], prompts: list[list[int]], device: torch.device | str = "cpu") -> Prompts:
+        lengths = [len(ids) for ids in prompts]
+        return cls(
+            slots=slots,
+            lengths=lengths,
+            tokens=torch.tensor([i for ids in prompts for i in ids], dtype=torch.int64, device=device),
+            positions=torch.cat([torch.arange(n, device=device) for n in lengths]),
+            last=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        )
+
+
+class Target:
+    """The model whose tokens are produced, and its KVCache of num_slots slots.
+
+    capacity: columns of a slot, tree rows included.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int):
+        _check_supported(model)
+        self.model = model.eval()
+        model.set_attn_implementation(ATTENTION)
+        config = model.config.get_text_config(decoder=True)
+        self.embed_tokens: nn.Embedding = model.get_input_embeddings()
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.eos_ids = eos_ids(model)
+        self._lm_head = model.get_output_embeddings()
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        weight = self.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.cache = KVCache(
+            config.num_hidden_layers,
+            num_slots,
+            config.num_key_value_heads,
+            capacity,
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            weight.dtype,
+            weight.device,
+        )
+
+    def prefill(self, prompts: Prompts) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R H"]]:
+        """Fill the slots with whole prompts; logits after each prompt's last token, features of every row."""
+        layout = PromptLayout(self.cache, prompts.slots, prompts.lengths)
+        features = self._run(prompts.tokens, prompts.positions, layout)
+        return self.logits(features[prompts.last]), features
+
+    def verify(
+        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int
+    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"]]:
+        """One pass over the packed rows of B trees: logits and features after each row.
+
+        Row (b, i) is written at column lengths[b] + i; `commit` moves what is accepted.
+        """
+        layout = self._tree_layout(tree, rows, batch, max_depth)
+        features = self._run(rows.tokens, rows.positions, layout)
+        return self.logits(features), features
+
+    def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
+        """Keep the accepted path of each tree; the rest is forgotten."""
+        self.cache.commit(batch, result)
+
+    def logits(self, features: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
+        """The lm_head, with the model's own final soft-cap."""
+        logits = self._lm_head(features)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+    def _run(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: object) -> Float[Tensor, "R H"]:
+        out = self.model.base_model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=layout
+        )
+        return out.last_hidden_state[0]
+
+    def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> TreeLayout:
+        seq = rows.seq.clamp(min=0)
+        columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.capacity)
+        return TreeLayout(
+            cache=self.cache,
+            batch=batch,
+            row_slots=batch.slots[seq],
+            columns=columns,
+            ancestors=tree.ancestors(max_depth),
+            depths=tree.depths,
+            column_depths=tree.depths,
+            row_of=None if rows.is_rectangle else rows.row_of,
+            unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
+        )
+
+
+def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
+    """A causal LM from a local directory in transformers' layout. Raises EngineError where it cannot be read."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"the target in {path} cannot be loaded: {error}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The generation config's EOS ids, else the config's; empty where neither has one."""
+    generation = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
+    eos = generation if generation is not None else model.config.get_text_config(decoder=True).eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence that the model was made for, where its config says."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def _check_supported(model: PreTrainedModel) -> None:
+    """Refuse, by name, a model whose logits this engine would not reproduce exactly."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise EngineError(f"{name} does not route attention through transformers' attention interface")
+    scaled = [key for key in UNSUPPORTED_LOGITS if getattr(config, key, None) not in (None, 1, 1.0)]
+    if scaled:
+        raise EngineError(f"{name} scales its logits ({', '.join(scaled)}), which this release does not reproduce")

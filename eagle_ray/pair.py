@@ -1,0 +1,111 @@
+"""From a configuration to an engine and its text: the one place that builds them.
+
+    pair = build_pair(config.model, config.speculative, slots=4)
+    pair.engine.add(Sequence("a", pair.text.encode_chat([{"role": "user", "content": "Hi"}]), SamplingParams()))
+
+Knows where models live and how large their caches must be. Does not know rows, files or Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.drafting.drafter import Drafter
+from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.models.checkpoint import load_head
+from eagle_ray.models.target import Target, load_target, max_positions
+from eagle_ray.text import Text
+
+ASSETS = Path(__file__).parent / "assets"
+EMBEDDED = "embedded:"
+DEFAULT_MODEL_LEN = 4096  # dense slots: a longer default would cost memory that most rows never use
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its drafter, ready to step. text: None where the target has no tokenizer."""
+
+    engine: Engine
+    text: Text | None
+    target_name: str
+    draft_name: str | None
+
+
+def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -> Pair:
+    """Load both models and allocate their caches for `slots` sequences.
+
+    Raises ConfigError where a name cannot be found or a length does not fit, EngineError where files are not a pair.
+    """
+    path = resolve(model.target, "target")
+    device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
+    device = "cpu" if device == "auto" else device
+    causal_lm = load_target(path, _dtype(model.dtype, device), device)
+    max_model_len = _model_len(model, max_positions(causal_lm))
+    plain = speculative.method == "none"
+    max_nodes = 0 if plain else speculative.max_nodes
+    target = Target(causal_lm, slots, capacity=max_model_len + max_nodes + 1)
+    drafter = NoDrafter() if plain else _eagle(model, speculative, target, max_model_len)
+    planner = UniformPlanner(0, 0, 0) if plain else _planner(speculative)
+    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=0 if plain else speculative.max_depth)
+    return Pair(engine, Text.load(path, model.chat_template), model.target, None if plain else model.draft)
+
+
+def resolve(name: str, part: str) -> Path:
+    """The local directory of a model. part: "target" or "draft", which `embedded:` names have both.
+
+    A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or the hub where it is reachable).
+    """
+    if name.startswith(EMBEDDED):
+        path = ASSETS / name.removeprefix(EMBEDDED) / part
+        if not path.is_dir():
+            raise ConfigError(f"model.{part}: there is no {name!r}; the embedded pair is 'embedded:tiny'")
+        return path
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
+            f"reached from here ({type(error).__name__})"
+        ) from error
+
+
+def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target, max_model_len: int) -> Drafter:
+    if model.draft is None:
+        raise ConfigError("model.draft: missing; speculative.method eagle2 needs a draft head")
+    head = load_head(resolve(model.draft, "draft"), target.hidden_size, target.vocab_size)
+    levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
+    return EagleDrafter(head, target, capacity=max_model_len + max(levels, speculative.max_depth + 1))
+
+
+def _planner(speculative: SpeculativeConfig) -> UniformPlanner:
+    return UniformPlanner(speculative.max_nodes, speculative.max_depth, speculative.top_k)
+
+
+def _dtype(name: str, device: str) -> torch.dtype | str:
+    """auto is fp32 on a CPU, where it is exact and bf16 is rarely faster, and the checkpoint's own on a GPU."""
+    if name == "auto":
+        return torch.float32 if device == "cpu" else "auto"
+    return getattr(torch, name)
+
+
+def _model_len(model: ModelConfig, own: int | None) -> int:
+    """own: positions that the target was made for, where it says."""
+    if model.max_model_len is None:
+        return min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN)
+    if own is not None and model.max_model_len > own:
+        raise ConfigError(
+            f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
+            f"for; set it to {own} or less"
+        )
+    return model.max_model_len

@@ -1,0 +1,75 @@
+"""Growing candidates level by level: EAGLE-2's expansion phase for B trees at once.
+
+    builder = TreeBuilder(roots, width=10)
+    builder.grow(log_probs, tokens)          # level 1: children of the roots
+    while more levels are wanted:
+        frontier = builder.frontier()        # the best nodes of the last level
+        builder.grow(log_probs, tokens)      # their children
+    tree = builder.build()
+
+Does not know where the log-probabilities come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.speculative.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The F nodes of the last level that are worth children.
+
+    parent_rows: each node's parent, as an index into the frontier before (0, the root, at level 1).
+    """
+
+    tokens: Int[Tensor, "B F"]
+    parent_rows: Int[Tensor, "B F"]
+
+
+class TreeBuilder:
+    """Collects every child that is offered; keeps at most `width` nodes of each level as the next frontier."""
+
+    def __init__(self, roots: Int[Tensor, " B"], width: int):
+        tree = DraftTree.of_roots(roots)
+        self._width = width
+        self._tokens, self._parents, self._log_values = [tree.tokens], [tree.parents], [tree.log_values]
+        self._frontier_nodes = torch.zeros_like(tree.tokens)
+        self._frontier_values = tree.log_values
+        self._num_nodes = 1
+
+    def grow(self, log_probs: Float[Tensor, "B F K"], tokens: Int[Tensor, "B F K"]) -> None:
+        """Add K children to each frontier node, with their fp32 log-probabilities given that node."""
+        values = self._frontier_values[:, :, None] + log_probs
+        parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
+        self._log_values.append(values.flatten(1))
+        self._tokens.append(tokens.flatten(1))
+        self._parents.append(parents.flatten(1))
+        self._num_nodes += tokens[0].numel()
+
+    def frontier(self) -> Frontier:
+        """The `width` most valuable nodes of the last level, ties to the earlier one, most valuable first."""
+        values, tokens, parents = self._log_values[-1], self._tokens[-1], self._parents[-1]
+        best, index = values.sort(dim=1, descending=True, stable=True)
+        best, index = best[:, : self._width], index[:, : self._width]
+        children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
+        first_of_level = self._num_nodes - tokens.shape[1]
+        self._frontier_values, self._frontier_nodes = best, index + first_of_level
+        return Frontier(tokens.gather(1, index), index // children_each)
+
+    def build(self) -> DraftTree:
+        """All candidates so far: 1 + F*K nodes a level, breadth-first."""
+        tokens = torch.cat(self._tokens, 1)
+        levels = [torch.full_like(level, depth) for depth, level in enumerate(self._tokens)]
+        return DraftTree(
+            tokens=tokens,
+            parents=torch.cat(self._parents, 1),
+            depths=torch.cat(levels, 1),
+            log_values=torch.cat(self._log_values, 1),
+            valid=torch.ones_like(tokens, dtype=torch.bool),
+        )

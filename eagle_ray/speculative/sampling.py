@@ -1,0 +1,188 @@
+"""The target's own choice of a token: logits processors, keyed noise and the pick.
+
+The noise of a token is a function of (seed, position, token id) alone, so a sample does not depend on the tree, the
+batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that noise.
+Does not know trees, models or who asks.
+
+    >>> SamplingParams(temperature=0.8, seed=7).is_greedy
+    False
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence's tokens are chosen. Raises ValueError naming the field where a value is out of range.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
+    seed: any 64-bit integer, the key of this sequence's noise.
+    ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    seed: int = 0
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _require(ok: bool, name: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSampling:
+    """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs."""
+
+    temperature: Float[Tensor, " B"]
+    top_p: Float[Tensor, " B"]
+    top_k: Int[Tensor, " B"]
+    min_p: Float[Tensor, " B"]
+    seed: Int[Tensor, " B"]
+    any_sampled: bool
+    any_top_p: bool
+    any_top_k: bool
+    any_min_p: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> BatchSampling:
+        """The parameters of a batch, in its order. Top-k off is stored as 0."""
+        sampled = [p for p in params if not p.is_greedy]
+        return cls(
+            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            seed=torch.tensor([as_int64(p.seed) for p in params], dtype=torch.int64, device=device),
+            any_sampled=bool(sampled),
+            any_top_p=any(p.top_p < 1 for p in sampled),
+            any_top_k=any(p.top_k > 0 for p in sampled),
+            any_min_p=any(p.min_p > 0 for p in sampled),
+        )
+
+
+def pick(
+    logits: Float[Tensor, "R V"], sampling: BatchSampling, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+) -> Int[Tensor, " R"]:
+    """The token each row's target chooses; ties go to the lowest id.
+
+    seq: the row's sequence, an index into sampling. positions: index, in prompt + output, of the token being chosen.
+    """
+    greedy = logits.argmax(-1)
+    if not sampling.any_sampled:
+        return greedy
+    noisy = process(logits, sampling, seq) + gumbel_noise(sampling.seed[seq], positions, logits.shape[-1])
+    return torch.where(sampling.temperature[seq] == 0, greedy, noisy.argmax(-1))
+
+
+def process(logits: Float[Tensor, "R V"], sampling: BatchSampling, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Temperature, top-k, top-p and min-p, in transformers' order, in fp32; dropped tokens are -inf.
+
+    Greedy rows pass through with temperature 1: their result is not used.
+    """
+    temperature = sampling.temperature[seq]
+    scores = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    if sampling.any_top_k:
+        scores = _keep_top_k(scores, sampling.top_k[seq])
+    if sampling.any_top_p:
+        scores = _keep_top_p(scores, sampling.top_p[seq])
+    if sampling.any_min_p:
+        scores = _keep_min_p(scores, sampling.min_p[seq])
+    return scores
+
+
+def _keep_top_k(scores: Float[Tensor, "R V"], top_k: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Keep the k highest scores and whatever ties with the last of them; k = 0 keeps all."""
+    vocab = scores.shape[-1]
+    rank = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab)) - 1
+    threshold = scores.sort(-1, descending=True).values.gather(1, rank[:, None])
+    return scores.masked_fill(scores < threshold, -torch.inf)
+
+
+def _keep_top_p(scores: Float[Tensor, "R V"], top_p: Float[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Keep the smallest set of most probable tokens whose probability reaches p; at least one token."""
+    ascending, order = scores.sort(dim=-1, stable=True)
+    drop = ascending.softmax(-1).cumsum(-1) <= (1 - top_p)[:, None]
+    drop[:, -1] = False
+    drop &= (top_p < 1)[:, None]
+    return scores.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+
+
+def _keep_min_p(scores: Float[Tensor, "R V"], min_p: Float[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Keep tokens at least min_p times as probable as the most probable one."""
+    probs = scores.softmax(-1)
+    return scores.masked_fill(probs < min_p[:, None] * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def gumbel_noise(seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab: int) -> Float[Tensor, "R V"]:
+    """Standard Gumbel noise keyed by (seed, position, token id), in fp32.
+
+    The upper half of a splitmix64 hash is the uniform v; it stays below 1, so that every value is finite.
+    """
+    v = (keyed_hash(seed, positions, vocab).float() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0**-24)))
+
+
+def keyed_hash(seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab: int) -> Int[Tensor, "R V"]:
+    """32 well-mixed bits for each (seed, position, token id), as int64 in [0, 2**32)."""
+    key = mix64_tensor(mix64_tensor(seed) + positions)
+    ids = torch.arange(vocab, dtype=torch.int64, device=seed.device) * as_int64(GOLDEN)
+    return _shift_right(mix64_tensor(key[:, None] + ids), 32)
+
+
+def mix64_tensor(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """splitmix64's finaliser on int64 bit patterns (multiplication wraps, shifts are logical)."""
+    x = (x ^ _shift_right(x, 30)) * as_int64(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * as_int64(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix64(x: int) -> int:
+    """splitmix64's finaliser on one integer; the result is in [0, 2**64)."""
+    x %= 2**64
+    x = ((x ^ (x >> 30)) * _MIX_1) % 2**64
+    x = ((x ^ (x >> 27)) * _MIX_2) % 2**64
+    return x ^ (x >> 31)
+
+
+def sample_seed(seed: int, sample_index: int) -> int:
+    """The key of one of n samples, as a signed 64-bit integer: the seed itself for sample 0, a mix of both after it."""
+    return as_int64(seed if sample_index == 0 else mix64(mix64(seed) + sample_index))
+
+
+def as_int64(x: int) -> int:
+    """The signed 64-bit integer with the same bits as x."""
+    return (x + 2**63) % 2**64 - 2**63

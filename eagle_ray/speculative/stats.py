@@ -1,0 +1,105 @@
+"""AcceptanceStats: how one sequence's drafts fared, as plain counts.
+
+Counters only; ratios are derived and ``merge`` makes the counts a monoid, so that rows, tasks and runs add up.
+Does not know tokens, time or text.
+
+    >>> a = AcceptanceStats.empty(num_spec_tokens=2).with_step(num_accepted=1, drafted_by_depth=[3, 2])
+    >>> a.mean_acceptance_length
+    2.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CONFIDENCE_BINS = 10  # equal bins over (0, 1) of the drafter's conditional probability
+
+
+@dataclass(slots=True)
+class AcceptanceStats:
+    """Counts over the target decode passes ("steps") of one sequence, before any cut at EOS or max_tokens.
+
+    num_spec_tokens: longest possible draft path (max_depth); 0 for plain decoding.
+    histogram[j]: steps that accepted j draft tokens; length num_spec_tokens + 1.
+    proposed_by_depth[i]: verified nodes at depth i + 1; length num_spec_tokens.
+    confidence_nodes[k], confidence_accepted[k]: verified nodes whose parent was accepted, by the drafter's
+        conditional probability in bin k of CONFIDENCE_BINS, and how many of them the target picked.
+    """
+
+    num_spec_tokens: int
+    histogram: list[int]
+    proposed_by_depth: list[int]
+    confidence_nodes: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
+    confidence_accepted: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
+    num_plain_steps: int = 0
+    num_discarded_tokens: int = 0
+    per_step_budget: list[int] = field(default_factory=list)
+    per_step_accepted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, num_spec_tokens: int) -> AcceptanceStats:
+        """No steps yet, for drafts of at most num_spec_tokens tokens."""
+        return cls(num_spec_tokens, [0] * (num_spec_tokens + 1), [0] * num_spec_tokens)
+
+    def with_step(self, num_accepted: int, drafted_by_depth: list[int]) -> AcceptanceStats:
+        """Count one target pass that verified drafted_by_depth nodes and accepted num_accepted of them; returns self."""
+        self.histogram[num_accepted] += 1
+        num_drafted = sum(drafted_by_depth)
+        self.num_plain_steps += num_drafted == 0
+        _add(self.proposed_by_depth, drafted_by_depth)
+        self.per_step_budget.append(num_drafted + 1)
+        self.per_step_accepted.append(num_accepted)
+        return self
+
+    def add_confidences(self, nodes: list[int], accepted: list[int]) -> None:
+        """Count verified nodes whose parent was accepted, and those the target picked, by confidence bin."""
+        _add(self.confidence_nodes, nodes)
+        _add(self.confidence_accepted, accepted)
+
+    def merge(self, other: AcceptanceStats) -> AcceptanceStats:
+        """The counts of both; the longer num_spec_tokens wins. Per-step lists are concatenated."""
+        merged = AcceptanceStats.empty(max(self.num_spec_tokens, other.num_spec_tokens))
+        for part in (self, other):
+            _add(merged.histogram, part.histogram)
+            _add(merged.proposed_by_depth, part.proposed_by_depth)
+            _add(merged.confidence_nodes, part.confidence_nodes)
+            _add(merged.confidence_accepted, part.confidence_accepted)
+            merged.num_plain_steps += part.num_plain_steps
+            merged.num_discarded_tokens += part.num_discarded_tokens
+            merged.per_step_budget += part.per_step_budget
+            merged.per_step_accepted += part.per_step_accepted
+        return merged
+
+    @property
+    def num_steps(self) -> int:
+        """Target decode passes, drafted or not (prefill not counted)."""
+        return sum(self.histogram)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return sum(j * count for j, count in enumerate(self.histogram))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Verified nodes, roots not counted."""
+        return sum(self.proposed_by_depth)
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        """Entry i: steps that accepted a draft token at depth i + 1."""
+        return [sum(self.histogram[depth:]) for depth in range(1, self.num_spec_tokens + 1)]
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """tau: tokens per target pass, the bonus token included; None before the first step."""
+        return 1 + self.num_accepted_draft_tokens / self.num_steps if self.num_steps else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted over verified draft tokens; None where none was verified."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+
+def _add(total: list[int], more: list[int]) -> None:
+    for i, count in enumerate(more):
+        total[i] += count

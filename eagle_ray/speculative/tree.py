@@ -1,0 +1,144 @@
+"""DraftTree: B trees of candidate tokens as five [B, N] tensors, and their packing into the rows of one verify pass.
+
+Node 0 is the root: the last committed token. The laws, which hold for every tree made here (``check_laws`` in the
+tests): parents come before their children, nodes stand in breadth-first order, a child's log value never exceeds its
+parent's, siblings carry different tokens, valid nodes are a prefix of each row.
+
+        0 root          tokens   [the, cat, dog, sat]
+       / \\              parents  [ -1,   0,   0,   1]
+      1   2             depths   [  0,   1,   1,   2]
+      |
+      3
+
+Does not know who proposed a node, what it costs or whether the target agrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """B trees, nodes breadth-first, node 0 is the root.
+
+    parents: -1 for the root and for padding; the only stored topology.
+    log_values: fp32 log-probability of the path from the root; root 0, padding -inf.
+    valid: a prefix of each row.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    depths: Int[Tensor, "B N"]
+    log_values: Float[Tensor, "B N"]
+    valid: Bool[Tensor, "B N"]
+
+    @classmethod
+    def of_roots(cls, roots: Int[Tensor, " B"]) -> DraftTree:
+        """Trees of a root each and nothing else: a step of plain decoding."""
+        tokens = roots[:, None]
+        zeros = torch.zeros_like(tokens)
+        return cls(tokens, zeros - 1, zeros, zeros.float(), torch.ones_like(tokens, dtype=torch.bool))
+
+    @property
+    def num_nodes(self) -> int:
+        """N, padding and root included."""
+        return self.tokens.shape[1]
+
+    def rerank(self, budgets: Int[Tensor, " B"], num_nodes: int) -> DraftTree:
+        """Keep the budgets[b] most valuable nodes of each tree, root included, in [B, num_nodes].
+
+        Ties go to the earlier node and a child's value never exceeds its parent's, so ancestors of kept nodes are
+        kept (EAGLE-2, section 4.2). Budgets above num_nodes are cut to it.
+        """
+        order = self.log_values.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+        rank = torch.arange(order.shape[1], device=order.device)
+        keep = (rank < budgets[:, None]) & self.valid.gather(1, order)
+        return self._select(torch.where(keep, order, self.num_nodes).sort(1).values)
+
+    def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
+        """The subtrees on the given nodes: ascending indices, N where there is none."""
+        batch, num_nodes = self.tokens.shape
+        kept = nodes < num_nodes
+        nodes = nodes.clamp(max=num_nodes - 1)
+        new_index = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+        index_of = nodes.new_zeros(batch, num_nodes + 1)
+        index_of.scatter_(1, torch.where(kept, nodes, num_nodes), new_index)
+        old_parents = self.parents.gather(1, nodes)
+        parents = index_of.gather(1, old_parents.clamp(min=0))
+        return DraftTree(
+            tokens=torch.where(kept, self.tokens.gather(1, nodes), 0),
+            parents=torch.where(kept & (old_parents >= 0), parents, -1),
+            depths=torch.where(kept, self.depths.gather(1, nodes), 0),
+            log_values=torch.where(kept, self.log_values.gather(1, nodes), -torch.inf),
+            valid=kept,
+        )
+
+    def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
+        """[b, i, j]: node j is node i or an ancestor of it, by pointer doubling; max_depth bounds the depths."""
+        batch, num_nodes = self.tokens.shape
+        node = torch.arange(num_nodes, device=self.tokens.device)
+        jump = torch.where(self.parents >= 0, self.parents, node)
+        reach = (node[:, None] == node) | (node == jump[:, :, None])
+        distance = 1
+        while distance < max_depth:
+            reach = reach | reach.gather(1, jump[:, :, None].expand(batch, num_nodes, num_nodes))
+            jump = jump.gather(1, jump)
+            distance *= 2
+        return reach
+
+    def confidences(self) -> Float[Tensor, "B N"]:
+        """The drafter's probability of each node given that its parent was accepted; 1 for roots, 0 for padding."""
+        parent_values = self.log_values.gather(1, self.parents.clamp(min=0))
+        ratio = (self.log_values - torch.where(self.parents >= 0, parent_values, 0.0)).exp()
+        return torch.where(self.valid, ratio, 0.0)
+
+    def pack(self, lengths: Int[Tensor, " B"], num_rows: int) -> VerifyRows:
+        """Lay the valid nodes out as num_rows rows of one pass; num_rows is at least their number.
+
+        Where num_rows is B * N the rectangle itself is the layout, with padding nodes as padding rows; otherwise the
+        nodes of each tree follow those of the tree before it and padding comes last.
+        """
+        batch, num_nodes = self.tokens.shape
+        positions = lengths[:, None] + self.depths
+        seq = torch.arange(batch, device=lengths.device)[:, None].expand(batch, num_nodes)
+        node = torch.arange(num_nodes, device=lengths.device).expand(batch, num_nodes)
+        seq = torch.where(self.valid, seq, -1)
+        if num_rows == batch * num_nodes:
+            row_of = torch.arange(num_rows, device=lengths.device).view(batch, num_nodes)
+            return VerifyRows(*(x.reshape(-1) for x in (self.tokens, positions, seq, node)), row_of)
+        counts = self.valid.sum(1)
+        first = (counts.cumsum(0) - counts)[:, None]
+        row_of = torch.where(self.valid, first + node, num_rows)
+
+        def place(values: Int[Tensor, "B N"], padding: int) -> Int[Tensor, " R"]:
+            rows = values.new_full((num_rows + 1,), padding)
+            return rows.scatter(0, row_of.reshape(-1), values.reshape(-1))[:num_rows]
+
+        columns = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
+        return VerifyRows(*columns, row_of.clamp(max=num_rows - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRows:
+    """Trees packed into the R rows of one target pass.
+
+    seq: the row's sequence, -1 for padding rows, which belong to none. node: its index in that tree.
+    positions: the row's position in its sequence (root: the number of cached tokens).
+    row_of: the row of each node; some row or other for padding nodes.
+    """
+
+    tokens: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    seq: Int[Tensor, " R"]
+    node: Int[Tensor, " R"]
+    row_of: Int[Tensor, "B N"]
+
+    @property
+    def is_rectangle(self) -> bool:
+        """Row b * N + i is node i of tree b."""
+        return self.tokens.shape[0] == self.row_of.numel()
