@@ -6,7 +6,7 @@ target committed, `draft` reads it. It never changes what is produced, only how 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,6 +18,7 @@ from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Offers nodes with values; the budget does the rest."""
 

@@ -114,8 +114,7 @@ class EagleDrafter:
         return TreeLayout(
             cache=self.cache,
             batch=batch,
-            row_slots=batch.slots[:, None].expand_as(offsets).flatten(),
-            columns=(batch.lengths[:, None] + offsets).flatten(),
+            cells=self.cache.cells(batch.slots[:, None], batch.lengths[:, None] + offsets).flatten(),
             ancestors=ancestors,
             depths=column_depths[:, -offsets.shape[1] :],
             column_depths=column_depths,

@@ -7,6 +7,7 @@ Does not know sequences or what is done with the counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -33,15 +34,12 @@ class StepRecord:
     @classmethod
     def of(cls, row: list[int], max_depth: int) -> StepRecord:
         """Read one row of `step_record`."""
-        num_tokens, fields = row[0] + 1, iter(row[1:])
-
-        def take(count: int) -> list[int]:
-            return [next(fields) for _ in range(count)]
-
-        tokens, drafted = take(max_depth + 1)[:num_tokens], take(max_depth)
-        nodes, accepted = take(CONFIDENCE_BINS), take(CONFIDENCE_BINS)
-        logprobs = torch.tensor(list(fields), dtype=torch.int32).view(torch.float32)[:num_tokens].tolist()
-        return cls(tokens, drafted, nodes, accepted, logprobs)
+        num_tokens, num_bins = row[0] + 1, CONFIDENCE_BINS if max_depth else 0
+        ends = list(accumulate((1, max_depth + 1, max_depth, num_bins, num_bins)))
+        tokens, drafted, nodes, accepted = (row[start:end] for start, end in pairwise(ends))
+        bits = row[ends[-1] :]
+        logprobs = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist() if bits else []
+        return cls(tokens[:num_tokens], drafted, nodes, accepted, logprobs[:num_tokens])
 
     def count(self, stats: AcceptanceStats) -> None:
         """Add this step to a sequence's statistics."""
@@ -54,15 +52,21 @@ def step_record(
 ) -> Int[Tensor, "B X"]:
     """Everything the host needs of a step in one integer tensor: one copy instead of six.
 
-    Columns: num_accepted, tokens [D+1], verified nodes by depth [D], confidence bins [2 * CONFIDENCE_BINS], and the
-    bits of the log-probabilities [D+1] where there are any.
+    Columns: num_accepted, tokens [D+1]; where there are drafts, verified nodes by depth [D] and confidence bins
+    [2 * CONFIDENCE_BINS]; where they are asked for, the bits of the log-probabilities [D+1].
     """
-    drafted = tree.valid & (tree.parents >= 0)
-    by_depth = tree.depths.new_zeros(len(tree.tokens), max_depth + 1).scatter_add(1, tree.depths, drafted.long())
-    parts = [result.num_accepted[:, None], result.tokens, by_depth[:, 1:], *_confidence_bins(tree, result)]
+    parts = [result.num_accepted[:, None], result.tokens]
+    if max_depth:
+        parts += [_drafted_by_depth(tree, max_depth), *_confidence_bins(tree, result)]
     if logprobs is not None:
         parts.append(logprobs.view(torch.int32).long())
     return torch.cat(parts, 1)
+
+
+def _drafted_by_depth(tree: DraftTree, max_depth: int) -> Int[Tensor, "B D"]:
+    drafted = tree.valid & (tree.parents >= 0)
+    counts = tree.depths.new_zeros(len(tree.tokens), max_depth + 1)
+    return counts.scatter_add(1, tree.depths, drafted.long())[:, 1:]
 
 
 def _confidence_bins(tree: DraftTree, result: VerifyResult) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"]]:

@@ -9,7 +9,7 @@ Does not know tokens, trees' values or which model is running.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ class LayerAttention:
     sinks: Float[Tensor, " heads"] | None = None
 
 
+@runtime_checkable
 class Layout(Protocol):
     """How the rows of one pass see the cache and each other."""
 
@@ -59,17 +60,14 @@ class PromptLayout:
     cache: KVCache
     slots: list[int]
     lengths: list[int]
-    row_slots: Int[Tensor, " R"] = field(init=False)
-    columns: Int[Tensor, " R"] = field(init=False)
+    cells: Int[Tensor, " R"] = field(init=False)
 
     def __post_init__(self) -> None:
-        device = self.cache.keys.device
-        self.columns = torch.cat([torch.arange(n, device=device) for n in self.lengths])
-        slots = [torch.full((n,), slot, device=device) for slot, n in zip(self.slots, self.lengths, strict=True)]
-        self.row_slots = torch.cat(slots)
+        columns = [torch.arange(n, device=self.cache.keys.device) for n in self.lengths]
+        self.cells = torch.cat([self.cache.cells(s, c) for s, c in zip(self.slots, columns, strict=True)])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
-        self.cache.write(attention.layer, self.row_slots, self.columns, key[0], value[0])
+        self.cache.write(attention.layer, self.cells, key[0], value[0])
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         return torch.cat([causal_attention(q, k, v, attention) for q, k, v in parts], 2)
 
@@ -81,15 +79,14 @@ class TreeLayout:
     Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
     ancestors[b, i] names.
 
-    row_slots, columns: where the keys and values of each of the R rows are written.
+    cells: where the cache stores each of the R rows.
     depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
     row_of: the packed row of (b, i), None where rows are the rectangle B x N. unpack: its inverse, b * N + i of a row.
     """
 
     cache: KVCache
     batch: BatchSlots
-    row_slots: Int[Tensor, " R"]
-    columns: Int[Tensor, " R"]
+    cells: Int[Tensor, " R"]
     ancestors: Bool[Tensor, "B N M"]
     depths: Int[Tensor, "B N"]
     column_depths: Int[Tensor, "B M"]
@@ -103,7 +100,7 @@ class TreeLayout:
         return self.batch.max_length + self.ancestors.shape[2]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
-        self.cache.write(attention.layer, self.row_slots, self.columns, key[0], value[0])
+        self.cache.write(attention.layer, self.cells, key[0], value[0])
         keys, values = self.cache.read(attention.layer, self.batch, self.num_columns)
         rows = self._by_tree(query)
         mask = self._mask(query.shape[1] // key.shape[1], attention.window, query.dtype)

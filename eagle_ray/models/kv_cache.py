@@ -39,7 +39,7 @@ class BatchSlots:
 
 
 class KVCache:
-    """Keys and values [layers, slots, kv_heads, capacity + 1, head_dim]; the last column takes padding rows.
+    """Keys and values [layers, slots, capacity + 1, kv_heads, head_dim]; the last column takes padding rows.
 
     capacity: tokens a slot can hold, tree rows included.
     """
@@ -54,42 +54,47 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        shape = (num_layers, num_slots, num_kv_heads, capacity + 1, head_dim)
+        shape = (num_layers, num_slots, capacity + 1, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.capacity = capacity
+        self.num_slots, self.capacity = num_slots, capacity
+        self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, cells, kv_heads, head_dim]
 
-    @property
-    def num_slots(self) -> int:
-        return self.keys.shape[1]
+    def cells(self, slots: int | Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Where `write` stores rows of (slot, column), broadcast; column `capacity` is never read."""
+        return slots * (self.capacity + 1) + columns
 
     def write(
         self,
         layer: int,
-        slots: Int[Tensor, " R"],
-        columns: Int[Tensor, " R"],
+        cells: Int[Tensor, " R"],
         keys: Float[Tensor, "kv_heads R head_dim"],
         values: Float[Tensor, "kv_heads R head_dim"],
     ) -> None:
-        """Store one row per (slot, column); columns equal to capacity are never read."""
-        self.keys[layer][slots, :, columns] = keys.transpose(0, 1)
-        self.values[layer][slots, :, columns] = values.transpose(0, 1)
+        """Store one row per cell."""
+        flat_keys, flat_values = self._flat
+        flat_keys[layer].index_copy_(0, cells, keys.transpose(0, 1))
+        flat_values[layer].index_copy_(0, cells, values.transpose(0, 1))
 
     def read(
         self, layer: int, batch: BatchSlots, num_columns: int
     ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T head_dim"]]:
         """The first num_columns columns of each sequence's slot; a view where the slots are neighbours."""
-        return self.keys[layer, batch.index, :, :num_columns], self.values[layer, batch.index, :, :num_columns]
+        keys = self.keys[layer, batch.index, :num_columns]
+        values = self.values[layer, batch.index, :num_columns]
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
         """Move the accepted path of each tree to the columns right after its committed tokens, in every layer.
 
         Tree node i was written at column length + i; the j-th accepted node belongs at length + j <= length + i.
         """
-        offset = torch.arange(result.accepted_nodes.shape[1], device=batch.slots.device)
+        longest = result.accepted_nodes.shape[1]
+        if longest == 1:
+            return  # a root alone already stands where it belongs
+        offset = torch.arange(longest, device=batch.slots.device)
         moved = torch.where(result.accepted_nodes >= 0, result.accepted_nodes, offset)
-        source, target = batch.lengths[:, None] + moved, batch.lengths[:, None] + offset
-        slots = batch.slots[:, None]
-        for cache in (self.keys, self.values):
-            by_column = cache.permute(1, 3, 0, 2, 4)
-            by_column[slots, target] = by_column[slots, source]
+        first = self.cells(batch.slots, batch.lengths)[:, None]
+        source, target = (first + moved).flatten(), (first + offset).flatten()
+        for flat in self._flat:
+            flat.index_copy_(1, target, flat.index_select(1, source))

@@ -114,8 +114,7 @@ class Target:
         return TreeLayout(
             cache=self.cache,
             batch=batch,
-            row_slots=batch.slots[seq],
-            columns=columns,
+            cells=self.cache.cells(batch.slots[seq], columns),
             ancestors=tree.ancestors(max_depth),
             depths=tree.depths,
             column_depths=tree.depths,

@@ -55,6 +55,8 @@ class DraftTree:
         Ties go to the earlier node and a child's value never exceeds its parent's, so ancestors of kept nodes are
         kept (EAGLE-2, section 4.2). Budgets above num_nodes are cut to it.
         """
+        if self.num_nodes == 1:
+            return self
         order = self.log_values.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
         rank = torch.arange(order.shape[1], device=order.device)
         keep = (rank < budgets[:, None]) & self.valid.gather(1, order)

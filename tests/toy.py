@@ -1,0 +1,139 @@
+"""Small models that tests can reason about: a Markov table, whose law is known, and random Llamas.
+
+The table stands in for the model where the subject is the engine's bookkeeping or the sampled law; wherever logits,
+caches or attention matter the Llamas run through the real Target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.heads import EagleHead
+from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.target import Prompts, Target
+from eagle_ray.speculative.budget import Plan
+from eagle_ray.speculative.expand import TreeBuilder
+from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.tree import DraftTree, VerifyRows
+from eagle_ray.speculative.verify import VerifyResult
+
+EOS = 0
+LLAMA = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+@dataclass
+class TableTarget:
+    """A first-order Markov chain in a Target's clothes: the next token's logits depend on the last token alone."""
+
+    table: Tensor
+    num_slots: int
+    eos_ids: frozenset[int] = frozenset([EOS])
+    device: str = "cpu"
+    cache: KVCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = KVCache(1, self.num_slots, 1, 1, 1, torch.float32, "cpu")
+
+    def prefill(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        return self.table[prompts.tokens[prompts.last]], torch.zeros(len(prompts.tokens), 1)
+
+    def verify(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> tuple[Tensor, Tensor]:
+        return self.table[rows.tokens], torch.zeros(len(rows.tokens), 1)
+
+    def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
+        pass
+
+
+@dataclass
+class TableDrafter(NoDrafter):
+    """Drafts from a table of its own, right or wrong, by the real expansion."""
+
+    table: Tensor
+
+    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan) -> DraftTree:
+        log_probs = self.table.log_softmax(-1)
+        builder = TreeBuilder(roots, plan.width)
+        tokens = roots[:, None]
+        for level in range(plan.max_depth):
+            tokens = builder.frontier().tokens if level else tokens
+            children = log_probs[tokens].topk(plan.width, -1)
+            builder.grow(children.values, children.indices)
+        return builder.build()
+
+
+def table_engine(table: Tensor, num_slots: int, max_nodes: int, max_depth: int, top_k: int, noise: float = 1.0) -> Engine:
+    """Table target and a drafter whose table is the target's plus noise; all three tree numbers 0 is plain decoding."""
+    drafts = table + noise * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))
+    drafter = TableDrafter(drafts) if max_nodes else NoDrafter()
+    planner = UniformPlanner(max_nodes, max_depth, top_k)
+    return Engine(TableTarget(table, num_slots), drafter, planner, max_model_len=64, num_spec_tokens=max_depth)
+
+
+def llama(seed: int = 0, **shape: object) -> LlamaForCausalLM:
+    """A random two-layer Llama with sharp enough logits that argmaxes are clear."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, **shape})).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(4)
+    return model
+
+
+def head(seed: int = 0, **shape: object) -> EagleHead:
+    """A random head for `llama`."""
+    torch.manual_seed(seed)
+    return EagleHead(LlamaConfig(**{**LLAMA, **shape}), bias=True, own_embedding=False).requires_grad_(False)
+
+
+def llama_engine(num_slots: int, max_nodes: int = 0, max_depth: int = 0, top_k: int = 0, seed: int = 0) -> Engine:
+    """A random Llama and a random head on the real caches; all three tree numbers 0 is plain decoding."""
+    target = Target(llama(seed), num_slots, capacity=128 + max_nodes + 1)
+    capacity = 128 + max(max_depth * top_k, max_depth + 1)
+    drafter = EagleDrafter(head(seed), target, capacity) if max_nodes else NoDrafter()
+    planner = UniformPlanner(max_nodes, max_depth, top_k)
+    return Engine(target, drafter, planner, max_model_len=128, num_spec_tokens=max_depth)
+
+
+def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
+    """Every prompt's sequence, finished, in order; the slots are checked after each step."""
+    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    return sequences
+
+
+def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> DraftTree:
+    """One random lawful tree of a root and num_nodes - 1 nodes, breadth-first."""
+    width = 4
+    builder = TreeBuilder(torch.randint(0, vocab, (1,), generator=generator), width)
+    level = 0
+    while 1 + width + max(level - 1, 0) * width**2 < num_nodes or level == 0:
+        parents = builder.frontier().tokens.shape[1] if level else 1
+        scores = torch.rand(1, parents, vocab, generator=generator).log_softmax(-1)
+        best = scores.topk(width, -1)
+        builder.grow(best.values, best.indices)
+        level += 1
+    return builder.build().rerank(torch.tensor([num_nodes]), num_nodes)
