@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from eagle_ray.engine.engine import Engine, EngineCounters
@@ -47,9 +46,10 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Call | Sequence | None] = queue.SimpleQueue()  # to add, to drop, or the end
         self._calls: dict[Sequence, _Call] = {}
         self._error: EngineError | None = None
+        self._alive = threading.Lock()  # held to put a call in while the thread is sure to see it
         self._thread = threading.Thread(target=self._run, name="eagle-ray-engine", daemon=True)
         self._thread.start()
 
@@ -58,15 +58,16 @@ class AsyncEngine:
 
         Cancelling the caller frees the sequence's slot at the next step.
         """
-        if self._error is not None:
-            raise self._error
         loop = asyncio.get_running_loop()
         call = _Call(sequence, loop.create_future(), loop)
-        self._inbox.put(lambda: self._add(call))
+        with self._alive:
+            if self._error is not None:
+                raise self._error
+            self._inbox.put(call)
         try:
             return await call.future
         except asyncio.CancelledError:
-            self._inbox.put(lambda: self._drop(sequence))
+            self._inbox.put(sequence)
             raise
 
     def counters(self) -> EngineCounters:
@@ -87,19 +88,20 @@ class AsyncEngine:
         except Exception as fault:  # whatever broke a step breaks every sequence in flight
             error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
-        self._error = error
+        with self._alive:
+            self._error = error
         self._fail_all(error)
 
     def _receive(self) -> bool:
         """Take what has arrived, waiting while there is nothing else to do; False once closed."""
         while True:
             try:
-                action = self._inbox.get(block=not self._engine.has_work)
+                item = self._inbox.get(block=not self._engine.has_work)
             except queue.Empty:
                 return True
-            if action is None:
+            if item is None:
                 return False
-            action()
+            self._add(item) if isinstance(item, _Call) else self._drop(item)
 
     def _add(self, call: _Call) -> None:
         try:
@@ -114,7 +116,10 @@ class AsyncEngine:
             self._engine.abort(sequence)
 
     def _fail_all(self, error: EngineError) -> None:
-        """Answer what is in flight and what arrives while the thread ends."""
-        for call in self._calls.values():
+        """Answer what is in flight and what came in too late."""
+        late = []
+        while not self._inbox.empty():
+            late.append(self._inbox.get())
+        for call in [*self._calls.values(), *(item for item in late if isinstance(item, _Call))]:
             call.finish(error)
         self._calls.clear()

@@ -1,0 +1,141 @@
+"""What the engine promises about each sequence: where it ends, what is counted, and whose slot is whose."""
+
+import pytest
+import torch
+
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.errors import RequestError
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.toy import EOS, llama_engine, run, table_engine
+
+VOCAB = 8
+
+
+def cycle(stay: float = 20.0) -> torch.Tensor:
+    """A table that goes 1, 2, ..., 7, EOS, 1, ... with near certainty."""
+    return torch.full((VOCAB, VOCAB), -stay).scatter(1, (torch.arange(VOCAB)[:, None] + 1) % VOCAB, stay)
+
+
+def finished(engine, prompt, **params) -> Sequence:
+    stop_check = params.pop("stop_check", None)
+    sequence = Sequence("a", prompt, SamplingParams(**params), stop_check)
+    engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    return sequence
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), (6, 3, 2)])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 8, 50])
+def test_output_ends_at_eos_or_max_tokens_exactly(tree, max_tokens):
+    sequence = finished(table_engine(cycle(), 2, *tree), [1], max_tokens=max_tokens)
+    assert sequence.output_ids == [2, 3, 4, 5, 6, 7, EOS][:max_tokens]
+    assert sequence.finish_reason == ("stop" if max_tokens >= 7 else "length")
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), (6, 3, 2)])
+def test_counts_obey_the_laws(tree):
+    sequence = finished(table_engine(cycle(), 1, *tree, noise=3.0), [3], max_tokens=11, ignore_eos=True)
+    stats = sequence.stats
+    produced = 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
+    assert len(sequence.output_ids) == 11 == produced
+    assert sequence.target_forwards == 1 + stats.num_steps
+    assert len(stats.histogram) == stats.num_spec_tokens + 1 == tree[1] + 1
+    assert sum(stats.per_step_budget) == stats.num_draft_tokens + stats.num_steps
+    assert stats.num_plain_steps == (stats.num_steps if tree == (0, 0, 0) else 0)
+
+
+def test_eos_as_first_token_takes_no_step():
+    sequence = finished(table_engine(cycle(), 1, 6, 3, 2), [7], max_tokens=9)
+    assert sequence.output_ids == [EOS] and sequence.finish_reason == "stop"
+    assert sequence.stats.num_steps == 0 and sequence.stats.mean_acceptance_length is None
+
+
+def test_the_earliest_end_wins():
+    """A stop check that keeps three ids beats the EOS that the same step brought after it."""
+    keep_three = lambda ids: 3 if len(ids) >= 3 else None  # noqa: E731
+    sequence = finished(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=50, stop_check=keep_three)
+    assert sequence.output_ids == [2, 3, 4] and sequence.finish_reason == "stop"
+    assert sequence.stats.num_discarded_tokens > 0
+    short = finished(table_engine(cycle(), 1, 6, 6, 1), [1], max_tokens=2, stop_check=keep_three)
+    assert short.output_ids == [2, 3] and short.finish_reason == "length"
+
+
+def test_prompts_that_do_not_fit_are_refused():
+    engine = table_engine(cycle(), 1, 0, 0, 0)
+    for prompt, code in (([], "prompt_empty"), ([1] * 64, "prompt_too_long")):
+        with pytest.raises(RequestError) as caught:
+            engine.add(Sequence("a", prompt, SamplingParams()))
+        assert caught.value.code == code
+    sequence = finished(engine, [1] * 60, max_tokens=100, ignore_eos=True)
+    assert len(sequence.output_ids) == 4 and sequence.finish_reason == "length"
+
+
+def test_a_full_context_is_used_to_the_last_token():
+    """Trees near max_model_len write past the end of the sequence: the cache must have room for them."""
+    prompts = [[5] * n for n in (100, 126, 127)]
+    params = [SamplingParams(max_tokens=99, ignore_eos=True)] * 3
+    plain = [s.output_ids for s in run(llama_engine(1), prompts, params)]
+    drafted = run(llama_engine(2, 20, 5, 6), prompts, params)
+    assert [s.output_ids for s in drafted] == plain
+    assert [len(ids) for ids in plain] == [28, 2, 1]
+
+
+def test_slots_are_refilled_at_the_next_step():
+    engine = table_engine(cycle(), 2, 0, 0, 0)
+    for i, max_tokens in enumerate((2, 6, 2, 2)):
+        engine.add(Sequence(str(i), [1], SamplingParams(max_tokens=max_tokens)))
+    running = []
+    while engine.has_work:
+        engine.step()
+        running.append(engine.scheduler.num_running)
+        engine.scheduler.check_integrity()
+    assert engine.counters.num_steps == 5  # 1+1+1 short ones beside the long one's 5
+    assert engine.counters.num_slot_steps == 8
+
+
+def test_an_aborted_sequence_frees_its_slot():
+    engine = table_engine(cycle(), 1, 6, 3, 2)
+    first = Sequence("a", [1], SamplingParams(max_tokens=50, ignore_eos=True))
+    second = Sequence("b", [1], SamplingParams(max_tokens=3))
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.abort(first)
+    engine.scheduler.check_integrity()
+    while engine.has_work:
+        engine.step()
+    assert second.output_ids == [2, 3, 4] and first.finish_reason is None
+
+
+def test_logprobs_are_those_of_a_plain_forward():
+    plain, drafted = (
+        run(
+            llama_engine(2, *tree),
+            [[5, 6], [7]],
+            [SamplingParams(max_tokens=12, logprobs=True, temperature=0.9, seed=4)] * 2,
+        )
+        for tree in ((0, 0, 0), (8, 4, 4))
+    )
+    for a, b in zip(plain, drafted, strict=True):
+        assert len(b.output_logprobs) == len(b.output_ids)
+        torch.testing.assert_close(torch.tensor(a.output_logprobs), torch.tensor(b.output_logprobs), atol=1e-4, rtol=0)
+
+
+def test_the_sampled_law_is_the_enumerated_distribution():
+    """12,000 samples of 3 tokens over a vocabulary of 4, drafted by a wrong table, against all 64 outcomes.
+
+    Chi-square, 63 degrees of freedom; the 1e-6 quantile is 131: one false alarm in a million.
+    """
+    count, temperature = 12_000, 0.8
+    table = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    probs = (table / temperature).softmax(-1)
+    engine = table_engine(table, 500, 6, 2, 3, noise=0.7)
+    params = [SamplingParams(temperature, max_tokens=3, seed=i, ignore_eos=True) for i in range(count)]
+    sequences = run(engine, [[1]] * count, params)
+    observed = torch.zeros(4, 4, 4)
+    for sequence in sequences:
+        observed[tuple(sequence.output_ids)] += 1
+    expected = count * probs[1][:, None, None] * probs[:, :, None] * probs[None, :, :]
+    assert ((observed - expected) ** 2 / expected).sum() < 131
+    assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > count / 2
