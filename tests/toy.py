@@ -81,7 +81,9 @@ class TableDrafter(NoDrafter):
         return builder.build()
 
 
-def table_engine(table: Tensor, num_slots: int, max_nodes: int, max_depth: int, top_k: int, noise: float = 1.0) -> Engine:
+def table_engine(
+    table: Tensor, num_slots: int, max_nodes: int, max_depth: int, top_k: int, noise: float = 1.0
+) -> Engine:
     """Table target and a drafter whose table is the target's plus noise; all three tree numbers 0 is plain decoding."""
     drafts = table + noise * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))
     drafter = TableDrafter(drafts) if max_nodes else NoDrafter()

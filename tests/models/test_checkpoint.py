@@ -54,7 +54,9 @@ def test_rope_theta_is_10000_unless_the_heads_own_config_says(tmp_path, tensors)
     assert default.config.rope_parameters["rope_theta"] == 10000.0
     told = load_head(write(tmp_path, tensors, {**RAW, "rope_theta": 500000.0}), 32, 97)
     assert told.config.rope_parameters["rope_theta"] == 500000.0
-    new = load_head(write(tmp_path, tensors, {**RAW, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}), 32, 97)
+    new = load_head(
+        write(tmp_path, tensors, {**RAW, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}), 32, 97
+    )
     assert new.config.rope_parameters["rope_theta"] == 7.0
 
 

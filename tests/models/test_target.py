@@ -30,7 +30,12 @@ FAMILIES = {
     "mistral-window": MistralConfig(**LLAMA, sliding_window=7),
     "gemma2-softcap-window": Gemma2Config(**LLAMA, head_dim=16, sliding_window=7),
     "gpt-oss-sinks": GptOssConfig(
-        **LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+        **LLAMA,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
 PROMPTS = [[5, 9, 23, 40, 11, 7, 31], list(range(3, 23)), [88]]

@@ -1,0 +1,67 @@
+"""What several rooms' tests share: one Ray session, and small jobs over the goldens' pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_ray.config import JobConfig, load_config
+
+PAIR = Path(__file__).parent / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
+torch.set_num_threads(1)  # small matrices: more threads only wait for each other
+MakeJob = Callable[..., JobConfig]
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """Ray for the whole session: it takes seconds to start. Ends only what it started."""
+    import ray
+
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> MakeJob:
+    """small_job in the test's own directory: make_job(rows, **{"sampling.n": 2})."""
+    return partial(small_job, tmp_path)
+
+
+def small_job(directory: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> JobConfig:
+    """A job over the goldens' pair, from directory/in.jsonl to directory/out. rows: written to it, where given."""
+    if rows is not None:
+        (directory / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    defaults = {
+        "input.path": str(directory / "in.jsonl"),
+        "output.path": str(directory / "out"),
+        "model.target": str(PAIR / "target"),
+        "model.draft": str(PAIR / "draft"),
+        "speculative.max_nodes": 8,
+        "speculative.max_depth": 3,
+        "speculative.top_k": 4,
+        "sampling.max_tokens": 12,
+        "execution.slots": 4,
+        "logging.progress_every_s": 1.0,
+    }
+    return load_config(None, env={}, overrides=defaults | settings)
+
+
+def token_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Requests of token ids; every third is longer."""
+    return [
+        {"id": f"q{i}", "prompt_token_ids": [1 + (i * 37 + k * k) % 500 for k in range(3 + 9 * (i % 3 == 0))]}
+        for i in range(start, start + count)
+    ]

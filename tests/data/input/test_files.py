@@ -1,0 +1,77 @@
+"""Finding input files: order, names below the glob's root, formats, and a hint where nothing is found."""
+
+import pytest
+
+from eagle_ray.config import ConfigError
+from eagle_ray.data.input.files import find_files
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "sub/c.parquet", "sub/d.txt", "_part/e.jsonl", ".f.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    return tmp_path
+
+
+def names(found):
+    return [file.name for file in found]
+
+
+def test_a_glob_is_sorted_and_named_below_its_root(tree):
+    assert names(find_files(str(tree / "*.jsonl"), "auto")) == ["a.jsonl", "b.jsonl"]
+    assert names(find_files(str(tree / "*" / "*.parquet"), "auto")) == ["sub/c.parquet"]
+    assert names(find_files(str(tree / "sub" / "*.parquet"), "auto")) == ["c.parquet"]
+    assert names(find_files(str(tree / "**" / "c.parquet"), "auto")) == ["sub/c.parquet"]
+
+
+def test_a_directory_holds_its_known_files_but_the_hidden(tree):
+    found = find_files(str(tree), "auto")
+    assert names(found) == ["a.jsonl", "b.jsonl", "sub/c.parquet"]
+    assert [file.format for file in found] == ["jsonl", "jsonl", "parquet"]
+
+
+def test_a_list_keeps_its_order_and_each_file_once(tree):
+    found = find_files([str(tree / "b.jsonl"), str(tree / "*.jsonl")], "auto")
+    assert names(found) == ["b.jsonl", "a.jsonl"]
+
+
+def test_relative_paths_are_made_absolute(tree, monkeypatch):
+    monkeypatch.chdir(tree)
+    [file] = find_files("a.jsonl", "auto")
+    assert (file.path, file.name, file.size) == (str(tree / "a.jsonl"), "a.jsonl", 2)
+
+
+def test_a_name_with_wildcard_characters_is_a_name_first(tree):
+    (tree / "x[1].jsonl").write_text("{}")
+    assert names(find_files(str(tree / "x[1].jsonl"), "auto")) == ["x[1].jsonl"]
+
+
+def test_an_unknown_extension_needs_a_format(tree):
+    with pytest.raises(ConfigError, match=r"d\.txt is not known by its extension .*set input\.format"):
+        find_files(str(tree / "sub" / "d.txt"), "auto")
+    assert find_files(str(tree / "sub" / "d.txt"), "jsonl")[0].format == "jsonl"
+
+
+def test_nothing_found_says_what_was_looked_for(tree):
+    with pytest.raises(ConfigError, match=rf"no file matches '{tree}/a.json' in {tree}; did you mean a.jsonl\?"):
+        find_files(f"{tree}/a.json", "auto")
+    with pytest.raises(ConfigError, match=f"there is no directory {tree}/nowhere"):
+        find_files(f"{tree}/nowhere/*.jsonl", "auto")
+    with pytest.raises(ConfigError, match="no file matches"):
+        find_files([str(tree), f"{tree}/*.csv"], "auto")
+
+
+def test_a_file_that_changed_is_not_read_on(tree):
+    [file] = find_files(str(tree / "a.jsonl"), "auto")
+    file.check_unchanged()
+    (tree / "a.jsonl").write_text("{}\n{}")
+    with pytest.raises(OSError, match="changed after the job had started"):
+        file.check_unchanged()
+
+
+def test_the_bundled_prompts_have_a_name():
+    assert names(find_files("embedded:prompts", "auto")) == ["prompts.jsonl"]
+    with pytest.raises(ConfigError, match="there is no 'embedded:prompt'; the bundled input is embedded:prompts"):
+        find_files("embedded:prompt", "auto")

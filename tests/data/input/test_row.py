@@ -1,0 +1,106 @@
+"""One row: exactly one prompt, values in range, and errors that name file, row and column."""
+
+import json
+
+import pytest
+
+from eagle_ray.data.input.columns import ColumnPath, RequestColumns
+from eagle_ray.data.input.plan import PROMPTS
+from eagle_ray.data.input.row import Place, request_of
+from eagle_ray.data.schema import REQUEST, table_of
+from eagle_ray.errors import RequestError
+
+COLUMNS = RequestColumns(ColumnPath.of("id"), {name: ColumnPath.of(name) for name in PROMPTS})
+PLACE = Place("sub/a.jsonl", "/data/sub/a.jsonl", 7)
+USER = {"role": "user", "content": "Hi"}
+
+
+def request(**row):
+    return request_of(row, COLUMNS, PLACE)
+
+
+def test_a_prompt_of_each_kind():
+    assert request(id="q", prompt="Hi")["prompt"] == "Hi"
+    assert request(prompt_token_ids=[0, 3])["prompt_token_ids"] == [0, 3]
+    assert json.loads(request(messages=[USER])["messages"]) == [USER]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [(81, "81"), ("q-1", "q-1"), (81.0, "81"), (0.5, "0.5"), ("", ""), (None, "sub/a.jsonl:7")],
+)
+def test_an_id_becomes_a_string_and_a_missing_one_the_place(given, wanted):
+    assert request(id=given, prompt="Hi")["request_id"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("messages", "wanted"),
+    [
+        (json.dumps([USER]), [USER]),
+        (" [ {\n \"content\": \"Hi\", \"role\": \"user\"}]", [{"content": "Hi", "role": "user"}]),
+        ("Hi", [USER]),
+        ("[1, 2] sort these", [{"role": "user", "content": "[1, 2] sort these"}]),
+        ('[{"a": 1}] what is this', [{"role": "user", "content": '[{"a": 1}] what is this'}]),
+        ([USER | {"name": None}], [USER]),
+        ([{"role": "system", "content": "ß"}, USER], [{"role": "system", "content": "ß"}, USER]),
+    ],
+)  # fmt: skip
+def test_messages_may_be_a_list_its_json_or_one_text(messages, wanted):
+    assert json.loads(request(messages=messages)["messages"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "says"),
+    [
+        ({}, "prompt_missing", "column 'prompt' or 'messages' or 'prompt_token_ids' is absent or null"),
+        ({"prompt": None}, "prompt_missing", "absent or null"),
+        ({"prompt": "a", "messages": "b"}, "prompt_ambiguous", "columns 'prompt' and 'messages' are set"),
+        ({"prompt": 5}, "bad_type", "column 'prompt' must be a text, got 5 (int)"),
+        ({"prompt": ["a"]}, "bad_type", "got ['a'] (list)"),
+        ({"messages": []}, "prompt_empty", "column 'messages' holds no message"),
+        ({"messages": {"role": "user"}}, "bad_type", "must be a list of messages or a text"),
+        ({"messages": ["Hi"]}, "bad_type", "messages[0] must be an object with role and content"),
+        ({"messages": [USER, {"role": "bot", "content": ""}]}, "bad_role", "messages[1].role must be system,"),
+        ({"messages": [{"role": ["user"], "content": ""}]}, "bad_role", "got ['user'] (list)"),
+        ({"messages": [{"role": "user"}]}, "bad_type", "messages[0].content must be a text, got None"),
+        ({"messages": '[{"role": "user", "content": '}, "bad_json", "begins like messages but is not JSON"),
+        ({"prompt_token_ids": []}, "prompt_empty", "holds no token id"),
+        ({"prompt_token_ids": "1 2"}, "bad_type", "must be a list of integers, got '1 2' (str)"),
+        ({"prompt_token_ids": [1, True]}, "bad_type", "prompt_token_ids[1] must be a token id"),
+        ({"prompt_token_ids": [-1]}, "bad_type", "prompt_token_ids[0] must be a token id, an integer from 0, got -1"),
+        ({"prompt_token_ids": [2**63]}, "bad_type", "prompt_token_ids[0]"),
+        ({"id": ["a"], "prompt": "Hi"}, "bad_type", "column 'id' must be a text or a number"),
+        ({"prompt": "Hi", "temperature": -1}, "bad_sampling", "column 'temperature' must be a number, 0 (greedy)"),
+        ({"prompt": "Hi", "temperature": "0.5"}, "bad_sampling", "got '0.5'"),
+        ({"prompt": "Hi", "max_tokens": 1.5}, "bad_sampling", "column 'max_tokens' must be an integer, 1 or more"),
+        ({"prompt": "Hi", "n": 0}, "bad_sampling", "column 'n'"),
+        ({"prompt": "Hi", "stop": [""]}, "bad_sampling", "column 'stop'"),
+        ({"prompt": "Hi", "seed": 2**64}, "bad_sampling", "column 'seed' must be a 64-bit integer"),
+    ],
+)
+def test_a_bad_row_says_what_is_wrong_where(row, code, says):
+    bad = request(**row)
+    assert bad["error_code"] == code
+    assert bad["error_message"].startswith("/data/sub/a.jsonl, row 7: ")
+    assert says in bad["error_message"]
+    assert not {"prompt", "messages", "prompt_token_ids"} & bad.keys()
+    table_of([bad], REQUEST)
+
+
+def test_a_row_that_is_no_row_keeps_its_reason():
+    bad = request_of(RequestError("bad_json", "the line is not JSON"), COLUMNS, PLACE)
+    assert bad["request_id"] == "sub/a.jsonl:7"
+    assert (bad["error_code"], bad["error_message"]) == ("bad_json", "/data/sub/a.jsonl, row 7: the line is not JSON")
+
+
+def test_a_rows_own_sampling():
+    good = request(prompt="Hi", temperature=1, top_p=0.5, top_k=0, max_tokens=3.0, n=2, seed=5, stop="END", other=1)
+    own = {name: good[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "stop")}
+    assert own == dict(temperature=1.0, top_p=0.5, top_k=0, max_tokens=3, n=2, seed=5, stop=["END"])
+    assert request(prompt="Hi", temperature=None).get("temperature") is None
+
+
+def test_a_seed_keeps_its_64_bits():
+    assert request(prompt="Hi", seed=2**64 - 1)["seed"] == -1
+    assert request(prompt="Hi", seed=-(2**63))["seed"] == -(2**63)
+    table_of([request(prompt="Hi", seed=2**63)], REQUEST)

@@ -1,0 +1,158 @@
+"""The job as a whole: every id once, whatever happened on the way."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.config import JobConfig
+from eagle_ray.data.atomic import read_json
+from eagle_ray.data.progress import Limits, Progress, Report
+from eagle_ray.data.stops import ClusterError, TooManyErrors
+from eagle_ray.job import run_job
+from eagle_ray.report.laws import broken_laws
+from tests.conftest import small_job, token_rows
+
+RUN_JOB = """
+import sys
+from eagle_ray.config import JobConfig
+from eagle_ray.job import run_job
+code = run_job(JobConfig.model_validate_json(sys.argv[1]))
+print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
+"""
+
+
+SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20}
+
+
+def with_changes(config: JobConfig, **sections: dict) -> JobConfig:
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
+
+
+def rows_of(config: JobConfig) -> list[dict]:
+    files = sorted((Path(config.output.path) / "data").glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
+
+
+def ids_of(config: JobConfig) -> list[str]:
+    return sorted(row["request_id"] for row in rows_of(config))
+
+
+def start_driver(config: JobConfig) -> subprocess.Popen:
+    """The job in a process, and a Ray, of its own."""
+    config = with_changes(config, execution={"ray_address": "local"})
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", RUN_JOB, config.model_dump_json()]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_another_file(config: JobConfig) -> None:
+    data, deadline = Path(config.output.path) / "data", time.monotonic() + 120
+    before = len(list(data.glob("*.parquet")))
+    while len(list(data.glob("*.parquet"))) <= before:
+        assert time.monotonic() < deadline, "the driver wrote nothing in two minutes"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def done_once(ray_session, tmp_path_factory) -> Path:
+    """A finished job of 31 rows, two samples each, the last row bad. Starting workers takes seconds: copy it."""
+    directory = tmp_path_factory.mktemp("done")
+    rows = [*token_rows(30), {"id": "bad", "prompt": "needs a tokenizer"}]
+    config = small_job(directory, [row | {"category": f"c{i % 2}"} for i, row in enumerate(rows)], **SETTINGS)
+    assert run_job(config) == 0
+    return directory
+
+
+@pytest.fixture
+def done(done_once, tmp_path) -> JobConfig:
+    """The finished job's configuration, over a copy of its output."""
+    shutil.copytree(done_once / "out", tmp_path / "out")
+    return small_job(done_once, None, **SETTINGS | {"output.path": str(tmp_path / "out")})
+
+
+def test_every_row_comes_back_and_keeps_the_laws(done):
+    found, output = rows_of(done), Path(done.output.path)
+    assert ids_of(done) == sorted([*(f"q{i}" for i in range(30)), "bad"] * 2)
+    assert [broken_laws(row) for row in found] == [[]] * 62
+    assert {row["category"] for row in found} == {"c0", "c1"}
+    assert (output / "_SUCCESS").exists() and len(list((output / "data").iterdir())) > 2
+    assert read_json(output / "_progress.json")["rows_in_files"] == 62
+
+
+def test_the_summary_counts_what_the_files_hold(done):
+    summary, found = read_json(Path(done.output.path) / "_summary.json"), rows_of(done)
+    assert summary["total"]["rows"] == 62 and summary["total"]["error_codes"] == {"no_tokenizer": 2}
+    assert summary["total"]["output_tokens"] == sum(row["completion_tokens"] or 0 for row in found)
+    assert summary["groups"]["c1"]["rows"] == 30
+
+
+def test_a_resume_makes_only_what_is_missing(done):
+    removed = sorted(Path(done.output.path, "data").iterdir())[0]
+    lost = {row["request_id"] for row in rows_of(done) if row in pq.read_table(removed).to_pylist()}
+    before = {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows_of(done)}
+    removed.unlink()
+    kept = {file: file.read_bytes() for file in Path(done.output.path, "data").iterdir()}
+    assert run_job(done) == 0
+    assert {file: file.read_bytes() for file in kept} == kept
+    assert {row["request_id"] for row in rows_of(done) if row["attempt"] == 2} == lost
+    assert {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows_of(done)} == before
+
+
+def test_with_nothing_left_neither_ray_nor_torch_is_imported(done):
+    driver = start_driver(done)
+    out, err = driver.communicate(timeout=60)
+    assert "no_tokenizer 2" in out and out.splitlines()[-1] == "0 []", err
+
+
+def test_an_id_that_stands_twice_is_written_down_to_one(done):
+    before, data = ids_of(done), Path(done.output.path) / "data"
+    first = sorted(data.iterdir())[0]
+    (data / "part-009-000000.parquet").write_bytes(first.read_bytes())
+    assert run_job(done) == 0
+    assert ids_of(done) == before
+
+
+def test_changed_sampling_is_another_job(done):
+    assert run_job(with_changes(done, sampling={"temperature": 0.1})) == 6
+
+
+def test_too_many_error_rows_are_exit_code_4_and_no_success(done):
+    assert run_job(with_changes(done, execution={"max_error_rate": 0.01})) == 4
+    assert len(rows_of(done)) == 62 and not Path(done.output.path, "_SUCCESS").exists()
+
+
+def test_a_model_that_is_not_there_is_a_configuration_error(ray_session, make_job, tmp_path):
+    assert run_job(make_job(token_rows(2), **{"model.target": str(tmp_path / "nowhere")})) == 2
+
+
+def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_session, make_job):
+    rows = token_rows(30)
+    config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 2, "sampling.max_tokens": 100})
+    for number, last_words in ((signal.SIGINT, ["130", "['ray']"]), (signal.SIGKILL, [])):
+        driver = start_driver(config)
+        wait_for_another_file(config)
+        driver.send_signal(number)
+        out, err = driver.communicate(timeout=60)
+        assert out.split() == last_words, err
+        assert not Path(config.output.path, "_SUCCESS").exists()
+    assert run_job(config) == 0
+    assert ids_of(config) == sorted(row["id"] for row in rows)
+    assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
+
+
+def test_a_hopeless_job_is_given_up():
+    limits, progress = Limits(max_error_rate=0.1, max_workers=4), Progress()
+    for i in range(4):
+        progress.add(Report(f"worker {i}", 0, 0, rows=24, errors=12))
+    assert limits.exceeded_by(progress) is None  # 96 rows say little
+    progress.add(Report("worker 0", 0, 0, rows=24))
+    assert isinstance(limits.exceeded_by(progress), TooManyErrors)
+    assert isinstance(Limits(1.0, max_workers=3).exceeded_by(progress), ClusterError)

@@ -1,0 +1,58 @@
+"""What stands in the files: done ids, ids that stand twice, files of another version."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.data.ledger import Ledger, without_ids
+from eagle_ray.data.schema import VERSION_KEY, output_schema
+from eagle_ray.data.stops import OutputMismatch
+
+SCHEMA = output_schema([])
+COMMON = {"row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok"}
+
+
+def write(path: Path, ids: list[str]) -> Path:
+    seen: dict[str, int] = {}
+    rows = []
+    for id in ids:
+        rows.append(COMMON | {"request_id": id, "sample_index": seen.get(id, 0)})
+        seen[id] = seen.get(id, 0) + 1
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
+    return path
+
+
+def two(request_id: str) -> int:
+    return 2
+
+
+def test_done_is_an_id_whose_samples_all_stand_in_one_file(tmp_path):
+    write(tmp_path / "part-001-000000.parquet", ["a", "a", "b", "c"])
+    write(tmp_path / "part-001-000001.parquet", ["b", "d", "d", "d"])
+    assert Ledger.read(tmp_path).done(two) == {"a"}
+
+
+def test_an_id_found_twice_stays_where_it_is_complete_and_newest(tmp_path):
+    old = write(tmp_path / "part-001-000000.parquet", ["a", "a", "b", "c", "c"])
+    new = write(tmp_path / "part-002-000000.parquet", ["a", "a", "b", "b", "c"])
+    excess = Ledger.read(tmp_path).excess(two)
+    assert excess == {old: {"a", "b"}, new: {"c"}}
+    for file, ids in excess.items():
+        pq.write_table(without_ids(file, ids), file)
+    ledger = Ledger.read(tmp_path)
+    assert ledger.done(two) == {"a", "b", "c"} and ledger.excess(two) == {}
+
+
+def test_rewriting_keeps_the_schema_and_its_version(tmp_path):
+    file = write(tmp_path / "part-001-000000.parquet", ["a", "b"])
+    schema = without_ids(file, {"a"}).schema
+    assert schema.equals(SCHEMA) and schema.metadata[VERSION_KEY] == SCHEMA.metadata[VERSION_KEY]
+
+
+def test_another_schema_version_is_refused(tmp_path):
+    table = SCHEMA.with_metadata({VERSION_KEY: b"2"}).empty_table()
+    pq.write_table(table, tmp_path / "part-001-000000.parquet")
+    with pytest.raises(OutputMismatch, match="schema version b'2'"):
+        Ledger.read(tmp_path)

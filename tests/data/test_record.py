@@ -1,0 +1,111 @@
+"""Whose an output directory is: attempts, fencing, the lock, and what a resume may not change."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.atomic import read_json
+from eagle_ray.data.input.plan import plan_input
+from eagle_ray.data.record import RUN, Run, lock_output, noting_outcome, open_run
+from eagle_ray.data.stops import OutputBusy, OutputMismatch, Overtaken
+from tests.conftest import token_rows
+
+HOLD = """
+import sys
+from pathlib import Path
+from eagle_ray.data.record import lock_output
+with lock_output(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start(config: JobConfig) -> Run:
+    with lock_output(Path(config.output.path)):
+        return open_run(config, plan_input(config).files)
+
+
+def test_each_start_is_an_attempt_of_the_same_run(make_job):
+    first, second = start(make_job(token_rows(2))), start(make_job())
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert first.run_id == second.run_id
+    record = read_json(first.output / RUN)
+    assert [attempt["attempt"] for attempt in record["attempts"]] == [1, 2]
+    assert record["config"]["sampling"]["max_tokens"] == 12 and record["versions"]["pyarrow"]
+
+
+def test_an_overtaken_writer_is_refused(make_job):
+    first = start(make_job(token_rows(2)))
+    first.check_current()
+    second = start(make_job())
+    second.check_current()
+    with pytest.raises(Overtaken, match=r"attempt 2, not run .* attempt 1"):
+        first.check_current()
+
+
+def test_overwriting_overtakes_as_well_and_deletes_only_what_a_run_writes(make_job):
+    first = start(make_job(token_rows(2)))
+    (first.data / "part-001-000000.parquet").write_bytes(b"rows")
+    (first.output / "notes.txt").write_text("mine")
+    (first.data / "mine.csv").write_text("mine")
+    second = start(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
+    assert second.run_id != first.run_id and second.attempt == 2
+    with pytest.raises(Overtaken):
+        first.check_current()
+    kept = {path.name for path in second.output.rglob("*") if path.is_file()}
+    assert kept == {"notes.txt", "mine.csv", "_run.json", "_lock"}
+
+
+def test_a_resume_names_every_changed_key(make_job):
+    start(make_job(token_rows(2)))
+    with pytest.raises(OutputMismatch) as error:
+        start(make_job(**{"sampling.temperature": 0.7, "seed": 4, "execution.slots": 1}))
+    assert "sampling.temperature: was 0.0, now 0.7" in str(error.value)
+    assert "seed: was 0, now 4" in str(error.value)
+    assert "slots" not in str(error.value)
+
+
+def test_a_changed_input_file_is_refused_and_a_new_one_is_added(make_job, tmp_path):
+    run = start(make_job(token_rows(2)))
+    (tmp_path / "more.jsonl").write_text('{"id": "z", "prompt_token_ids": [5]}\n')
+    start(make_job(**{"input.path": str(tmp_path / "*.jsonl")}))
+    assert len(read_json(run.output / RUN)["inputs"]) == 2
+    with pytest.raises(OutputMismatch, match=r"other contents of .*in\.jsonl"):
+        start(make_job(token_rows(3)))
+
+
+def test_if_exists_fail_refuses_a_second_start(make_job):
+    start(make_job(token_rows(2), **{"output.if_exists": "fail"}))
+    with pytest.raises(ConfigError, match=r"output\.if_exists is 'fail'"):
+        start(make_job(**{"output.if_exists": "fail"}))
+
+
+def test_parquet_files_of_somebody_else_are_neither_read_nor_joined(make_job, tmp_path):
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    (tmp_path / "out" / "data" / "theirs.parquet").write_bytes(b"")
+    with pytest.raises(OutputMismatch, match=r"theirs\.parquet"):
+        start(make_job(token_rows(2)))
+
+
+def test_a_second_live_driver_is_refused_and_a_dead_one_is_not(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], env=environment, **pipes)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(OutputBusy, match=f"process {holder.pid}"), lock_output(tmp_path):
+        pass
+    holder.kill()
+    holder.communicate()
+    with lock_output(tmp_path):
+        pass
+
+
+def test_how_an_attempt_ended_is_noted(make_job):
+    run = start(make_job(token_rows(2)))
+    with pytest.raises(KeyboardInterrupt), noting_outcome(run):
+        raise KeyboardInterrupt
+    assert read_json(run.output / RUN)["attempts"][-1]["outcome"] == "KeyboardInterrupt"

@@ -1,0 +1,51 @@
+"""The sink on its own: one file a task, whole, in the one schema, and none once overtaken."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.data.atomic import write_json
+from eagle_ray.data.record import RUN, Run
+from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
+from eagle_ray.data.sink import AtomicParquetSink
+from eagle_ray.data.stops import Overtaken
+
+SCHEMA = output_schema([pa.field("category", pa.string())])
+
+
+def make_sink(output: Path, attempt: int = 1) -> AtomicParquetSink:
+    (output / "data").mkdir(exist_ok=True)
+    return AtomicParquetSink(Run(output, "run", attempt, "hash"), SCHEMA, rows_per_file=10, compression="zstd")
+
+
+def block(*ids: str) -> pa.Table:
+    common = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
+    return table_of([common | {"request_id": id} for id in ids], SCHEMA).replace_schema_metadata(None)
+
+
+def test_a_task_writes_one_file_with_all_its_blocks_and_a_repeated_task_the_same_one(tmp_path):
+    write_json(tmp_path / RUN, {"run_id": "run", "attempt": 1})
+    sink, task = make_sink(tmp_path), SimpleNamespace(task_idx=7)
+    for _ in range(2):
+        sink.write([block("a", "b"), block(), block("c")], task)
+    (file,) = (tmp_path / "data").iterdir()
+    assert file.name == "part-001-000007.parquet"
+    assert pq.read_table(file)["request_id"].to_pylist() == ["a", "b", "c"]
+    schema = pq.read_schema(file)
+    assert schema.equals(SCHEMA) and schema.metadata[VERSION_KEY] == SCHEMA_VERSION
+
+
+def test_a_task_without_rows_writes_no_file(tmp_path):
+    write_json(tmp_path / RUN, {"run_id": "run", "attempt": 1})
+    make_sink(tmp_path).write([block()], SimpleNamespace(task_idx=0))
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_an_overtaken_writer_publishes_nothing(tmp_path):
+    write_json(tmp_path / RUN, {"run_id": "run", "attempt": 2})
+    with pytest.raises(Overtaken):
+        make_sink(tmp_path, attempt=1).write([block("a")], SimpleNamespace(task_idx=0))
+    assert not list((tmp_path / "data").iterdir())

@@ -1,0 +1,75 @@
+"""A step makes one device-to-host copy: anything else would stall a GPU and break graph capture.
+
+Checked on a CPU by watching which operations the step dispatches.
+"""
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.toy import llama_engine
+
+DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
+TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"}
+
+
+class WatchOperations(TorchDispatchMode):
+    """Counts operations whose result or shape must reach the host before the next one can start."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        masked = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for index in (args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ())
+        )
+        if name in DATA_DEPENDENT or masked:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class WatchCopies(TorchFunctionMode):
+    """Counts calls that hand a tensor's values to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in TO_HOST:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def watched_step(engine) -> tuple[list[str], list[str]]:
+    """The syncs of one decode step of three running sequences, greedy and sampled."""
+    sampled = SamplingParams(temperature=0.9, top_p=0.9, top_k=5, min_p=0.01, max_tokens=50, ignore_eos=True)
+    for i, params in enumerate((SamplingParams(max_tokens=50, ignore_eos=True), sampled, sampled)):
+        engine.add(Sequence(str(i), [5, 6 + i], params))
+    engine.step()
+    with WatchOperations() as operations, WatchCopies() as copies:
+        engine.step()
+    return operations.seen, copies.seen
+
+
+def test_a_speculative_step_copies_once():
+    assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["tolist"])
+
+
+def test_a_plain_step_copies_once():
+    assert watched_step(llama_engine(3)) == ([], ["tolist"])
+
+
+def test_the_watch_sees_what_it_should():
+    with WatchOperations() as operations, WatchCopies() as copies:
+        x = torch.arange(3)
+        x[x > 1].sum().item()
+        bool(x[0])
+    assert "nonzero" in operations.seen or "index" in operations.seen
+    assert {"item", "__bool__"} <= set(copies.seen)

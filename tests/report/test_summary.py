@@ -1,0 +1,136 @@
+"""The summary adds up; its ratios are of sums, not means of ratios; its tables are plain."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.report.comparison import compare
+from eagle_ray.report.summary import Group, summarise, summary_json, total
+from eagle_ray.report.table import comparison_table, render, run_table
+
+SCHEMA = output_schema([pa.field("category", pa.string())])
+
+
+def row(request_id: str, category: str | None, steps: int, accepted: int, decode_s: float = 1.0) -> dict:
+    """A greedy answer of 1 + steps + accepted tokens over drafts of one token."""
+    return {
+        "request_id": request_id,
+        "sample_index": 0,
+        "row_index": 0,
+        "source_file": "a",
+        "run_id": "r",
+        "attempt": 1,
+        "category": category,
+        "status": "ok",
+        "finish_reason": "length",
+        "prompt_tokens": 4,
+        "output_token_ids": list(range(1 + steps + accepted)),
+        "completion_tokens": 1 + steps + accepted,
+        "num_spec_steps": steps,
+        "num_draft_tokens": 3 * steps,
+        "num_accepted_draft_tokens": accepted,
+        "acceptance_histogram": [steps - accepted, accepted],
+        "proposed_by_depth": [3 * steps],
+        "accepted_by_depth": [accepted],
+        "decode_s": decode_s,
+        "prefill_s": 0.1,
+    }
+
+
+def error(request_id: str, category: str | None) -> dict:
+    kept = ("request_id", "sample_index", "row_index", "source_file", "run_id", "attempt", "category")
+    blank = {name: value for name, value in row(request_id, category, 1, 0).items() if name in kept}
+    return blank | {"status": "error", "error_code": "prompt_too_long", "error_message": "too long"}
+
+
+def write(output: Path, *files: list[dict]) -> Path:
+    (output / "data").mkdir(parents=True)
+    for i, rows in enumerate(files):
+        pq.write_table(table_of(rows, SCHEMA), output / "data" / f"part-001-{i:06d}.parquet")
+    return output
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    first = [row("a", "code", 10, 9), row("b", "chat", 30, 3)]
+    return write(tmp_path / "run", first, [row("c", "code", 2, 0, decode_s=2.0), error("d", None)])
+
+
+def test_groups_add_up_over_files(run):
+    groups = summarise(run, by="category")
+    assert {name: (group.rows, group.errors) for name, group in groups.items()} == {
+        "": (1, 1),
+        "chat": (1, 0),
+        "code": (2, 0),
+    }
+    assert total(groups) == summarise(run)[""]
+    assert groups["code"].acceptance_histogram == [3, 9]
+
+
+def test_tau_is_pooled_over_steps(run):
+    code = summarise(run, by="category")["code"]
+    assert code.mean_acceptance_length == pytest.approx(1 + 9 / 12)  # not the mean of 1.9 and 1.0
+    assert code.nodes_per_step == 3 and code.decode_tokens_per_s == pytest.approx((19 + 2) / 3)
+
+
+def test_nothing_is_no_division_by_zero(tmp_path):
+    assert summarise(tmp_path) == {}
+    empty = total({})
+    assert empty == Group() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
+
+
+def test_lists_of_different_lengths_are_added_by_depth(tmp_path):
+    deep = row("b", "chat", 2, 0) | {"acceptance_histogram": [1, 0, 1], "accepted_by_depth": [1, 1]}
+    whole = total(summarise(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep])))
+    assert whole.acceptance_histogram == [2, 1, 1] and whole.accepted_by_depth == [2, 1]
+
+
+def test_the_table_shows_the_summary(run):
+    work = {"tokens_per_s": 1234.5, "workers": 2, "busy_slots": 0.93}
+    lines = run_table(summary_json(summarise(run, "category"), "category") | {"last_work": work}).splitlines()
+    assert lines[0].split() == [
+        "category",
+        "rows",
+        "errors",
+        "tokens",
+        "tau",
+        "nodes/step",
+        "tokens/s",
+        "of",
+        "a",
+        "row",
+    ]
+    assert [line.split()[:5] for line in lines[1:5]] == [
+        ["(none)", "1", "1", "0", "-"],
+        ["chat", "1", "0", "34", "1.10"],
+        ["code", "2", "0", "23", "1.75"],
+        ["all", "4", "1", "57", "1.29"],
+    ]
+    assert lines[6:] == [
+        "speed: 1,234 tokens/s on 2 workers, slots 93% busy",
+        "steps that accepted depth 1, 2, ...: 29%",
+        "finished by: length 3",
+        "errors: prompt_too_long 1",
+    ]
+
+
+def test_a_comparison_is_by_row_and_names_what_differs(run, tmp_path):
+    slower = [row("a", "code", 19, 0, decode_s=3.8), row("b", "chat", 33, 0, decode_s=3.3)]
+    other = row("c", "code", 2, 0, decode_s=2.0) | {"output_token_ids": [0, 7, 2]}
+    plain = write(tmp_path / "plain", slower, [other, error("d", None)])
+    comparison = compare(run, plain, "category")
+    assert comparison.identical == 3 and comparison.differing == [("c", 0)]
+    code = comparison.as_json()["groups"]["code"]
+    assert code["speed_up"] == pytest.approx((21 / 3) / (21 / 5.8))
+    assert "1.93x" in comparison_table(comparison.as_json(), "category")
+
+
+def test_tables_are_aligned_plain_text():
+    assert render(["task", "rows"], [["code", "4"], ["mathematics", "12"]]).splitlines() == [
+        "task         rows",
+        "code            4",
+        "mathematics    12",
+    ]

@@ -1,0 +1,134 @@
+"""The command line without Ray: exit codes, one clear message, and what validate shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_ray import cli
+from tests.tokenizers_for_tests import write_tokenizer
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Flags of a job over three rows, one of them bad, with a target that has a tokenizer and no weights."""
+    write_tokenizer(tmp_path / "target")
+    rows = [
+        {"id": "a", "messages": "Hi", "category": "chat"},
+        {"id": "b", "messages": 5},
+        {"id": "c", "messages": "So"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["-i", f"{tmp_path}/rows.jsonl", "-o", f"{tmp_path}/out"]
+    return [*flags, "--set", f"model.target={tmp_path}/target", "--set", "speculative.method=none"]
+
+
+def test_validate_shows_rows_and_the_first_prompt(job, tmp_path, capsys):
+    assert cli.main(["validate", *job]) == 0
+    shown = capsys.readouterr().out
+    assert f"3 rows in {tmp_path}/rows.jsonl" in shown
+    assert "carried  category string" in shown
+    assert "2 good, 1 would become error rows" in shown
+    assert f"{tmp_path}/rows.jsonl, row 1: column 'messages' must be a list of messages or a text, got 5" in shown
+    assert "the first, 'a'" in shown
+    assert "| <|bos|><|user|>Hi<|end|><|assistant|>" in shown
+    assert f"{tmp_path}/out can be written" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_validate_counts_the_prompts_tokens_and_refuses_long_ones_row_by_row(job, capsys):
+    assert cli.main(["validate", *job, "--set", "model.max_model_len=6"]) == 2
+    shown = capsys.readouterr().err
+    assert "no row can be answered" in shown
+    assert "row 0: the prompt has 6 tokens" in shown
+
+
+def test_validate_refuses_messages_without_a_template(job, capsys):
+    assert cli.main(["validate", *job, "--set", "model.chat_template=none"]) == 2
+    assert "[no_chat_template]" in capsys.readouterr().err
+
+
+def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "text"}\n')
+    flags = ["-i", f"{tmp_path}/ids.jsonl", "--set", f"model.target={tmp_path}/bare"]
+    assert cli.main(["validate", *job, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "token ids [5, 6]" in shown
+    assert "[no_tokenizer]" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--set", "sampling.temprature=1"], "did you mean sampling.temperature?"),
+        (["--set", "sampling.n"], "--set section.key=value"),
+        (["-i", "nowhere/*.jsonl"], "no file matches 'nowhere/*.jsonl'"),
+        (["-c", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
+        (["--limit", "0"], "input.limit: must be a number of rows, 1 or more, or null for all, got 0"),
+        (["--set", "model.target=embedded:huge"], "embedded:huge"),
+        (["-o", "/dev/null/out"], "output.path: cannot write to /dev/null: Not a directory"),
+        (["--set", "input.columns.messages=mesages"], "did you mean messages?"),
+        (["--set", "input.on_bad_row=fail"], "row 1: column 'messages'"),
+    ],
+)
+def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):
+    assert cli.main(["validate", *job, *flags]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("eagle-ray: ")
+    assert says in output.err
+    assert output.out == ""
+
+
+def test_run_refuses_the_same_before_anything_starts(job, tmp_path, capsys):
+    assert cli.main(["run", *job, "--set", "seed=x"]) == 2
+    assert "seed: must be a 64-bit integer, got 'x' (from --set seed=x)" in capsys.readouterr().err
+    assert cli.main(["run", *job, "--set", "input.columns.id=ident"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("usage", [[], ["generate"], ["run", "--resume", "--overwrite"], ["run", "--limit", "x"]])
+def test_wrong_usage_is_exit_2(usage, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(usage)
+    assert end.value.code == 2
+    assert "usage: eagle-ray" in capsys.readouterr().err
+
+
+def test_an_output_of_another_configuration_is_exit_6(job, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("")
+    assert cli.main(["run", *job]) == 0
+    assert cli.main(["run", *job, "--resume"]) == 0
+    assert cli.main(["run", *job, "--set", "seed=3"]) == 6
+    assert cli.main(["validate", *job, "--set", "seed=3"]) == 2
+    assert "differs in seed" in capsys.readouterr().err
+    assert cli.main(["run", *job, "--set", "seed=3", "--overwrite"]) == 0
+    assert cli.main(["run", *job, "--set", "output.if_exists=fail"]) == 2
+
+
+def test_an_interrupt_is_exit_130(job, monkeypatch, capsys):
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load_config", interrupt)
+    assert cli.main(["validate", *job]) == 130
+    assert capsys.readouterr().err == "eagle-ray: interrupted\n"
+
+
+def test_validate_needs_no_ray(job):
+    code = f"import sys; from eagle_ray.cli import main; code = main(['validate', *{job}]); print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.endswith("\nFalse\n")
+
+
+def test_the_job_script_is_the_run_command(job):
+    command = [sys.executable, "jobs/generate.py", *job, "--set", "seed=x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "eagle-ray: seed: must be a 64-bit integer, got 'x' (from --set seed=x)\n"

@@ -1,0 +1,228 @@
+"""The configuration: precedence, and errors that name key, value, origin and what is allowed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, check_row_sampling, config_hash, load_config
+from eagle_ray.config.load import BUILT
+
+NEEDED = ("input.path=a.jsonl", "output.path=runs/a")
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def load(*sets: str, path: Path | None = None, env: dict[str, str] | None = None, **overrides: object) -> JobConfig:
+    return load_config(path, sets=[*NEEDED, *sets], env=env or {}, overrides=overrides)
+
+
+def refusal(*sets: str, **kwargs: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(*sets, **kwargs)
+    return str(error.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_later_sources_win(tmp_path):
+    job = write(tmp_path / "job.yaml", "seed: 1\nsampling: {temperature: 0.1, top_p: 0.5, top_k: 1, max_tokens: 1}")
+    env = {"EAGLE_RAY__SAMPLING__TEMPERATURE": "0.2", "EAGLE_RAY__SAMPLING__TOP_P": "0.6", "OTHER": "1"}
+    config = load("sampling.temperature=0.3", path=job, env=env, **{"sampling.top_k": 9})
+    sampling = config.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.3, 0.6, 9, 1)
+    assert (config.seed, sampling.n) == (1, 1)
+
+
+def test_values_are_yaml_and_what_is_no_yaml_is_itself():
+    config = load("sampling.min_p=1e-3", "sampling.stop=[a, b]", "input.path=*.x", "execution.actors={min: 1, max: 2}")
+    assert config.sampling.min_p == 0.001
+    assert config.sampling.stop == ["a", "b"]
+    assert config.input.path == "*.x"
+    assert (config.execution.actors.min, config.execution.actors.max) == (1, 2)
+
+
+def test_a_lone_stop_is_a_list_and_an_empty_section_is_its_defaults(tmp_path):
+    config = load("sampling.stop=END", path=write(tmp_path / "job.yaml", "sampling:\nreport:\n"))
+    assert config.sampling.stop == ["END"]
+    assert config.sampling.max_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("speculative.max_dept=3", "speculative.max_dept: unknown key (from --set speculative.max_dept=3); "
+         "did you mean speculative.max_depth?"),
+        ("temperature=1", "did you mean sampling.temperature?"),
+        ("sampel.temperature=1", "did you mean sampling?"),
+        ("model.tokenizer=x", "valid keys: model.target, model.draft"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_is_refused_with_the_nearest(setting, wanted):
+    assert wanted in refusal(setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("sampling.temperature=-1", "a number, 0 (greedy) or more, got -1"),
+        ("sampling.temperature=hot", "a number, 0 (greedy) or more, got 'hot'"),
+        ("sampling.temperature=.nan", "got nan"),
+        ("sampling.max_tokens=true", "an integer, 1 or more, got True"),
+        ("sampling.top_p=0", "above 0, at most 1"),
+        ("sampling.stop=['']", "a list of strings, none of them empty, got ['']"),
+        ("sampling=4", "a section with keys of its own, got 4"),
+        ("speculative.max_nodes=0", "an integer, 1 or more, got 0"),
+        ("speculative.method=eagle4", "eagle2, eagle3"),
+        ("execution.actors={min: 3, max: 1}", "{min: A, max: B} with A at most B, got {'min': 3, 'max': 1}"),
+        ("execution.actors=0", "auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B, got 0"),
+        ("seed=18446744073709551616", "a 64-bit integer"),
+        ("input.passthrough=some", "all, none or a list of column names, got 'some'"),
+        ("model.chat_template=nowhere.jinja", "got 'nowhere.jinja'"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_allowed(setting, allowed):
+    message = refusal(setting)
+    assert message.startswith(setting.partition("=")[0] + ": must be ")
+    assert allowed in message
+    assert message.count("\n") == 0
+
+
+def test_an_error_says_where_the_value_came_from(tmp_path):
+    job = write(tmp_path / "job.yaml", "seed: x")
+    assert f"(from {job})" in refusal(path=job)
+    assert "(from EAGLE_RAY__SEED)" in refusal(path=job, env={"EAGLE_RAY__SEED": "y"})
+    assert "(from --set seed=z)" in refusal("seed=z", path=job)
+    assert "got -3 (from the command line)" in refusal(path=job, **{"input.limit": -3, "seed": 1})
+
+
+def test_every_wrong_key_has_a_line_of_its_own():
+    lines = refusal("seed=x", "sampling.n=0", "modle=1").split("\n")
+    assert [line.partition(":")[0] for line in lines] == ["seed", "sampling.n", "modle"]
+
+
+def test_input_and_output_are_needed():
+    with pytest.raises(ConfigError, match=r"^input.path: missing; .*\noutput.path: missing; "):
+        load_config(None, env={})
+    with pytest.raises(ConfigError, match=r"^output.path: missing; it must be a directory for the run \(also: -o\)$"):
+        load_config(None, sets=["input.path=a", "output.compression=zstd"], env={})
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("seed: 1\nseed: 2", "'seed' is given twice"),
+        ("- a", "got list"),
+        ("a: [", "not valid YAML"),
+        ("a: {{ b }}", "not valid YAML"),
+        ("", "NoneType"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path, text, wanted):
+    job = write(tmp_path / "job.yaml", text)
+    message = refusal(path=job)
+    assert wanted in message
+    assert str(job) in message
+
+
+def test_a_missing_file_is_named():
+    assert "nowhere.yaml" in refusal(path=Path("nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["speculative.method=eagle3", "speculative.budget=global", "speculative.coupled=true", "input.format=csv",
+     "input.path=s3://b/k", "output.path=s3://b/k", "output.partition_by=[category]", "report.html=true",
+     "report.baseline_rows=8", "report.verify_rows=8", "execution.row_timeout_s=5", "logging.format=json"],
+)  # fmt: skip
+def test_what_is_not_built_yet_is_refused_by_name(setting):
+    message = refusal(setting)
+    assert message.startswith(setting.partition("=")[0])
+    assert "not built yet" in message
+
+
+def test_the_defaults_are_built():
+    config = load()
+    for key, built in BUILT.items():
+        section, _, name = key.partition(".")
+        assert getattr(getattr(config, section), name) in built
+
+
+def test_more_levels_than_nodes_and_more_nodes_than_candidates_are_legal():
+    config = load("speculative.max_depth=9", "speculative.max_nodes=2", "speculative.top_k=1")
+    assert (config.speculative.max_depth, config.speculative.max_nodes) == (9, 2)
+    assert load("speculative.max_nodes=500", "speculative.max_depth=1").speculative.max_nodes == 500
+
+
+def test_the_embedded_head_goes_with_the_embedded_target_only():
+    assert load().model.draft == "embedded:tiny"
+    assert load("model.target=org/model", "speculative.method=none").model.draft is None
+    assert "model.draft: missing; method eagle2 needs a draft head for org/model" in refusal("model.target=org/model")
+
+
+def test_local_models_are_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    config = load("model.target=here", "model.draft=org/head")
+    assert config.model.target == str(tmp_path / "here")
+    assert config.model.draft == "org/head"
+
+
+def test_a_configuration_survives_json_and_cannot_be_changed():
+    config = load("execution.actors={min: 1, max: 2}", "sampling.stop=[a]")
+    assert JobConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 2
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["name=b", "execution.actors=2", "execution.slots=3", "logging.level=debug", "input.path=b", "input.limit=3",
+     "output.path=b", "output.if_exists=fail", "output.compression=gzip"],
+)  # fmt: skip
+def test_a_resume_may_change_what_decides_no_token(setting):
+    assert config_hash(load(setting)) == config_hash(load())
+    assert changed_keys(load().model_dump(mode="json"), load(setting).model_dump(mode="json")) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [("seed=1", "seed"), ("sampling.stop=[x]", "sampling.stop"), ("input.columns.id=x", "input.columns.id"),
+     ("output.store_prompt=false", "output.store_prompt"), ("speculative.max_nodes=3", "speculative.max_nodes")],
+)  # fmt: skip
+def test_a_resume_compares_the_rest_and_names_it(setting, key):
+    assert config_hash(load(setting)) != config_hash(load())
+    assert changed_keys(load().model_dump(mode="json"), load(setting).model_dump(mode="json")) == [key]
+
+
+def test_a_row_obeys_the_rules_of_the_job():
+    assert check_row_sampling({"temperature": 1, "stop": "x", "seed": -5}) == {
+        "temperature": 1,
+        "stop": ["x"],
+        "seed": -5,
+    }
+    with pytest.raises(ValueError, match="column 'max_tokens' must be an integer, 1 or more, got 0"):
+        check_row_sampling({"max_tokens": 0})
+
+
+def test_the_shipped_configurations_are_valid():
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        load_config(path, env={})
+
+
+def test_the_example_shows_every_key_at_its_default():
+    example = load_config(CONFIGS / "example.yaml", env={}).model_dump()
+    default = load("input.path=embedded:prompts", "output.path=runs/example").model_dump()
+    assert example == default
+    shown = (CONFIGS / "example.yaml").read_text(encoding="utf-8")
+    assert all(f"{key}:" in shown for section in default.values() if isinstance(section, dict) for key in section)
+
+
+def test_reading_a_configuration_loads_nothing_heavy():
+    code = "import eagle_ray.cli, eagle_ray.data.input.plan, sys; print(*{'torch', 'ray', 'jinja2'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

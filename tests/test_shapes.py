@@ -1,0 +1,41 @@
+"""The shape annotations are true: one job of everything, with every annotated call and field checked at run time.
+
+Checking slows each call a hundredfold, so it happens once, in a process of its own, on a random Llama.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+from jaxtyping import install_import_hook
+
+rooms = ["eagle_ray.speculative", "eagle_ray.models", "eagle_ray.drafting", "eagle_ray.engine"]
+with install_import_hook(rooms, "beartype.beartype"):
+    import eagle_ray.engine.async_engine, eagle_ray.engine.reference
+    from eagle_ray.speculative.sampling import SamplingParams
+    from eagle_ray.speculative.verify import VerifyResult
+    from tests.toy import llama_engine, run
+
+import torch
+
+params = [
+    SamplingParams(max_tokens=9, logprobs=True),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, max_tokens=5),
+    SamplingParams(temperature=1.0, max_tokens=7),
+]
+for tree in ((0, 0, 0), (6, 3, 3)):
+    run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
+try:
+    VerifyResult(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
+except Exception as error:
+    print("the checker sees a wrong shape:", type(error).__name__)
+"""
+
+
+def test_every_shape_annotation_holds():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the checker sees a wrong shape: TypeCheckError" in done.stdout
