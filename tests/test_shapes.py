@@ -26,8 +26,9 @@ params = [
 ]
 for tree in ((0, 0, 0), (6, 3, 3)):
     run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
+two_by_three = torch.zeros(2, 3, dtype=torch.int64)
 try:
-    VerifyResult(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
+    VerifyResult(two_by_three, num_accepted=two_by_three[0], tokens=two_by_three)
 except Exception as error:
     print("the checker sees a wrong shape:", type(error).__name__)
 """

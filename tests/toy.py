@@ -54,6 +54,10 @@ class TableTarget:
     def __post_init__(self) -> None:
         self.cache = KVCache(1, self.num_slots, 1, 1, 1, torch.float32, "cpu")
 
+    @property
+    def vocab_size(self) -> int:
+        return len(self.table)
+
     def prefill(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
         return self.table[prompts.tokens[prompts.last]], torch.zeros(len(prompts.tokens), 1)
 

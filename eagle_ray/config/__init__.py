@@ -13,6 +13,7 @@ from eagle_ray.config.job import (
     SamplingConfig,
     SpeculativeConfig,
     changed_keys,
+    check_row_sampling,
     config_hash,
 )
 from eagle_ray.config.load import load_config
@@ -30,6 +31,7 @@ __all__ = [
     "SamplingConfig",
     "SpeculativeConfig",
     "changed_keys",
+    "check_row_sampling",
     "config_hash",
     "load_config",
 ]

@@ -1,10 +1,9 @@
-"""JobConfig: everything one job is told, and how it is put together.
+"""JobConfig: everything one job is told, its defaults, and what a resume compares.
 
-Precedence: defaults < YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. A field's
-description completes the sentence "must be ...": the same words document it and refuse a wrong value.
-Does not know files' contents, models, Ray or torch.
+A field's description completes the sentence "must be ...": the same words document it and refuse a wrong value.
+Does not know where values come from (``load``), files' contents, models, Ray or torch.
 
-    >>> config = load_config(None, sets=["sampling.temperature=0.8"], overrides={"input.path": "a.jsonl", "output.path": "runs/a"})
+    >>> config = load_config(None, sets=["sampling.temperature=0.8", "input.path=a.jsonl", "output.path=runs/a"])
     >>> config.sampling.temperature
     0.8
 """
@@ -13,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[list[Name], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class ConfigError(Exception):
@@ -36,38 +37,43 @@ class Section(BaseModel):
 class ColumnsConfig(Section):
     """Which input columns mean what; null looks for a column of the key's own name."""
 
-    id: Text | None = Field(None, description="a column name or a path such as a.b[0], or null")
-    prompt: Text | None = Field(None, description="a column name or a path such as a.b[0], or null")
-    messages: Text | None = Field(None, description="a column name or a path such as turns[0], or null")
-    prompt_token_ids: Text | None = Field(None, description="a column name or a path such as a.b[0], or null")
+    id: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
+    prompt: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
+    messages: Name | None = Field(default=None, description="a column name or a path such as turns[0], or null")
+    prompt_token_ids: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
 
 
 class InputConfig(Section):
-    path: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+    path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
         description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i)"
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch"] = Field(
-        "auto", description="auto (by extension), parquet, jsonl, csv or openai_batch"
+        default="auto", description="auto (by extension), parquet, jsonl, csv or openai_batch"
     )
     columns: ColumnsConfig = ColumnsConfig()
-    passthrough: Literal["all", "none"] | list[Text] = Field("all", description="all, none or a list of column names")
-    limit: PositiveInt | None = Field(None, description="a number of rows, 1 or more, or null for all")
-    on_bad_row: Literal["error_row", "fail"] = Field("error_row", description="error_row or fail")
+    passthrough: Literal["all", "none"] | list[Name] = Field(
+        default="all", description="all, none or a list of column names"
+    )
+    limit: PositiveInt | None = Field(default=None, description="a number of rows, 1 or more, or null for all")
+    on_bad_row: Literal["error_row", "fail"] = Field(default="error_row", description="error_row or fail")
 
 
 class ModelConfig(Section):
     """The target and its draft head. A head that is not named is the embedded one where the target is, else null."""
 
-    target: Text = Field("embedded:tiny", description="embedded:tiny, a local directory or a hub id")
-    draft: Text | None = Field(None, description="embedded:tiny, a local directory, a hub id, or null with method none")
+    target: Name = Field(default="embedded:tiny", description="embedded:tiny, a local directory or a hub id")
+    draft: Name | None = Field(
+        default=None, description="embedded:tiny, a local directory, a hub id, or null with method none"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto, float32, bfloat16 or float16"
+        default="auto", description="auto, float32, bfloat16 or float16"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto, cpu or cuda")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
     max_model_len: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="a number of tokens, 2 or more, or null for what the target was made for, at most 4096"
+        default=None,
+        description="a number of tokens, 2 or more, or null for what the target was made for, at most 4096",
     )
-    chat_template: Text = Field("auto", description="auto (the target's own), none, or a Jinja file")
+    chat_template: Name = Field(default="auto", description="auto (the target's own), none, or a Jinja file")
 
     @model_validator(mode="before")
     @classmethod
@@ -81,30 +87,36 @@ class SpeculativeConfig(Section):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted."""
 
     method: Literal["eagle2", "eagle3", "eagle1", "ngram", "draft_model", "none"] = Field(
-        "eagle2", description="eagle2, eagle3, eagle1, ngram, draft_model or none"
+        default="eagle2", description="eagle2, eagle3, eagle1, ngram, draft_model or none"
     )
-    max_depth: PositiveInt = Field(6, description="an integer, 1 or more")
-    top_k: PositiveInt = Field(10, description="an integer, 1 or more")
-    max_nodes: PositiveInt = Field(60, description="an integer, 1 or more")
-    budget: Literal["global", "uniform"] = Field("uniform", description="global or uniform")
-    coupled: bool = Field(False, description="true or false")
-    stats: Literal["summary", "detailed"] = Field("summary", description="summary or detailed")
+    max_depth: PositiveInt = Field(default=6, description="an integer, 1 or more")
+    top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")
+    max_nodes: PositiveInt = Field(default=60, description="an integer, 1 or more")
+    budget: Literal["global", "uniform"] = Field(default="uniform", description="global or uniform")
+    coupled: bool = Field(default=False, description="true or false")
+    stats: Literal["summary", "detailed"] = Field(default="summary", description="summary or detailed")
 
 
 class SamplingConfig(Section):
     """How every row is sampled, unless the row says otherwise."""
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.0, description="a number, 0 (greedy) or more"
+        default=0.0, description="a number, 0 (greedy) or more"
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="a number above 0, at most 1 (off)")
-    top_k: Annotated[int, Field(ge=0)] = Field(0, description="an integer, 0 (off) or more")
-    min_p: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="a number between 0 (off) and 1")
-    max_tokens: PositiveInt = Field(256, description="an integer, 1 or more")
-    stop: Texts = Field([], description="a list of strings, none of them empty")
-    n: PositiveInt = Field(1, description="a number of samples per row, 1 or more")
-    ignore_eos: bool = Field(False, description="true or false")
-    logprobs: bool = Field(False, description="true or false")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="a number above 0, at most 1 (off)")
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="an integer, 0 (off) or more")
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="a number between 0 (off) and 1")
+    max_tokens: PositiveInt = Field(default=256, description="an integer, 1 or more")
+    stop: Names = Field(default=[], description="a list of strings, none of them empty")
+    n: PositiveInt = Field(default=1, description="a number of samples per row, 1 or more")
+    ignore_eos: bool = Field(default=False, description="true or false")
+    logprobs: bool = Field(default=False, description="true or false")
+
+
+class RowSampling(SamplingConfig):
+    """One row's own values, of the input columns that override `sampling` and `seed`."""
+
+    seed: Seed | None = Field(default=None, description="a 64-bit integer")
 
 
 class ActorRange(Section):
@@ -122,51 +134,55 @@ class ExecutionConfig(Section):
     """Where and how wide the job runs; none of it changes what is generated.
 
     ray_address auto: the cluster that the environment names, else one started here. slots: sequences per actor.
-    max_error_rate: the share of error rows above which the job stops (exit 4), looked at once 100 rows are done.
+    max_error_rate: the share of error rows above which the job stops (exit 4); 1 never stops it.
     """
 
-    ray_address: Text = Field("auto", description="auto, local or a Ray address")
+    ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
-        "auto", description="auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B"
+        default="auto", description="auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B"
     )
     gpus_per_actor: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        "auto", description="auto or a number, 0 or more"
+        default="auto", description="auto or a number, 0 or more"
     )
-    slots: PositiveInt = Field(16, description="a number of sequences decoded together, 1 or more")
-    rows_per_file: PositiveInt = Field(1000, description="a number of rows, 1 or more")
-    preserve_order: bool = Field(False, description="true or false")
-    max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="a share between 0 and 1")
-    row_timeout_s: PositiveFloat | None = Field(None, description="a number of seconds, above 0, or null")
+    slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
+    rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
+    preserve_order: bool = Field(default=False, description="true or false")
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="a share between 0 and 1 (never)"
+    )
+    row_timeout_s: PositiveFloat | None = Field(default=None, description="a number of seconds, above 0, or null")
 
 
 class OutputConfig(Section):
-    path: Text = Field(description="a directory for the run (also: -o)")
-    partition_by: list[Text] = Field([], description="a list of column names")
-    store_prompt: bool = Field(True, description="true or false")
-    store_token_ids: bool = Field(True, description="true or false")
+    path: Name = Field(description="a directory for the run (also: -o)")
+    partition_by: list[Name] = Field(default=[], description="a list of column names")
+    store_prompt: bool = Field(default=True, description="true or false")
+    store_token_ids: bool = Field(default=True, description="true or false")
     compression: Literal["zstd", "snappy", "gzip", "lz4", "none"] = Field(
-        "zstd", description="zstd, snappy, gzip, lz4 or none"
+        default="zstd", description="zstd, snappy, gzip, lz4 or none"
     )
-    if_exists: Literal["resume", "fail", "overwrite"] = Field("resume", description="resume, fail or overwrite")
+    if_exists: Literal["resume", "fail", "overwrite"] = Field(default="resume", description="resume, fail or overwrite")
 
 
 class ReportConfig(Section):
-    html: bool = Field(False, description="true or false")
-    baseline_rows: Annotated[int, Field(ge=0)] = Field(0, description="a number of rows, 0 (off) or more")
-    verify_rows: Annotated[int, Field(ge=0)] = Field(0, description="a number of rows, 0 (off) or more")
+    html: bool = Field(default=False, description="true or false")
+    baseline_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
+    verify_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
 
 
 class LoggingConfig(Section):
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
-    format: Literal["auto", "text", "json"] = Field("auto", description="auto, text or json")
-    progress_every_s: PositiveFloat = Field(10.0, description="a number of seconds, above 0")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="debug, info, warning or error"
+    )
+    format: Literal["auto", "text", "json"] = Field(default="auto", description="auto, text or json")
+    progress_every_s: PositiveFloat = Field(default=10.0, description="a number of seconds, above 0")
 
 
 class JobConfig(Section):
     """One job. seed: every row without a seed of its own derives its noise from it."""
 
-    name: Text = Field("run", description="a text")
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = Field(0, description="a 64-bit integer")
+    name: Name = Field(default="run", description="a text that is not empty")
+    seed: Seed = Field(default=0, description="a 64-bit integer")
     input: InputConfig
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())
     speculative: SpeculativeConfig = SpeculativeConfig()
@@ -175,6 +191,16 @@ class JobConfig(Section):
     output: OutputConfig
     report: ReportConfig = ReportConfig()
     logging: LoggingConfig = LoggingConfig()
+
+
+def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One row's sampling columns, validated by the rules of the configuration. Raises ValueError naming the column."""
+    try:
+        return RowSampling.model_validate(dict(values)).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        allowed = RowSampling.model_fields[name].description
+        raise ValueError(f"column {name!r} must be {allowed}, got {values[name]!r}") from None
 
 
 # What a resume may change freely: none of it decides which tokens a row gets or how it is stored.

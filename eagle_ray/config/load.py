@@ -71,12 +71,12 @@ class _Loader(yaml.SafeLoader):
     """YAML as people expect it: 1e-3 is a number and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[Any] = set()
+        mapping, seen = super().construct_mapping(node, deep), set()
         for key_node, _ in node.value:
             if (key := self.construct_object(key_node, deep=True)) in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return mapping
 
 
 _Loader.add_implicit_resolver(
@@ -130,7 +130,7 @@ def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
 
 def _nest(settings: Iterable[Setting]) -> dict[str, Any]:
     """Later settings win. An empty section of a YAML file (``sampling:``) leaves its defaults."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, Any] = {"input": {}, "output": {}}  # so that their missing keys are named
     for setting in settings:
         *sections, name = setting.key.split(".")
         if setting.value is None and _model_at(setting.key) is not None:
@@ -157,7 +157,7 @@ def _model_at(key: str) -> type[BaseModel] | None:
 
 def _explain(error: ValidationError, settings: list[Setting]) -> list[str]:
     """One line per wrong key, in the schema's order, however many ways a value failed."""
-    lines = {}
+    lines: dict[str, str] = {}
     for detail in error.errors():
         key, unknown = _key_of(detail)
         lines.setdefault(key, _unknown_key(key, settings) if unknown else _wrong_value(key, detail, settings))
@@ -180,11 +180,10 @@ def _key_of(detail: ErrorDetails) -> tuple[str, bool]:
 def _unknown_key(key: str, settings: list[Setting]) -> str:
     section, _, name = key.rpartition(".")
     here = _model_at(section) or JobConfig
-    siblings = [f"{section}.{field}" if section else field for field in here.model_fields]
-    near = difflib.get_close_matches(key, siblings, 1, cutoff=0.7)
+    siblings = {field: f"{section}.{field}" if section else field for field in here.model_fields}
+    near = [siblings[field] for field in difflib.get_close_matches(name, siblings, 1)]
     near = near or [other for other in _all_keys() if other.rpartition(".")[2] == name][:1]
-    near = near or difflib.get_close_matches(key, list(_all_keys()), 1)
-    hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(siblings)}"
+    hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(siblings.values())}"
     return f"{key}: unknown key{_origin(key, settings)}; {hint}"
 
 
@@ -244,5 +243,7 @@ def _with_absolute_model(config: JobConfig) -> JobConfig:
     found = {name: getattr(model, name) for name in ("target", "draft", "chat_template")}
     absolute = {name: str(Path(path).absolute()) for name, path in found.items() if path and Path(path).exists()}
     if model.chat_template not in ("auto", "none") and "chat_template" not in absolute:
-        raise ConfigError(f"model.chat_template: must be {_allowed('model.chat_template')}, got {model.chat_template!r}")
+        raise ConfigError(
+            f"model.chat_template: must be {_allowed('model.chat_template')}, got {model.chat_template!r}"
+        )
     return config.model_copy(update={"model": model.model_copy(update=absolute)})

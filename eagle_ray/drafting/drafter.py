@@ -28,9 +28,7 @@ class Drafter(Protocol):
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan) -> DraftTree:
         """Candidate trees on the given roots, at most plan.max_depth deep."""
 
-    def extend(
-        self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]
-    ) -> None:
+    def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
         """The target accepted `result` on top of `batch`; features are those of the verify pass's rows."""
 
     def num_passes(self, plan: Plan) -> int:

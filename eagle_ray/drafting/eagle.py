@@ -38,7 +38,13 @@ class EagleDrafter:
         self._embed = head.embed_tokens or target.embed_tokens
         config = head.config
         self.cache = KVCache(
-            1, target.cache.num_slots, config.num_key_value_heads, capacity, config.head_dim, target.dtype, target.device
+            1,
+            target.cache.num_slots,
+            config.num_key_value_heads,
+            capacity,
+            config.head_dim,
+            target.dtype,
+            target.device,
         )
         self._root_features = torch.zeros(
             target.cache.num_slots, target.hidden_size, dtype=target.dtype, device=target.device
@@ -68,9 +74,7 @@ class EagleDrafter:
             builder.grow(*self._children(features, plan.width))
         return builder.build()
 
-    def extend(
-        self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]
-    ) -> None:
+    def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
         """Append the pairs of the accepted path and the bonus token; rows past them are padding, never seen."""
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         num_rows = path_rows.shape[1]

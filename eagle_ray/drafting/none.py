@@ -21,9 +21,7 @@ class NoDrafter:
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan) -> DraftTree:
         return DraftTree.of_roots(roots)
 
-    def extend(
-        self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]
-    ) -> None:
+    def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
         pass
 
     def num_passes(self, plan: Plan) -> int:

@@ -85,8 +85,8 @@ class Engine:
         return finished
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises RequestError where its prompt cannot fit."""
-        check_fits(sequence, self.max_model_len)
+        """Queue a sequence. Raises RequestError for a prompt that the target cannot take."""
+        check_fits(sequence, self.max_model_len, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
         sequence.arrived_at = time.monotonic()
         self.scheduler.add(sequence)

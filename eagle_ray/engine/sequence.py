@@ -94,8 +94,8 @@ class Sequence:
         return len(self.output_ids), None
 
 
-def check_fits(sequence: Sequence, max_model_len: int) -> None:
-    """Cut max_tokens to the room that is left; raises RequestError where the prompt itself leaves none."""
+def check_fits(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
+    """Cut max_tokens to the room that is left; raises RequestError for a prompt that the target cannot take."""
     num_prompt = len(sequence.prompt_ids)
     if num_prompt == 0:
         raise RequestError("prompt_empty", "the prompt has no tokens: give at least one")
@@ -105,4 +105,8 @@ def check_fits(sequence: Sequence, max_model_len: int) -> None:
             f"the prompt has {num_prompt} tokens and model.max_model_len is {max_model_len}: "
             f"shorten it to at most {max_model_len - 1} tokens, or raise model.max_model_len",
         )
+    low, high = min(sequence.prompt_ids), max(sequence.prompt_ids)
+    if low < 0 or high >= vocab_size:
+        stranger = low if low < 0 else high
+        raise RequestError("bad_token_id", f"token id {stranger} is not in the target's vocabulary of {vocab_size}")
     sequence.max_tokens = min(sequence.sampling.max_tokens, max_model_len - num_prompt)

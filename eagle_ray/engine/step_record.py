@@ -43,7 +43,7 @@ class StepRecord:
 
     def count(self, stats: AcceptanceStats) -> None:
         """Add this step to a sequence's statistics."""
-        stats.with_step(len(self.tokens) - 1, self.drafted_by_depth)
+        stats.add_step(len(self.tokens) - 1, self.drafted_by_depth)
         stats.add_confidences(self.confidence_nodes, self.confidence_accepted)
 
 

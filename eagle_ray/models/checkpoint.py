@@ -31,12 +31,12 @@ def load_head(path: Path, hidden_size: int, vocab_size: int) -> EagleHead:
     raw = json.loads((path / "config.json").read_text())
     tensors = {key: value for key, value in read_tensors(path).items() if not key.endswith(IGNORED_KEYS)}
     if any(key.startswith(EAGLE3_KEYS) for key in tensors):
-        raise EngineError(f"{path} is an EAGLE-3 head (it has {EAGLE3_KEYS[0]}* keys); this release runs EAGLE-1/2 heads")
+        raise EngineError(
+            f"{path} is an EAGLE-3 head (it has {EAGLE3_KEYS[0]}* keys); this release runs EAGLE-1/2 heads"
+        )
     _require_equal(path, "hidden_size", raw["hidden_size"], hidden_size)
     _require_equal(path, "vocab_size", raw["vocab_size"], vocab_size)
-    head = EagleHead(
-        head_config(raw), bias=raw.get("bias", True), own_embedding="embed_tokens.weight" in tensors
-    )
+    head = EagleHead(head_config(raw), bias=raw.get("bias", True), own_embedding="embed_tokens.weight" in tensors)
     _check_tensors(path, head.state_dict(), tensors)
     head.load_state_dict(tensors)
     return head

@@ -103,9 +103,7 @@ class Target:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def _run(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: object) -> Float[Tensor, "R H"]:
-        out = self.model.base_model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=layout
-        )
+        out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=layout)
         return out.last_hidden_state[0]
 
     def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> TreeLayout:

@@ -54,7 +54,7 @@ class TreeBuilder:
 
     def frontier(self) -> Frontier:
         """The `width` most valuable nodes of the last level, ties to the earlier one, most valuable first."""
-        values, tokens, parents = self._log_values[-1], self._tokens[-1], self._parents[-1]
+        values, tokens = self._log_values[-1], self._tokens[-1]
         best, index = values.sort(dim=1, descending=True, stable=True)
         best, index = best[:, : self._width], index[:, : self._width]
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]

@@ -42,7 +42,9 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more"
+        )
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")

@@ -3,8 +3,9 @@
 Counters only; ratios are derived and ``merge`` makes the counts a monoid, so that rows, tasks and runs add up.
 Does not know tokens, time or text.
 
-    >>> a = AcceptanceStats.empty(num_spec_tokens=2).with_step(num_accepted=1, drafted_by_depth=[3, 2])
-    >>> a.mean_acceptance_length
+    >>> stats = AcceptanceStats.empty(num_spec_tokens=2)
+    >>> stats.add_step(num_accepted=1, drafted_by_depth=[3, 2])
+    >>> stats.mean_acceptance_length
     2.0
 """
 
@@ -41,15 +42,14 @@ class AcceptanceStats:
         """No steps yet, for drafts of at most num_spec_tokens tokens."""
         return cls(num_spec_tokens, [0] * (num_spec_tokens + 1), [0] * num_spec_tokens)
 
-    def with_step(self, num_accepted: int, drafted_by_depth: list[int]) -> AcceptanceStats:
-        """Count one target pass that verified drafted_by_depth nodes and accepted num_accepted of them; returns self."""
+    def add_step(self, num_accepted: int, drafted_by_depth: list[int]) -> None:
+        """Count one target pass that verified drafted_by_depth nodes and accepted num_accepted of them."""
         self.histogram[num_accepted] += 1
         num_drafted = sum(drafted_by_depth)
         self.num_plain_steps += num_drafted == 0
         _add(self.proposed_by_depth, drafted_by_depth)
         self.per_step_budget.append(num_drafted + 1)
         self.per_step_accepted.append(num_accepted)
-        return self
 
     def add_confidences(self, nodes: list[int], accepted: list[int]) -> None:
         """Count verified nodes whose parent was accepted, and those the target picked, by confidence bin."""

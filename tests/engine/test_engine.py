@@ -63,7 +63,12 @@ def test_the_earliest_end_wins():
 
 def test_prompts_that_do_not_fit_are_refused():
     engine = table_engine(cycle(), 1, 0, 0, 0)
-    for prompt, code in (([], "prompt_empty"), ([1] * 64, "prompt_too_long")):
+    for prompt, code in (
+        ([], "prompt_empty"),
+        ([1] * 64, "prompt_too_long"),
+        ([1, 8], "bad_token_id"),
+        ([-1], "bad_token_id"),
+    ):
         with pytest.raises(RequestError) as caught:
             engine.add(Sequence("a", prompt, SamplingParams()))
         assert caught.value.code == code

@@ -80,7 +80,11 @@ def test_processors_equal_transformers(params):
 
 
 def test_rows_of_one_pass_keep_their_own_parameters():
-    params = [SamplingParams(), SamplingParams(temperature=1.0, seed=3, top_k=2), SamplingParams(temperature=0.5, seed=4)]
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=3, top_k=2),
+        SamplingParams(temperature=0.5, seed=4),
+    ]
     logits = torch.randn(30, 17, generator=torch.Generator().manual_seed(1))
     seq, positions = torch.arange(30) % 3, torch.arange(30)
     together = pick(logits, BatchSampling.of(params), seq, positions)
@@ -112,7 +116,14 @@ def test_sample_zero_keeps_the_seed():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_k", -1), ("min_p", 1.5), ("max_tokens", 0)],
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_k", -1),
+        ("min_p", 1.5),
+        ("max_tokens", 0),
+    ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field):

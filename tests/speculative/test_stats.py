@@ -11,7 +11,7 @@ steps = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_si
 def counted(some: list) -> AcceptanceStats:
     stats = AcceptanceStats.empty(3)
     for accepted, drafted in some:
-        stats.with_step(accepted, drafted)
+        stats.add_step(accepted, drafted)
     return stats
 
 

@@ -134,9 +134,7 @@ def test_confidences_are_conditional_probabilities():
     builder.grow(torch.tensor([[[0.5, 0.25]]]).log(), torch.tensor([[[5, 6]]]))
     builder.frontier()
     builder.grow(torch.tensor([[[0.8, 0.1], [0.4, 0.2]]]).log(), torch.tensor([[[7, 8], [7, 8]]]))
-    torch.testing.assert_close(
-        builder.build().confidences(), torch.tensor([[1.0, 0.5, 0.25, 0.8, 0.1, 0.4, 0.2]])
-    )
+    torch.testing.assert_close(builder.build().confidences(), torch.tensor([[1.0, 0.5, 0.25, 0.8, 0.1, 0.4, 0.2]]))
 
 
 @pytest.mark.parametrize("max_nodes", [1, 5, 60])
