@@ -1,0 +1,111 @@
+"""The command line: eagle-ray demo | run | validate.
+
+Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
+torch, ray and transformers are imported only once the configuration is valid.
+
+Exit codes: 0 done (rows with errors included), 2 usage or configuration, 3 row errors with --fail-on-row-errors,
+4 too many row errors, 5 cluster or device, 6 output belongs to another configuration, 130 interrupted, resumable.
+
+    $ eagle-ray run -c configs/demo.yaml --set sampling.temperature=0.8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle_ray import __version__
+from eagle_ray.config import ConfigError, JobConfig, load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Wrong usage raises SystemExit(2), as argparse does."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except ConfigError as error:
+        print(f"eagle-ray: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("eagle-ray: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="eagle-ray", description="Batch inference on Ray with EAGLE-2.")
+    parser.add_argument("--version", action="version", version=f"eagle-ray {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="demo | run | validate")
+
+    demo = commands.add_parser("demo", help="the embedded pair on bundled prompts: CPU, no network")
+    demo.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
+    demo.set_defaults(command=_demo)
+
+    run = commands.add_parser("run", help="generate completions for every row of the input")
+    _add_config_flags(run)
+    exists = run.add_mutually_exclusive_group()
+    exists.add_argument(
+        "--resume", dest="if_exists", action="store_const", const="resume", help="go on from the output"
+    )
+    exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
+    run.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
+    run.set_defaults(command=_run)
+
+    validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
+    _add_config_flags(validate)
+    validate.set_defaults(command=_validate, if_exists=None)
+    return parser
+
+
+def _add_config_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file such as configs/example.yaml")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
+    parser.add_argument("-i", "--input", metavar="IN", help="input.path")
+    parser.add_argument("-o", "--output", metavar="OUT", help="output.path")
+    parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
+
+
+def _config_of(args: argparse.Namespace) -> JobConfig:
+    flags = {
+        "input.path": args.input,
+        "input.limit": args.limit,
+        "output.path": args.output,
+        "output.if_exists": args.if_exists,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load_config(args.config, sets=args.sets, overrides=given)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from eagle_ray.demo import run_demo
+
+    return run_demo(Path(args.output))
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = _config_of(args)
+    from eagle_ray.job import run_job
+
+    code = run_job(config)
+    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(Path(config.output.path))):
+        print(f"eagle-ray: {errors} rows ended in errors (--fail-on-row-errors)", file=sys.stderr)
+        return 3
+    return code
+
+
+def _num_errors(output: Path) -> int:
+    return json.loads((output / "_summary.json").read_text("utf-8"))["total"]["errors"]
+
+
+def _validate(args: argparse.Namespace) -> int:
+    config = _config_of(args)
+    from eagle_ray.validate import validate
+
+    print(validate(config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""L4: the batch job. Rows in, Parquet out, through Ray Data."""

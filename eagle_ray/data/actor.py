@@ -1,0 +1,57 @@
+"""EngineActor: a Worker in a process of its own, fed by Ray Data.
+
+Several batches are in flight at once, so that the engine's slots stay full while a batch waits for its longest row.
+The engine steps in a thread of its own; this loop only awaits. A dead engine ends the process, because Ray would send
+a raised error's retry back to the same broken engine. Does not know rows or files.
+
+    dataset.map_batches(EngineActor, fn_constructor_args=(...), compute=ActorPoolStrategy(size=2))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from typing import NoReturn
+
+import pyarrow as pa
+import ray
+from ray.actor import ActorHandle
+
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.progress import Report
+from eagle_ray.data.record import Run
+from eagle_ray.errors import EngineError
+
+LAST_WORDS_S = 10
+
+
+class EngineActor:
+    """progress: a ProgressActor's handle; the other arguments are the Worker's."""
+
+    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
+        from eagle_ray.data.worker import Worker  # torch and transformers: the driver names this class without them
+
+        self._progress = progress
+        try:
+            self._worker = Worker(config, run, passthrough, threads)
+        except (ConfigError, EngineError) as error:
+            ray.get(progress.fail.remote(error), timeout=LAST_WORDS_S)
+            raise
+        self._report(None)
+
+    async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
+        """One table for the batch: Ray hands rows on when the call is over."""
+        try:
+            answers = await self._worker.answer(batch)
+        except EngineError as error:
+            self._die(error)
+        self._report(answers)
+        yield answers
+
+    def _report(self, answers: pa.Table | None) -> None:
+        self._progress.report.remote(Report.of(self._worker.worker_id, self._worker.counters(), answers))
+
+    def _die(self, error: EngineError) -> NoReturn:
+        """Say why, wait until it is heard, and end the process."""
+        ray.get(self._progress.note.remote(f"worker {self._worker.worker_id} ends: {error}"), timeout=LAST_WORDS_S)
+        os._exit(1)

@@ -1,0 +1,109 @@
+"""The Ray cluster: joining one or starting one here, and how many engines it carries.
+
+Does not know rows, models or files.
+
+    >>> connect("local")
+    >>> plan_workers(config.execution, config.model.device, ray.cluster_resources(), num_rows=1000)
+    Workers(fewest=4, most=4, num_gpus=0, threads=2)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+
+from eagle_ray.config import ExecutionConfig
+from eagle_ray.config.job import ActorRange
+from eagle_ray.data.stops import ClusterError
+
+MOST_CPU_WORKERS = 8  # each loads a copy of the models
+LOCAL_OPTIONS = {
+    "include_dashboard": False,
+    "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
+    "_node_ip_address": "127.0.0.1",  # reachable from nowhere else
+}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # no network at run time
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning at each start
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # else Ray's core logs an error about Ray Data's own actors at each start
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many engine actors, between fewest and most; GPUs and CPU threads of each."""
+
+    fewest: int
+    most: int
+    num_gpus: float
+    threads: int
+
+
+def connect(address: str) -> None:
+    """Join the cluster at address; "local" starts one here, "auto" joins the one that RAY_ADDRESS names, or starts one.
+
+    A session that is open already is used as it is. Raises ClusterError where no cluster answers.
+    """
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS", "local") if address == "auto" else address
+    options = LOCAL_OPTIONS if address == "local" else {}
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        with _core_unheard():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"no Ray cluster at {address!r} (execution.ray_address): {error}") from error
+
+
+@contextmanager
+def _core_unheard() -> Iterator[None]:
+    """Ray's core announces its log level on file descriptor 2; what goes wrong is raised all the same."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+def plan_workers(execution: ExecutionConfig, device: str, resources: Mapping[str, float], num_rows: int) -> Workers:
+    """resources: the cluster's, as Ray counts them. num_rows: more actors than rows would be idle.
+
+    Raises ClusterError where the job wants GPUs that are not there.
+    """
+    num_gpus = _gpus_per_worker(execution, device, resources.get("GPU", 0))
+    cpus = max(1, int(resources.get("CPU", 1)))
+    if isinstance(execution.actors, ActorRange):
+        fewest, most = execution.actors.min, execution.actors.max
+    elif execution.actors != "auto":
+        fewest = most = execution.actors
+    elif num_gpus:
+        fewest = most = math.floor(resources["GPU"] / num_gpus)
+    else:
+        fewest = most = min(max(1, cpus // 2), MOST_CPU_WORKERS)
+    if num_gpus * fewest > resources.get("GPU", 0):
+        raise ClusterError(
+            f"{fewest} actors with {num_gpus} GPUs each (execution.actors, execution.gpus_per_actor), but the cluster "
+            f"has {resources.get('GPU', 0):g} GPUs"
+        )
+    most = max(1, min(most, num_rows))
+    return Workers(min(fewest, most), most, num_gpus, threads=max(1, cpus // most))
+
+
+def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
+    if device == "cuda" and not gpus:
+        raise ClusterError("model.device is cuda, but the cluster has no GPU: set it to cpu or auto")
+    if execution.gpus_per_actor != "auto":
+        return execution.gpus_per_actor
+    return 1 if gpus and device != "cpu" else 0

@@ -1,0 +1,83 @@
+"""Carried columns: the type of every input column that is passed through, fixed before the job starts.
+
+Types join upwards: null below everything, integers below floats, and JSON text above all that does not fit together
+or is nested. Does not know files, rows or requests.
+
+    >>> join(pa.int64(), pa.float64())
+    DataType(double)
+    >>> join(pa.int64(), pa.string()) == JSON
+    True
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+JSON = pa.json_()  # values of this column are written as JSON text
+
+
+def type_of(value: Any) -> pa.DataType:
+    """The type of one value that was parsed from JSON."""
+    if value is None:
+        return pa.null()
+    if isinstance(value, bool):
+        return pa.bool_()
+    if isinstance(value, int):
+        return pa.int64() if -(2**63) <= value < 2**63 else JSON
+    return pa.float64() if isinstance(value, float) else pa.string() if isinstance(value, str) else JSON
+
+
+def type_in_parquet(declared: pa.DataType) -> pa.DataType:
+    """The type under which a Parquet column is carried: plain types stay, nested ones become JSON."""
+    if isinstance(declared, pa.BaseExtensionType):
+        return type_in_parquet(declared.storage_type)
+    if pa.types.is_dictionary(declared):
+        return type_in_parquet(declared.value_type)
+    if pa.types.is_large_string(declared) or pa.types.is_string_view(declared):
+        return pa.string()
+    return JSON if pa.types.is_nested(declared) else declared
+
+
+def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
+    """The narrowest type that holds both."""
+    if a == b or pa.types.is_null(b):
+        return a
+    if pa.types.is_null(a):
+        return b
+    if _is_number(a) and _is_number(b) and not _overflow(a, b):
+        both = [pa.schema([("x", a)]), pa.schema([("x", b)])]
+        return pa.unify_schemas(both, promote_options="permissive").field("x").type
+    return JSON
+
+
+def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) -> None:
+    """Add columns, and widen the types of those already there."""
+    for name, type_ in more.items():
+        types[name] = join(types.get(name, type_), type_)
+
+
+def field_of(name: str, type_: pa.DataType) -> pa.Field:
+    """The output column of a joined type: JSON is stored as a string, and so is a column that is always null."""
+    return pa.field(name, pa.string() if type_ == JSON or pa.types.is_null(type_) else type_)
+
+
+def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
+    """The values of one carried column, under the type of its field_of."""
+    if type_ == JSON:
+        values = [None if value is None else json.dumps(value, ensure_ascii=False, default=str) for value in values]
+    elif pa.types.is_float64(type_):
+        values = [None if value is None else float(value) for value in values]  # Arrow refuses integers from 2**53
+    return pa.array(values, field_of("", type_).type)
+
+
+def _is_number(type_: pa.DataType) -> bool:
+    return pa.types.is_integer(type_) or pa.types.is_floating(type_)
+
+
+def _overflow(a: pa.DataType, b: pa.DataType) -> bool:
+    """Unsigned 64-bit and signed integers fit no common integer type."""
+    return pa.uint64() in (a, b) and (pa.types.is_signed_integer(a) or pa.types.is_signed_integer(b))

@@ -1,0 +1,177 @@
+"""InputPlan: the whole input, looked at once before anything starts.
+
+Fixes what must not change on the way: files and shards in order, the columns that are read, the types of the columns
+that are carried; and finds ids that occur twice. Does not know Ray, tokenizers or outputs.
+
+    >>> plan = plan_input(config)                            # doctest: +SKIP
+    >>> [row["request_id"] for row in requests_of(plan)]     # doctest: +SKIP
+    ['q-1', 'q-2']
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
+from eagle_ray.data.input.carried import column_of, field_of, join_into
+from eagle_ray.data.input.columns import ColumnPath, RequestColumns
+from eagle_ray.data.input.files import InputFile, find_files
+from eagle_ray.data.input.ids import SeenIds
+from eagle_ray.data.input.row import Place, Row, id_of, request_of
+from eagle_ray.data.input.shards import SeeRow, Shard, rows_in, scan
+from eagle_ray.data.schema import REQUEST, request_schema, table_of
+
+PROMPTS = ("prompt", "messages", "prompt_token_ids")
+TABLE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlan:
+    """carried: input columns to pass through and the types under which they are read, in order."""
+
+    files: tuple[InputFile, ...]
+    shards: tuple[Shard, ...]
+    columns: RequestColumns
+    carried: tuple[tuple[str, pa.DataType], ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def passthrough(self) -> list[pa.Field]:
+        """The output columns of what is carried."""
+        return [field_of(name, type_) for name, type_ in self.carried]
+
+
+def plan_input(config: JobConfig) -> InputPlan:
+    """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
+
+    With input.on_bad_row fail it raises for the first bad row, too.
+    """
+    files = find_files(config.input.path, config.input.format)
+    columns = _columns(config.input.columns)
+    seen = SeenIds()
+    types: dict[str, pa.DataType] = {}
+    shards: list[Shard] = []
+    for file in files:
+        found = scan(file, columns.id.names, _noting_ids(seen, columns, file))
+        join_into(types, found.types)
+        shards += found.shards
+    if types:
+        _check_columns(config.input.columns, columns, types)
+    carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
+    plan = InputPlan(files, _limited(shards, config.input.limit), columns, carried)
+    request_schema(plan.passthrough)
+    _check_ids(plan, seen.suspects())
+    _check_rows(plan, config.input.on_bad_row)
+    return plan
+
+
+def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
+    """Every row of the input in order, good or bad, as REQUEST columns and carried ones."""
+    for shard in plan.shards:
+        for table in tables_of(plan, shard):
+            yield from table.to_pylist()
+
+
+def tables_of(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
+    """The requests of one shard, in tables of at most TABLE_ROWS rows."""
+    rows = rows_in(shard)
+    while chunk := list(islice(rows, TABLE_ROWS)):
+        requests = [request_of(row, plan.columns, _place(shard.file, index)) for index, row in chunk]
+        table = table_of(requests, REQUEST)
+        for name, type_ in plan.carried:
+            values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
+            table = table.append_column(field_of(name, type_), column_of(values, type_))
+        yield table
+
+
+def _noting_ids(seen: SeenIds, columns: RequestColumns, file: InputFile) -> SeeRow:
+    return lambda index, row: seen.add(id_of(row, columns, _place(file, index)))
+
+
+def _place(file: InputFile, index: int) -> Place:
+    return Place(file.name, file.path, index)
+
+
+def _columns(config: ColumnsConfig) -> RequestColumns:
+    """The configured paths. Where no prompt column is configured, every default that the rows set is read."""
+    configured = {name: _path(name, text) for name in PROMPTS if (text := getattr(config, name)) is not None}
+    return RequestColumns(_path("id", config.id or "id"), configured or {name: _path(name, name) for name in PROMPTS})
+
+
+def _path(name: str, text: str) -> ColumnPath:
+    try:
+        return ColumnPath.of(text)
+    except ValueError as error:
+        raise ConfigError(f"input.columns.{name}: {error}") from None
+
+
+def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
+    """Configured columns exist in some file, and there is a prompt."""
+    for name, path in [("id", columns.id), *columns.prompts.items()]:
+        if getattr(config, name) is not None and path.column_in(types) is None:
+            raise ConfigError(f"input.columns.{name}: no file has a column {path.text!r}{_near(path.text, types)}")
+    if not any(path.column_in(types) for path in columns.prompts.values()):
+        raise ConfigError(
+            f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
+            f"input.columns.prompt, .messages or .prompt_token_ids; columns: {', '.join(types)}"
+        )
+
+
+def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
+    if config.passthrough == "none":
+        return []
+    if config.passthrough == "all":
+        return [name for name in types if name not in columns.used_whole]
+    for name in config.passthrough:
+        if types and name not in types:
+            raise ConfigError(f"input.passthrough: no file has a column {name!r}{_near(name, types)}")
+    return list(dict.fromkeys(config.passthrough))
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]}?" if near else f"; columns: {', '.join(names)}"
+
+
+def _limited(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
+    """The first rows of the input, in file order."""
+    kept, room = [], sum(shard.num_rows for shard in shards) if limit is None else limit
+    for shard in shards:
+        if room > 0:
+            kept.append(shard.cut(min(shard.num_rows, room)))
+            room -= shard.num_rows
+    return tuple(kept)
+
+
+def _check_ids(plan: InputPlan, suspects: set[int]) -> None:
+    """Raises ConfigError naming both places of an id that occurs twice."""
+    places: dict[str, Place] = {}
+    for row, place in _rows(plan) if suspects else ():
+        request_id = id_of(row, plan.columns, place)
+        if hash(request_id) not in suspects:
+            continue
+        if request_id in places:
+            raise ConfigError(f"id {request_id!r} occurs twice: {places[request_id]} and {place}; make the ids unique")
+        places[request_id] = place
+
+
+def _rows(plan: InputPlan) -> Iterator[tuple[Row, Place]]:
+    for shard in plan.shards:
+        for index, row in rows_in(shard):
+            yield row, _place(shard.file, index)
+
+
+def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
+    for row, place in _rows(plan) if on_bad_row == "fail" else ():
+        request = request_of(row, plan.columns, place)
+        if request.get("error_code"):
+            raise ConfigError(f"{request['error_message']} (input.on_bad_row is fail)")

@@ -1,0 +1,144 @@
+"""One input row becomes one request: its id, its prompt, its own sampling values, or the reason why it is bad.
+
+Never raises for what a row holds: a bad row is a request with error_code and error_message, which name file, row,
+column and the fix. Does not know where rows come from, tokenizers or Ray.
+
+    >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
+    >>> request_of({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", 0))["request_id"]
+    '7'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.config import check_row_sampling
+from eagle_ray.data.input.columns import ColumnPath, RequestColumns, shown
+from eagle_ray.data.schema import SAMPLING_FIELDS
+from eagle_ray.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_LIKE_MESSAGES = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
+
+Row = dict[str, Any] | RequestError  # a row's columns, or why the line is no row
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row stands. name: path below the glob's root; path: the file; row: counted from 0."""
+
+    name: str
+    path: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, row {self.row}"
+
+
+def request_of(row: Row, columns: RequestColumns, place: Place) -> dict[str, Any]:
+    """The REQUEST columns of one row, carried columns not included; absent ones are null."""
+    request = {"request_id": id_of(row, columns, place), "row_index": place.row, "source_file": place.path}
+    try:
+        if isinstance(row, RequestError):
+            raise row
+        _given_id(row, columns.id)
+        return request | _prompt_of(row, columns) | _sampling_of(row)
+    except RequestError as error:
+        return request | {"error_code": error.code, "error_message": f"{place}: {error}"}
+
+
+def id_of(row: Row, columns: RequestColumns, place: Place) -> str:
+    """The row's id as a string; its place where the id is absent, null or unusable."""
+    try:
+        given = None if isinstance(row, RequestError) else _given_id(row, columns.id)
+    except RequestError:
+        given = None
+    return f"{place.name}:{place.row}" if given is None else given
+
+
+def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
+    value = path.value_in(row)
+    if isinstance(value, list | dict | bytes):
+        raise RequestError("bad_type", f"column {path.text!r} must be a text or a number as an id, got {shown(value)}")
+    return None if value is None else str(_whole(value))
+
+
+def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
+    found = {name: path.value_in(row) for name, path in columns.prompts.items()}
+    found = {name: value for name, value in found.items() if value is not None}
+    if not found:
+        names = " or ".join(repr(path.text) for path in columns.prompts.values())
+        raise RequestError("prompt_missing", f"column {names} is absent or null: give the row exactly one prompt")
+    if len(found) > 1:
+        both = " and ".join(repr(columns.prompts[name].text) for name in found)
+        raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
+    [(name, value)] = found.items()
+    parse = {"prompt": _text, "messages": _messages, "prompt_token_ids": _token_ids}[name]
+    return {name: parse(value, columns.prompts[name].text)}
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError("bad_type", f"column {column!r} must be a text, got {shown(value)}")
+    return value
+
+
+def _messages(value: Any, column: str) -> str:
+    """The messages as JSON. A text that does not begin like a JSON list of messages is one user message."""
+    if isinstance(value, str):
+        value = _messages_in(value, column)
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of messages or a text, got {shown(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
+    return json.dumps([_message(m, f"{column}[{i}]") for i, m in enumerate(value)], ensure_ascii=False)
+
+
+def _messages_in(text: str, column: str) -> list[dict]:
+    if not _LIKE_MESSAGES.match(text[:4096]):
+        return [{"role": "user", "content": text}]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError("bad_type", f"{where} must be an object with role and content, got {shown(message)}")
+    if message.get("role") not in ROLES:
+        raise RequestError("bad_role", f"{where}.role must be {', '.join(ROLES)}; got {shown(message.get('role'))}")
+    if not isinstance(message.get("content"), str):
+        raise RequestError("bad_type", f"{where}.content must be a text, got {shown(message.get('content'))}")
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _token_ids(value: Any, column: str) -> list[int]:
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {shown(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**63:
+            raise RequestError("bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {shown(token)}")
+    return value
+
+
+def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in SAMPLING_FIELDS]
+    try:
+        values = check_row_sampling({name: _whole(row[name]) for name in names if row.get(name) is not None})
+    except ValueError as error:
+        raise RequestError("bad_sampling", str(error)) from None
+    if "seed" in values:
+        values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
+    return values
+
+
+def _whole(value: Any) -> Any:
+    """3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

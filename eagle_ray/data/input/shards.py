@@ -1,0 +1,148 @@
+"""Shards: small consecutive parts of input files that can be read on their own, and the two formats they are read from.
+
+JSONL is cut at line ends and parsed line by line, so that a malformed line is one bad row; Parquet is cut at row
+groups. Memory is bounded by a line or a batch. Does not know what the columns mean.
+
+    >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
+    [{'prompt': 'Hi'}]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle_ray.config import ConfigError
+from eagle_ray.data.input.carried import join_into, type_in_parquet, type_of
+from eagle_ray.data.input.files import InputFile
+from eagle_ray.data.input.row import Row
+from eagle_ray.errors import RequestError
+
+SHARD_ROWS = 512
+BATCH_ROWS = 256
+
+SeeRow = Callable[[int, Row], None]  # told of every row: its index in the file, and what is needed of it
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Consecutive rows of one file. start: byte offset (JSONL) or row group (Parquet). first_row: index in the file.
+
+    Blank lines of JSONL are no rows, but are counted by row indices.
+    """
+
+    file: InputFile
+    start: int
+    first_row: int
+    num_rows: int
+
+    def cut(self, num_rows: int) -> Shard:
+        """Its first rows only."""
+        return dataclasses.replace(self, num_rows=num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FileScan:
+    """What a file holds: its columns with the types to carry them under, in order, and its shards."""
+
+    types: dict[str, pa.DataType]
+    shards: tuple[Shard, ...]
+
+
+def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+    """Look through one file once, telling see of every row (of Parquet, its needed columns only).
+
+    Raises ConfigError where the file cannot be read at all.
+    """
+    try:
+        return {"jsonl": _scan_jsonl, "parquet": _scan_parquet}[file.format](file, needed, see)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError(f"cannot read {file.path} as {file.format}: {error}") from None
+
+
+def rows_in(shard: Shard) -> Iterator[tuple[int, Row]]:
+    """Each row's index in its file, and the row."""
+    shard.file.check_unchanged()
+    read = {"jsonl": _jsonl_rows, "parquet": _parquet_rows}[shard.file.format]
+    return islice(read(shard), shard.num_rows)
+
+
+def _scan_jsonl(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+    types: dict[str, pa.DataType] = {}
+    shards: list[Shard] = []
+    for offset, index, line in _lines(file.path, 0, 0):
+        if not shards or shards[-1].num_rows == SHARD_ROWS:
+            shards.append(Shard(file, offset, index, 0))
+        shards[-1] = shards[-1].cut(shards[-1].num_rows + 1)
+        row = _parse(line)
+        if isinstance(row, dict):
+            join_into(types, {name: type_of(value) for name, value in row.items()})
+        see(index, row)
+    return FileScan(types, tuple(shards))
+
+
+def _jsonl_rows(shard: Shard) -> Iterator[tuple[int, Row]]:
+    for _, index, line in _lines(shard.file.path, shard.start, shard.first_row):
+        yield index, _parse(line)
+
+
+def _lines(path: str, start: int, index: int) -> Iterator[tuple[int, int, bytes]]:
+    """Byte offset, line number and bytes of every line that is not blank."""
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        for number, line in enumerate(stream, index):
+            if line.strip():
+                yield start, number, line
+            start += len(line)
+
+
+def _parse(line: bytes) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
+    except UnicodeError as error:
+        return RequestError("bad_encoding", f"the line is not UTF-8 text ({error}): write it as UTF-8")
+    except (ValueError, RecursionError) as error:
+        return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
+    if not isinstance(row, dict):
+        return RequestError("bad_json", f"the line holds a {type(row).__name__}: write one object a line")
+    return row
+
+
+def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+    with pq.ParquetFile(file.path) as parquet:
+        types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
+        sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+        columns = [name for name in dict.fromkeys(needed) if name in types]
+        for index, row in enumerate(_batches_of(parquet, columns=columns) if columns else ({},) * sum(sizes)):
+            see(index, row)
+    starts = list(accumulate(sizes, initial=0))
+    return FileScan(types, tuple(Shard(file, i, starts[i], size) for i, size in enumerate(sizes) if size))
+
+
+def _parquet_rows(shard: Shard) -> Iterator[tuple[int, Row]]:
+    with pq.ParquetFile(shard.file.path) as parquet:
+        yield from enumerate(_batches_of(parquet, row_groups=[shard.start]), shard.first_row)
+
+
+def _batches_of(parquet: pq.ParquetFile, **what: Any) -> Iterator[Row]:
+    for batch in parquet.iter_batches(batch_size=BATCH_ROWS, **what):
+        yield from _dicts(batch)
+
+
+def _dicts(batch: pa.RecordBatch) -> list[Row]:
+    try:
+        return batch.to_pylist(maps_as_pydicts="lossy")
+    except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
+        if batch.num_rows == 1:
+            return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]
+        half = batch.num_rows // 2
+        return _dicts(batch.slice(0, half)) + _dicts(batch.slice(half))

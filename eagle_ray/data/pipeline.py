@@ -1,0 +1,113 @@
+"""The pipeline: requests through a pool of engine actors into Parquet files, as one Ray Data stream.
+
+Does not know configuration files, exit codes or what stood there before; ``eagle_ray.job`` does.
+
+    >>> generate(config, plan, run, skip_ids=done, num_rows=80)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set as AbstractSet
+
+import ray
+from ray.actor import ActorHandle
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
+
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.actor import EngineActor
+from eagle_ray.data.cluster import Workers, plan_workers
+from eagle_ray.data.input.plan import InputPlan
+from eagle_ray.data.progress import Limits, ProgressLines, start_progress
+from eagle_ray.data.record import Run
+from eagle_ray.data.schema import output_schema
+from eagle_ray.data.sink import AtomicParquetSink
+from eagle_ray.data.source import read_requests
+from eagle_ray.data.stops import ClusterError, JobStopped
+
+log = logging.getLogger("eagle_ray")
+
+CALLS_PER_ACTOR = 8  # batches in flight; with batches of half the slots, each slot has four rows to choose from
+FEWEST_FILES = 8  # of a small job: what is done is on disk before all of it is
+DEATHS_PER_WORKER = 3  # Ray restarts a dead worker for ever: more than this is a fault, not an accident
+
+
+def generate(config: JobConfig, plan: InputPlan, run: Run, skip_ids: AbstractSet[str], num_rows: int) -> None:
+    """Answer every request but skip_ids. Ray is connected.
+
+    num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or Ray's own error where workers fail.
+    """
+    workers = plan_workers(config.execution, config.model.device, ray.cluster_resources(), num_rows)
+    batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
+    progress = start_progress()
+    sink = AtomicParquetSink(
+        run, output_schema(plan.passthrough), _rows_per_file(config, num_rows), config.output.compression
+    )
+    _set_up_ray_data(config)
+    log.info(_loading(config, workers))
+    dataset = read_requests(plan, skip_ids, rows_per_block=batch_size).map_batches(
+        EngineActor,
+        fn_constructor_args=(config, run, plan.passthrough, workers.threads, progress),
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        udf_modifying_row_count=True,  # n samples of a row, or none
+        compute=_pool(workers),
+        num_gpus=workers.num_gpus,
+        num_cpus=0,  # CPUs are for reading and writing; engines share theirs out by their threads
+    )
+    limits = Limits(config.execution.max_error_rate, max_workers=workers.most * (1 + DEATHS_PER_WORKER))
+    with ProgressLines(progress, run, num_rows, config.logging.progress_every_s, limits):
+        _write(dataset, sink, progress)
+
+
+def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink, progress: ActorHandle) -> None:
+    """Make it all happen. Ray wraps what a worker raised, or keeps only its text: the user gets the reason itself."""
+    try:
+        dataset.write_datasink(sink)
+    except RayError as error:
+        reason = ray.get(progress.snapshot.remote()).fatal or getattr(error, "cause", None) or error
+        if isinstance(reason, ConfigError | JobStopped):
+            raise reason from None
+        raise ClusterError(f"a worker failed: {_last_line(reason)}") from error
+
+
+def _last_line(error: Exception) -> str:
+    """Ray's texts are whole tracebacks; what happened stands at their end."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _pool(workers: Workers) -> ActorPoolStrategy:
+    return ActorPoolStrategy(
+        min_size=workers.fewest,
+        max_size=workers.most,
+        initial_size=workers.fewest,
+        max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+        max_tasks_in_flight_per_actor=CALLS_PER_ACTOR,
+    )
+
+
+def _batch_size(slots: int, actors: int, num_rows: int) -> int:
+    """Small batches: a row leaves when its batch is done, and the last rows should spread over all actors."""
+    return max(1, min(slots // 2, num_rows // (2 * actors)))
+
+
+def _rows_per_file(config: JobConfig, num_rows: int) -> int:
+    return max(1, min(config.execution.rows_per_file, num_rows // FEWEST_FILES))
+
+
+def _set_up_ray_data(config: JobConfig) -> None:
+    """Our own progress lines instead of Ray's; order kept where the job asks for it."""
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options.preserve_order = config.execution.preserve_order
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):  # its log file keeps everything
+            handler.setLevel(logging.CRITICAL)
+
+
+def _loading(config: JobConfig, workers: Workers) -> str:
+    device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else f"{workers.threads} CPU threads"
+    return f"loading {config.model.target} on {workers.most} workers, each with {device}"

@@ -1,0 +1,193 @@
+"""What an output directory says about the run it belongs to: ``_run.json``, its attempts and its lock.
+
+One driver at a time holds the lock. Each start is an attempt with a number of its own; a writer that finds another
+number in ``_run.json`` has been overtaken and publishes nothing more. Does not know Ray, rows or models.
+
+    >>> with lock_output(Path("runs/a")):
+    ...     run = open_run(config, plan.files)
+    ...     with noting_outcome(run):
+    ...         generate(...)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
+from eagle_ray.data.atomic import read_json, remove_temp_files, write_json
+from eagle_ray.data.input.files import InputFile
+from eagle_ray.data.stops import OutputBusy, OutputMismatch, Overtaken
+
+RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
+SUCCESS, LOCK, DATA = "_SUCCESS", "_lock", "data"
+FORMAT_VERSION = 1  # of _run.json
+PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One attempt at one output directory; travels to every writer.
+
+    attempt: 1 for the first start; each resume, and each overwrite, adds one.
+    """
+
+    output: Path
+    run_id: str
+    attempt: int
+    config_hash: str
+
+    @property
+    def data(self) -> Path:
+        return self.output / DATA
+
+    def check_current(self) -> None:
+        """Raises Overtaken unless ``_run.json`` still names this attempt."""
+        record = read_json(self.output / RUN)
+        if record is None or (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
+            found = "nothing" if record is None else f"run {record['run_id']} attempt {record['attempt']}"
+            raise Overtaken(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
+
+
+@contextmanager
+def lock_output(output: Path) -> Iterator[None]:
+    """Hold the output directory, made where it is missing; raises OutputBusy where another driver holds it.
+
+    The system frees the lock when the driver dies, however it dies.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / LOCK, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise OutputBusy(f"{output} is being written by {file.read().strip()}: wait for it to end") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
+    """Start an attempt at config.output.path, whose lock the caller holds.
+
+    Raises ConfigError where there is output and if_exists is fail, OutputMismatch where it is not this job's.
+    """
+    output = Path(config.output.path)
+    files = {file.path: {"size": file.size, "mtime_ns": file.mtime_ns} for file in input_files}
+    old = read_json(output / RUN)
+    if old is None:
+        _check_no_foreign_data(output)
+        record = _new_record(config, attempt=0)
+    elif config.output.if_exists == "fail":
+        raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'")
+    elif config.output.if_exists == "overwrite":
+        _remove_run(output)
+        record = _new_record(config, attempt=old["attempt"])
+    else:
+        _check_same_job(output, old, config, files)
+        record = old
+    return _begin_attempt(record, config, files)
+
+
+@contextmanager
+def noting_outcome(run: Run) -> Iterator[None]:
+    """Note in ``_run.json`` how and when this attempt ended."""
+    outcome = "done"
+    try:
+        yield
+    except BaseException as error:
+        outcome = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise
+    finally:
+        record = read_json(run.output / RUN)
+        record["attempts"][-1] |= {"finished_at": _now(), "outcome": outcome}
+        write_json(run.output / RUN, record)
+
+
+def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "run_id": uuid4().hex[:12],
+        "name": config.name,
+        "created_at": _now(),
+        "attempt": attempt,
+        "inputs": {},
+        "attempts": [],
+    }
+
+
+def _begin_attempt(record: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> Run:
+    """The number goes up before anything is read: from here on no earlier writer publishes."""
+    output = Path(config.output.path)
+    record["attempt"] += 1
+    record["config"], record["config_hash"] = config.model_dump(mode="json"), config_hash(config)
+    record["inputs"] |= files
+    record["versions"], record["hardware"] = _versions(), _hardware()
+    record["attempts"].append({"attempt": record["attempt"], "started_at": _now(), "process": os.getpid()})
+    write_json(output / RUN, record)
+    (output / SUCCESS).unlink(missing_ok=True)
+    (output / DATA).mkdir(exist_ok=True)
+    remove_temp_files(output)
+    remove_temp_files(output / DATA)
+    return Run(output, record["run_id"], record["attempt"], record["config_hash"])
+
+
+def _check_same_job(output: Path, old: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> None:
+    """A resume must ask for the same completions of the same rows."""
+    remedy = "choose another output.path, or --overwrite"
+    if old["format_version"] != FORMAT_VERSION:
+        raise OutputMismatch(f"{output}/{RUN} has format {old['format_version']}, this is {FORMAT_VERSION}: {remedy}")
+    new = config.model_dump(mode="json")
+    if keys := changed_keys(old["config"], new):
+        changes = "".join(f"\n  {key}: was {_at(old['config'], key)!r}, now {_at(new, key)!r}" for key in keys)
+        raise OutputMismatch(f"{output} belongs to another configuration: {remedy}{changes}")
+    if changed := [path for path, stamp in files.items() if old["inputs"].get(path, stamp) != stamp]:
+        raise OutputMismatch(f"{output} was made from other contents of {', '.join(changed)}: {remedy}")
+
+
+def _check_no_foreign_data(output: Path) -> None:
+    """Parquet files that no record explains are somebody's: neither read as ours nor mixed with ours."""
+    if foreign := sorted((output / DATA).glob("*.parquet")):
+        raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
+
+
+def _remove_run(output: Path) -> None:
+    """Delete what a run writes, and nothing else; ``_run.json`` is replaced by the next attempt's."""
+    for path in [*(output / DATA).glob("part-*.parquet"), *(output / name for name in (PROGRESS, SUMMARY, SUCCESS))]:
+        path.unlink(missing_ok=True)
+
+
+def _at(tree: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "not installed"
+
+
+def _hardware() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "platform": platform.platform(), "cpus": os.cpu_count()}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,84 @@
+"""From a request row to the sequences an engine takes: prompt ids, sampling and seeds, one sequence per sample.
+
+A row carries its own sampling where its columns say so. Seeds depend on the run's seed, the row's id and the sample
+index alone, so neither order nor batching nor resuming changes what is sampled. Does not know engines, Ray or files.
+
+    >>> sequences_of(row, config, text)
+    [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from eagle_ray.config import JobConfig
+from eagle_ray.data.ledger import num_samples
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.errors import RequestError
+from eagle_ray.speculative.sampling import SamplingParams, sample_seed
+from eagle_ray.text import Text
+
+Row = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
+
+
+def sequences_of(row: Row, config: JobConfig, text: Text | None) -> list[Sequence]:
+    """The row's n samples, in order. Raises RequestError where the row cannot be answered.
+
+    text: the target's tokenizer, or None where it has none; then only prompt_token_ids without `stop` can be answered.
+    """
+    if row["error_code"] is not None:
+        raise RequestError(row["error_code"], row["error_message"])
+    prompt_ids, stops = prompt_ids_of(row, text), stops_of(row, config)
+    return [
+        Sequence(
+            request_id=f"{row['request_id']}/{j}",
+            prompt_ids=prompt_ids,
+            sampling=_sampling(row, config, seed_of(row, config.seed, j)),
+            stop_check=_tokenizer(text, "stop").stop_check(stops) if stops else None,
+        )
+        for j in range(num_samples(row, config))
+    ]
+
+
+def stops_of(row: Row, config: JobConfig) -> list[str]:
+    return config.sampling.stop if row["stop"] is None else row["stop"]
+
+
+def prompt_ids_of(row: Row, text: Text | None) -> list[int]:
+    if row["prompt_token_ids"] is not None:
+        return row["prompt_token_ids"]
+    if row["messages"] is not None:
+        return _tokenizer(text, "messages").encode_chat(json.loads(row["messages"]))
+    return _tokenizer(text, "prompt").encode(row["prompt"])
+
+
+def prompt_text_of(row: Row, text: Text | None) -> str | None:
+    """The prompt as the model saw it: messages through the chat template; None for a row of token ids."""
+    if row["messages"] is not None and text is not None:
+        return text.render_chat(json.loads(row["messages"]))
+    return row["prompt"]
+
+
+def seed_of(row: Row, run_seed: int, sample_index: int) -> int:
+    """The key of one sample's noise: the row's own seed, or one made from the run's seed and the row's id."""
+    if row["seed"] is not None:
+        return sample_seed(row["seed"], sample_index)
+    key = f"{run_seed}\x1f{row['request_id']}\x1f{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def _sampling(row: Row, config: JobConfig, seed: int) -> SamplingParams:
+    own = {name: row[name] for name in ("temperature", "top_p", "top_k", "max_tokens") if row[name] is not None}
+    defaults = config.sampling.model_dump(include=set(SamplingParams.__dataclass_fields__))
+    try:
+        return SamplingParams(**defaults | own, seed=seed)
+    except ValueError as error:
+        raise RequestError("invalid_sampling", str(error)) from None
+
+
+def _tokenizer(text: Text | None, column: str) -> Text:
+    if text is None:
+        raise RequestError("no_tokenizer", f"the target has no tokenizer, so {column!r} cannot be used: give token ids")
+    return text

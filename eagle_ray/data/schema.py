@@ -1,0 +1,146 @@
+"""The two tables of a job: REQUEST rows on their way to an engine, output rows on their way to Parquet.
+
+One fixed Arrow schema for good and bad rows, so that no file has null-typed columns. Passthrough columns follow at the
+end of both. Does not know Ray, files or how a row is computed.
+
+    >>> output_schema([pa.field("category", pa.string())]).names[-1]
+    'category'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from eagle_ray.config import ConfigError
+
+SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
+VERSION_KEY = b"eagle_ray.schema_version"
+
+_INTS = pa.list_(pa.int32())
+_TIME = pa.timestamp("us", tz="UTC")
+
+
+def _required(name: str, type_: pa.DataType) -> pa.Field:
+    return pa.field(name, type_, nullable=False)
+
+
+# Optional columns of the input that override `sampling` for their row.
+SAMPLING_FIELDS: tuple[pa.Field, ...] = (
+    pa.field("temperature", pa.float64()),
+    pa.field("top_p", pa.float64()),
+    pa.field("top_k", pa.int64()),
+    pa.field("max_tokens", pa.int64()),
+    pa.field("n", pa.int64()),
+    pa.field("seed", pa.int64()),
+    pa.field("stop", pa.list_(pa.string())),
+)
+
+# Exactly one of prompt, messages (JSON) and prompt_token_ids is set, or error_code and error_message are.
+REQUEST = pa.schema(
+    [
+        _required("request_id", pa.string()),
+        _required("row_index", pa.int64()),
+        _required("source_file", pa.string()),
+        pa.field("prompt", pa.string()),
+        pa.field("messages", pa.string()),
+        pa.field("prompt_token_ids", pa.list_(pa.int64())),
+        *SAMPLING_FIELDS,
+        pa.field("error_code", pa.string()),
+        pa.field("error_message", pa.string()),
+    ]
+)
+
+OUTPUT_FIELDS: tuple[pa.Field, ...] = (
+    # identity
+    _required("request_id", pa.string()),
+    _required("sample_index", pa.int32()),
+    _required("row_index", pa.int64()),
+    _required("source_file", pa.string()),
+    _required("run_id", pa.string()),
+    _required("attempt", pa.int32()),
+    # status
+    _required("status", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("error_code", pa.string()),
+    pa.field("error_message", pa.string()),
+    # text
+    pa.field("prompt", pa.string()),
+    pa.field("text", pa.string()),
+    pa.field("output_token_ids", _INTS),
+    pa.field("token_logprobs", pa.list_(pa.float32())),
+    pa.field("cumulative_logprob", pa.float64()),
+    pa.field("prompt_tokens", pa.int32()),
+    pa.field("completion_tokens", pa.int32()),
+    # as sampled
+    pa.field("temperature", pa.float64()),
+    pa.field("top_p", pa.float64()),
+    pa.field("top_k", pa.int64()),
+    pa.field("max_tokens", pa.int64()),
+    pa.field("seed", pa.int64()),
+    # provenance
+    pa.field("target_model", pa.string()),
+    pa.field("draft_model", pa.string()),
+    pa.field("method", pa.string()),
+    pa.field("config_hash", pa.string()),
+    # acceptance, in the words vLLM and AIPerf share
+    pa.field("num_spec_steps", pa.int32()),
+    pa.field("num_draft_tokens", pa.int32()),
+    pa.field("num_accepted_draft_tokens", pa.int32()),
+    pa.field("num_spec_tokens", pa.int32()),
+    pa.field("mean_acceptance_length", pa.float64()),
+    pa.field("draft_acceptance_rate", pa.float64()),
+    pa.field("acceptance_histogram", _INTS),
+    # acceptance, ours
+    pa.field("num_plain_steps", pa.int32()),
+    pa.field("num_discarded_tokens", pa.int32()),
+    pa.field("target_forwards", pa.int32()),
+    pa.field("draft_forwards", pa.int32()),
+    pa.field("proposed_by_depth", _INTS),
+    pa.field("accepted_by_depth", _INTS),
+    pa.field("confidence_nodes", _INTS),
+    pa.field("confidence_accepted", _INTS),
+    pa.field("per_step_budget", _INTS),
+    pa.field("per_step_accepted", _INTS),
+    # time
+    pa.field("queue_s", pa.float64()),
+    pa.field("prefill_s", pa.float64()),
+    pa.field("decode_s", pa.float64()),
+    pa.field("ttft_s", pa.float64()),
+    pa.field("e2e_s", pa.float64()),
+    pa.field("started_at", _TIME),
+    pa.field("finished_at", _TIME),
+    pa.field("worker_id", pa.string()),
+)
+
+RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
+
+
+def request_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
+    """The schema of request blocks. Raises ConfigError where a passthrough column's name is taken."""
+    return pa.schema([*REQUEST, *_free(passthrough)])
+
+
+def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
+    """The schema of every output file. Raises ConfigError where a passthrough column's name is taken."""
+    return pa.schema([*OUTPUT_FIELDS, *_free(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
+
+
+def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:
+    """Rows as one table; an absent key is null. Raises KeyError for a key that the schema lacks."""
+    known = set(schema.names)
+    for row in rows:
+        if not known.issuperset(row):
+            raise KeyError(f"not columns of the schema: {sorted(set(row) - known)}")
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def _free(passthrough: Iterable[pa.Field]) -> list[pa.Field]:
+    fields = [field.with_nullable(True) for field in passthrough]
+    if taken := [field.name for field in fields if field.name in RESERVED]:
+        raise ConfigError(
+            f"input column {taken[0]!r} would be carried through, but the job has a column of that name: "
+            "rename it, or list the columns to carry in input.passthrough"
+        )
+    return fields

@@ -1,0 +1,88 @@
+"""Worker: one engine that answers tables of requests, good rows and bad ones.
+
+A bad row becomes an error row; nothing but a dead engine is raised. Does not know Ray, files or other workers.
+
+    worker = Worker(config, run, passthrough=[], threads=2)
+    table = await worker.answer(requests)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from eagle_ray.config import JobConfig
+from eagle_ray.data.answers import OutputRows
+from eagle_ray.data.record import Run
+from eagle_ray.data.samples import Row, sequences_of
+from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.engine.engine import Engine, EngineCounters
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.errors import RequestError
+from eagle_ray.pair import Pair, build_pair
+from eagle_ray.speculative.sampling import SamplingParams
+
+WARM_UP_TOKENS = 16
+
+
+class Worker:
+    """passthrough: input columns to carry. threads: CPU threads for torch.
+
+    Raises ConfigError where a model is missing, EngineError where target and head are not a pair.
+    """
+
+    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
+        torch.set_num_threads(threads)
+        pair = build_pair(config.model, config.speculative, config.execution.slots)
+        self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
+        self._config, self._text = config, pair.text
+        _warm_up(pair.engine)
+        self._engine = AsyncEngine(pair.engine)
+        self._schema = output_schema(passthrough)
+        constants = _constants(config, run, pair) | {"worker_id": self.worker_id}
+        names = [field.name for field in passthrough]
+        self._rows = OutputRows(config, pair.text, constants, names, time.time() - time.monotonic())
+
+    async def answer(self, requests: pa.Table) -> pa.Table:
+        """A row for each sample of each request, in order. Raises EngineError once the engine is dead."""
+        answers = await asyncio.gather(*(self._answer(request) for request in requests.to_pylist()))
+        return table_of([row for answer in answers for row in answer], self._schema)
+
+    def counters(self) -> EngineCounters:
+        return self._engine.counters()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    async def _answer(self, request: Row) -> list[Row]:
+        try:
+            sequences = sequences_of(request, self._config, self._text)
+            await asyncio.gather(*(self._engine.generate(sequence) for sequence in sequences))
+        except RequestError as error:
+            return self._rows.of_error(request, error)
+        return self._rows.of(request, sequences)
+
+
+def _warm_up(engine: Engine) -> None:
+    """The first steps pay for what is made once; no row's times should hold it."""
+    engine.add(Sequence("warm-up", [0], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+
+
+def _constants(config: JobConfig, run: Run, pair: Pair) -> dict[str, Any]:
+    return {
+        "run_id": run.run_id,
+        "attempt": run.attempt,
+        "config_hash": run.config_hash,
+        "target_model": pair.target_name,
+        "draft_model": pair.draft_name,
+        "method": config.speculative.method,
+    }

@@ -1,0 +1,92 @@
+"""The demo: the embedded pair on the bundled prompts, with EAGLE-2 and with plain decoding, side by side.
+
+Two ordinary jobs in one Ray session, with the same slots and threads; what they wrote is then compared row by row.
+
+    >>> run_demo(Path("runs/demo"))
+    0
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from eagle_ray.config import JobConfig, load_config
+from eagle_ray.data.atomic import read_json, write_json
+from eagle_ray.data.record import SUMMARY
+from eagle_ray.job import GROUP_BY, complete, exit_code_of, log
+from eagle_ray.report.comparison import compare
+from eagle_ray.report.table import comparison_table
+
+# The same as configs/demo.yaml, which a newcomer edits; the package works without the checkout.
+SETTINGS = {
+    "name": "demo",
+    "input.path": "embedded:prompts",
+    "model.target": "embedded:tiny",
+    "model.draft": "embedded:tiny",
+    "speculative.max_nodes": 12,
+    "speculative.max_depth": 4,
+    "speculative.top_k": 4,
+    "sampling.max_tokens": 128,
+    "execution.actors": 2,
+    "execution.slots": 1,  # one sequence at a time: a row's decoding time is its own
+    "output.if_exists": "overwrite",
+    "logging.progress_every_s": 5.0,
+}
+SHOWN = ("chat", "code")  # categories of which a completion is printed
+SHOWN_CHARACTERS = 600
+
+
+def run_demo(output: Path) -> int:
+    """Write OUTPUT and OUTPUT/baseline anew and print what there is to see; returns the exit code."""
+    return exit_code_of(lambda: print(_demo(output)), "info")
+
+
+def _demo(output: Path) -> str:
+    started = time.monotonic()
+    baseline = output / "baseline"
+    log.info("EAGLE-2 decoding into %s", output)
+    complete(demo_config(output, "eagle2"))
+    log.info("plain decoding into %s", baseline)
+    complete(demo_config(baseline, "none"))
+    comparison = compare(output, baseline, GROUP_BY).as_json()
+    write_json(output / SUMMARY, read_json(output / SUMMARY) | {"baseline": comparison})
+    parts = [comparison_table(comparison, GROUP_BY), _identity(comparison), *_completions(output), _where(output)]
+    return "\n\n".join([*parts, f"{time.monotonic() - started:.0f} s in all"])
+
+
+def demo_config(output: Path, method: str) -> JobConfig:
+    """The demo's settings and nothing of the environment's."""
+    return load_config(None, env={}, overrides=SETTINGS | {"output.path": str(output), "speculative.method": method})
+
+
+def _identity(comparison: dict[str, Any]) -> str:
+    line = f"{comparison['identical']} of {comparison['total']['rows']} outputs are token for token plain decoding's"
+    return line + "".join(f"\n  differs: {id} sample {j}" for id, j in comparison["differing"])
+
+
+def _completions(output: Path) -> list[str]:
+    """One completion of each category in SHOWN, so that there is text to look at."""
+    columns = [GROUP_BY, "request_id", "status", "prompt", "text"]
+    files = sorted((output / "data").glob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file, columns=columns).to_pylist()]
+    first = {row[GROUP_BY]: row for row in sorted(rows, key=lambda row: row["request_id"], reverse=True)}
+    shown = [first[category] for category in SHOWN if category in first and first[category]["status"] == "ok"]
+    return [f"--- {row[GROUP_BY]}: {row['request_id']}\n{_cut(row['prompt'])}{_cut(row['text'])}" for row in shown]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+
+
+def _where(output: Path) -> str:
+    files = f"{output}/data/*.parquet"
+    return (
+        f"rows: {files} (plain decoding: {output}/baseline/data), numbers: {output}/{SUMMARY}\n"
+        f"try:  python -c \"import pandas; print(pandas.read_parquet('{output}/data')"
+        "[['category', 'text', 'mean_acceptance_length']])\"\n"
+        f"or:   duckdb -c \"select category, avg(mean_acceptance_length) from '{files}' group by 1\""
+    )

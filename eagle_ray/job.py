@@ -1,0 +1,143 @@
+"""The job: from a configuration to an output directory that holds every row, and an exit code.
+
+It stands beside the command line, above the rooms it joins: ``data`` makes the rows, ``report`` adds them up. Ray is
+imported only where there is work left, and torch only in the workers: a job with nothing to do ends in a second.
+
+    >>> run_job(load_config("configs/demo.yaml"))
+    0
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
+from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.data.ledger import Ledger, SamplesOf, num_samples, without_ids
+from eagle_ray.data.record import PROGRESS, SUCCESS, SUMMARY, Run, lock_output, noting_outcome, open_run
+from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
+from eagle_ray.report.summary import has_column, summarise, summary_json
+from eagle_ray.report.table import run_table
+
+log = logging.getLogger("eagle_ray")
+GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
+
+
+def run_job(config: JobConfig) -> int:
+    """Run the job to its end and print its table; returns the exit code."""
+
+    def work() -> None:
+        print(run_table(complete(config)))
+        print(f"rows in {config.output.path}/data/*.parquet, these numbers in {config.output.path}/{SUMMARY}")
+
+    return exit_code_of(work, config.logging.level)
+
+
+def exit_code_of(work: Callable[[], None], log_level: str) -> int:
+    """Do the work; what stops it is said in one line and becomes an exit code."""
+    show_log(log_level)
+    try:
+        work()
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    except JobStopped as error:
+        log.error("stopped: %s", error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        log.error("interrupted: the same command goes on from what is there")
+        return 130
+    return 0
+
+
+def complete(config: JobConfig) -> dict[str, Any]:
+    """Make every row that is missing, count what stands in the files and sum it up; returns ``_summary.json``.
+
+    Raises ConfigError before anything started, JobStopped where it cannot be done.
+    """
+    log.info("reading the input")
+    plan = plan_input(config)
+    samples = {row["request_id"]: num_samples(row, config) for row in requests_of(plan)}
+    with lock_output(Path(config.output.path)):
+        run = open_run(config, plan.files)
+        with noting_outcome(run):
+            _make_missing(config, plan, run, samples)
+            _settle(config, run, samples)
+            summary = _sum_up(run)
+            _check_error_rate(summary["total"], config.execution.max_error_rate)
+            write_whole(run.output / SUCCESS, b"")
+    return summary
+
+
+def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[str, int]) -> None:
+    """Answer the ids that no file holds yet."""
+    done = Ledger.read(run.data).done(_samples_of(config, samples)) & samples.keys()
+    num_rows = sum(samples[id] for id in samples.keys() - done)
+    log.info("%d rows asked for, %d already there", sum(samples.values()), sum(samples.values()) - num_rows)
+    if num_rows == 0:
+        return
+    log.info("getting Ray ready")
+    from eagle_ray.data.cluster import connect  # Ray takes seconds to import: a finished job does without
+    from eagle_ray.data.pipeline import generate
+
+    connect(config.execution.ray_address)
+    generate(config, plan, run, done, num_rows)
+
+
+def _settle(config: JobConfig, run: Run, samples: dict[str, int]) -> None:
+    """Recount from the files: an id found twice is written down to one, a missing one stops the job."""
+    ledger, samples_of = Ledger.read(run.data), _samples_of(config, samples)
+    for file, ids in ledger.excess(samples_of).items():
+        log.warning("%d ids stand twice; taken out of %s: %s", len(ids), file, _some(ids))
+        _rewrite(file, without_ids(file, ids), config, run)
+    if missing := samples.keys() - ledger.done(samples_of):
+        raise Incomplete(f"{len(missing)} of {len(samples)} ids are missing: {_some(missing)}; run the job again")
+
+
+def _sum_up(run: Run) -> dict[str, Any]:
+    """``_summary.json``, written and returned."""
+    by = GROUP_BY if has_column(run.output, GROUP_BY) else None
+    facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
+    summary = facts | summary_json(summarise(run.output, by), by) | {"last_work": read_json(run.output / PROGRESS)}
+    write_json(run.output / SUMMARY, summary)
+    return summary
+
+
+def _check_error_rate(counts: dict[str, Any], most: float) -> None:
+    if counts["errors"] > most * counts["rows"]:
+        codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
+        raise TooManyErrors(
+            f"{counts['errors']} of {counts['rows']} rows are errors ({codes}); execution.max_error_rate is {most:g}"
+        )
+
+
+def _rewrite(file: Path, table: pa.Table, config: JobConfig, run: Run) -> None:
+    if table.num_rows:
+        write_parquet(file, table, config.output.compression, run.check_current)
+    else:
+        file.unlink()
+
+
+def _samples_of(config: JobConfig, samples: dict[str, int]) -> SamplesOf:
+    """Ids of other inputs may stand in the same output: they have the job's own number of samples."""
+    return lambda id: samples.get(id, config.sampling.n)
+
+
+def _some(ids: Iterable[str]) -> str:
+    first, *rest = sorted(ids)[:4]
+    return ", ".join([first, *rest[:2]]) + (", ..." if len(rest) > 2 else "")
+
+
+def show_log(level: str) -> None:
+    """What the job says of itself goes to stderr, a plain line each; its result goes to stdout."""
+    log.setLevel(level.upper())
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
+        log.propagate = False

@@ -1,0 +1,67 @@
+"""A run beside its baseline: the same rows made two ways, how fast each was and whether the tokens are the same.
+
+Reads the Parquet files of both. Does not know how either was made.
+
+    >>> compare(Path("runs/demo"), Path("runs/demo/baseline"), by="category").identical
+    48
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from eagle_ray.report.summary import Group, summarise, total
+
+Key = tuple[str, int]  # request_id, sample_index
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """groups[name] holds the run's counts and the baseline's. differing: rows whose output ids are not the same."""
+
+    groups: dict[str, tuple[Group, Group]]
+    identical: int
+    differing: list[Key]
+
+    def as_json(self) -> dict[str, Any]:
+        """Per group and for all: both speeds, in tokens per second of decoding, and their ratio."""
+        whole = tuple(total({str(i): pair[side] for i, pair in enumerate(self.groups.values())}) for side in (0, 1))
+        return {
+            "identical": self.identical,
+            "differing": [list(key) for key in self.differing],
+            "total": _speeds(*whole),
+            "groups": {name: _speeds(*pair) for name, pair in self.groups.items()},
+        }
+
+
+def compare(run: Path, baseline: Path, by: str) -> Comparison:
+    """Groups are the values of the column by. Rows that only one of the two has count as differing."""
+    ours, theirs = _outputs(run), _outputs(baseline)
+    differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))
+    counts, plain = summarise(run, by), summarise(baseline, by)
+    groups = {name: (group, plain.get(name, Group())) for name, group in counts.items()}
+    return Comparison(groups, len(ours) - len(differing), differing)
+
+
+def _speeds(run: Group, baseline: Group) -> dict[str, Any]:
+    fast, plain = run.decode_tokens_per_s, baseline.decode_tokens_per_s
+    return {
+        "rows": run.rows,
+        "output_tokens": run.output_tokens,
+        "mean_acceptance_length": run.mean_acceptance_length,
+        "decode_tokens_per_s": fast,
+        "baseline_decode_tokens_per_s": plain,
+        "speed_up": fast / plain if fast and plain else None,
+    }
+
+
+def _outputs(run: Path) -> dict[Key, list[int] | None]:
+    columns = ["request_id", "sample_index", "output_token_ids"]
+    rows = [
+        row for file in (run / "data").glob("*.parquet") for row in pq.read_table(file, columns=columns).to_pylist()
+    ]
+    return {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows}

@@ -1,0 +1,125 @@
+"""The laws that every output row keeps: what its acceptance counts must add up to.
+
+Pure checks of one row, as a dictionary of the output columns. Does not know how the counts came about.
+
+    >>> broken_laws(row)
+    ['completion_tokens is 12, not 1 + num_spec_steps + num_accepted_draft_tokens - num_discarded_tokens = 13']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isclose
+from typing import Any
+
+Row = Mapping[str, Any]
+
+# Columns that say something about an answer: null where there is none.
+STATISTICS = (
+    "finish_reason",
+    "completion_tokens",
+    "num_spec_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "num_spec_tokens",
+    "mean_acceptance_length",
+    "draft_acceptance_rate",
+    "acceptance_histogram",
+    "num_plain_steps",
+    "num_discarded_tokens",
+    "target_forwards",
+    "draft_forwards",
+    "proposed_by_depth",
+    "accepted_by_depth",
+    "confidence_nodes",
+    "confidence_accepted",
+    "per_step_budget",
+    "per_step_accepted",
+    "output_token_ids",
+    "token_logprobs",
+    "cumulative_logprob",
+    "text",
+)
+
+
+def broken_laws(row: Row) -> list[str]:
+    """What is wrong with this row; empty for a good one. Columns that the job was told not to store are null."""
+    checks = (_error_row,) if row["status"] == "error" else (_counts, _by_depth, _ratios, _per_step, _tokens)
+    return [problem for check in checks for problem in check(row)]
+
+
+def _error_row(row: Row) -> Iterator[str]:
+    if not (row["error_code"] and row["error_message"]):
+        yield "an error row without error_code and error_message"
+    for name in STATISTICS:
+        if row[name] is not None:
+            yield f"an error row has {name} {row[name]!r}, not null"
+
+
+def _counts(row: Row) -> Iterator[str]:
+    histogram, steps, accepted = row["acceptance_histogram"], row["num_spec_steps"], row["num_accepted_draft_tokens"]
+    yield from _equal(
+        row,
+        "completion_tokens",
+        1 + steps + accepted - row["num_discarded_tokens"],
+        "1 + num_spec_steps + num_accepted_draft_tokens - num_discarded_tokens",
+    )
+    yield from _equal(row, "num_spec_steps", sum(histogram), "sum(acceptance_histogram)")
+    weighted = sum(j * count for j, count in enumerate(histogram))
+    yield from _equal(row, "num_accepted_draft_tokens", weighted, "sum(j * acceptance_histogram[j])")
+    yield from _equal(row, "num_spec_tokens", len(histogram) - 1, "len(acceptance_histogram) - 1")
+    if not 0 <= row["num_plain_steps"] <= steps:
+        yield f"num_plain_steps is {row['num_plain_steps']} of {steps} steps"
+    if row["method"] == "none":
+        yield from _equal(row, "num_spec_tokens", 0, "method none's")
+        yield from _equal(row, "num_plain_steps", steps, "num_spec_steps")
+
+
+def _by_depth(row: Row) -> Iterator[str]:
+    histogram = row["acceptance_histogram"]
+    reached = [sum(histogram[depth:]) for depth in range(1, len(histogram))]
+    yield from _equal(row, "accepted_by_depth", reached, "sum of acceptance_histogram[j] over j >= depth")
+    yield from _equal(row, "num_draft_tokens", sum(row["proposed_by_depth"]), "sum(proposed_by_depth)")
+    if any(a > p for a, p in zip(reached, row["proposed_by_depth"], strict=True)):
+        yield f"accepted_by_depth {reached} exceeds proposed_by_depth {row['proposed_by_depth']}"
+    if any(a > n for a, n in zip(row["confidence_accepted"], row["confidence_nodes"], strict=True)):
+        yield f"confidence_accepted {row['confidence_accepted']} exceeds confidence_nodes {row['confidence_nodes']}"
+    if sum(row["confidence_accepted"]) != row["num_accepted_draft_tokens"]:
+        yield f"confidence_accepted adds up to {sum(row['confidence_accepted'])}, not num_accepted_draft_tokens"
+
+
+def _ratios(row: Row) -> Iterator[str]:
+    steps, drafted, accepted = row["num_spec_steps"], row["num_draft_tokens"], row["num_accepted_draft_tokens"]
+    yield from _close(row, "mean_acceptance_length", 1 + accepted / steps if steps else None)
+    yield from _close(row, "draft_acceptance_rate", accepted / drafted if drafted else None)
+
+
+def _per_step(row: Row) -> Iterator[str]:
+    budget, accepted = row["per_step_budget"], row["per_step_accepted"]
+    if budget is None and accepted is None:
+        return
+    if not len(budget) == len(accepted) == row["num_spec_steps"]:
+        yield f"{len(budget)} budgets and {len(accepted)} accepted lengths for {row['num_spec_steps']} steps"
+    if sum(budget) != row["num_draft_tokens"] + row["num_spec_steps"]:
+        yield f"per_step_budget adds up to {sum(budget)}, not num_draft_tokens + num_spec_steps"
+    if sum(accepted) != row["num_accepted_draft_tokens"]:
+        yield f"per_step_accepted adds up to {sum(accepted)}, not num_accepted_draft_tokens"
+
+
+def _tokens(row: Row) -> Iterator[str]:
+    if row["finish_reason"] not in ("stop", "length") or row["error_code"] is not None:
+        yield f"an ok row has finish_reason {row['finish_reason']!r} and error_code {row['error_code']!r}"
+    for name in ("output_token_ids", "token_logprobs"):
+        if row[name] is not None and len(row[name]) != row["completion_tokens"]:
+            yield f"{name} has {len(row[name])} entries, completion_tokens is {row['completion_tokens']}"
+
+
+def _equal(row: Row, name: str, wanted: object, meaning: str) -> Iterator[str]:
+    if row[name] != wanted:
+        yield f"{name} is {row[name]!r}, not {meaning} = {wanted!r}"
+
+
+def _close(row: Row, name: str, wanted: float | None) -> Iterator[str]:
+    found = row[name]
+    if (found is None) != (wanted is None) or (found is not None and not isclose(found, wanted)):
+        yield f"{name} is {found!r}, not {wanted!r}"

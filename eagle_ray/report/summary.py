@@ -1,0 +1,155 @@
+"""What a run produced, how fast and how well its drafts did: counts over its Parquet files.
+
+Counts only add up, so that files, groups and runs do; every ratio is derived from them. Needs pyarrow and nothing
+else; does not know models, Ray or how a row is made.
+
+    >>> summary = summarise(Path("runs/demo"), by="category")
+    >>> summary["code"].mean_acceptance_length
+    4.9
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+COUNTS = {
+    "prompt_tokens": "prompt_tokens",
+    "output_tokens": "completion_tokens",
+    "steps": "num_spec_steps",
+    "plain_steps": "num_plain_steps",
+    "draft_tokens": "num_draft_tokens",
+    "accepted_draft_tokens": "num_accepted_draft_tokens",
+    "discarded_tokens": "num_discarded_tokens",
+    "target_forwards": "target_forwards",
+    "draft_forwards": "draft_forwards",
+    "prefill_s": "prefill_s",
+    "decode_s": "decode_s",
+}
+LISTS = ("acceptance_histogram", "proposed_by_depth", "accepted_by_depth", "confidence_nodes", "confidence_accepted")
+COLUMNS = ["status", "error_code", "finish_reason", *COUNTS.values(), *LISTS]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Counts over some rows. Tokens, steps and seconds are sums over the ok rows; lists are added entry by entry."""
+
+    rows: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    plain_steps: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    discarded_tokens: int = 0
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    error_codes: Counter[str] = field(default_factory=Counter)
+    acceptance_histogram: list[int] = field(default_factory=list)
+    proposed_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    confidence_nodes: list[int] = field(default_factory=list)
+    confidence_accepted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, table: pa.Table) -> Group:
+        """The counts of a table that has COLUMNS."""
+        ok = table.filter(pc.equal(table["status"], "ok"))
+        return cls(
+            rows=len(table),
+            errors=len(table) - len(ok),
+            finish_reasons=_tally(ok["finish_reason"]),
+            error_codes=_tally(table["error_code"]),
+            **{name: pc.sum(ok[column], min_count=0).as_py() for name, column in COUNTS.items()},
+            **{name: _sum_lists(ok[name]) for name in LISTS},
+        )
+
+    def __add__(self, other: Group) -> Group:
+        return Group(**{name: _plus(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__})
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """tau, pooled: tokens per target pass over all steps, the bonus token included."""
+        return 1 + self.accepted_draft_tokens / self.steps if self.steps else None
+
+    @property
+    def nodes_per_step(self) -> float | None:
+        """Verified draft nodes per target pass, roots not counted."""
+        return self.draft_tokens / self.steps if self.steps else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return self.accepted_draft_tokens / self.draft_tokens if self.draft_tokens else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first per second of their sequence's decoding: one sequence's speed, not the job's."""
+        return (self.output_tokens - (self.rows - self.errors)) / self.decode_s if self.decode_s else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Counts and ratios, every one by its name."""
+        ratios = ("mean_acceptance_length", "draft_acceptance_rate", "nodes_per_step", "decode_tokens_per_s")
+        return {name: getattr(self, name) for name in (*self.__dataclass_fields__, *ratios)}
+
+
+def summarise(output: Path, by: str | None = None) -> dict[str, Group]:
+    """The counts of a run's files, by the values of one of its columns (null is ""); without one, under ""."""
+    groups: dict[str, Group] = {}
+    for file in sorted((output / "data").glob("*.parquet")):
+        for name, group in _groups_of(file, by):
+            groups[name] = groups.get(name, Group()) + group
+    return dict(sorted(groups.items()))
+
+
+def summary_json(groups: dict[str, Group], by: str | None) -> dict[str, Any]:
+    """The groups and their total as ``_summary.json`` has them."""
+    named = {name: group.as_json() for name, group in groups.items()} if by else {}
+    return {"by": by, "total": total(groups).as_json(), "groups": named}
+
+
+def total(groups: dict[str, Group]) -> Group:
+    return sum(groups.values(), Group())
+
+
+def has_column(output: Path, name: str) -> bool:
+    """Whether the run's files carry this column; every file of a run has the same."""
+    first = next((output / "data").glob("*.parquet"), None)
+    return first is not None and name in pq.read_schema(first).names
+
+
+def _groups_of(file: Path, by: str | None) -> list[tuple[str, Group]]:
+    table = pq.read_table(file, columns=COLUMNS + ([by] if by else []), partitioning=None)
+    if by is None:
+        return [("", Group.of(table))]
+    keys = pc.fill_null(table[by].cast(pa.string()), "")
+    return [(key, Group.of(table.filter(pc.equal(keys, key)))) for key in pc.unique(keys).to_pylist()]
+
+
+def _tally(column: pa.ChunkedArray) -> Counter[str]:
+    return Counter({entry["values"]: entry["counts"] for entry in pc.value_counts(column.drop_null()).to_pylist()})
+
+
+def _sum_lists(column: pa.ChunkedArray) -> list[int]:
+    """Entry by entry over lists that may differ in length, as the drafts of two configurations do."""
+    longest = pc.max(pc.list_value_length(column)).as_py() or 0
+    if longest == 0:
+        return []
+    padded = pc.list_slice(column, 0, longest, return_fixed_size_list=True)
+    return [pc.sum(pc.list_element(padded, i), min_count=0).as_py() for i in range(longest)]
+
+
+def _plus(a: Any, b: Any) -> Any:
+    if not isinstance(a, list):
+        return a + b
+    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+    return [x + y for x, y in zip(longer, shorter + [0] * (len(longer) - len(shorter)), strict=True)]

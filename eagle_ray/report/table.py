@@ -1,0 +1,94 @@
+"""Plain-text tables: the same in a terminal, a file and a job's log.
+
+Every number comes out of ``_summary.json``. Does not know where that file lies or how its numbers came about.
+
+    >>> print(render(["task", "rows"], [["code", "4"], ["math", "12"]]))
+    task  rows
+    code     4
+    math    12
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ABSENT = "-"
+
+
+def render(header: list[str], rows: list[list[str]]) -> str:
+    """Columns two spaces apart; the first is aligned left, the others right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(_line(line, widths) for line in lines)
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A number with thousands apart; ABSENT for none."""
+    return ABSENT if value is None else f"{value:,.{digits}f}"
+
+
+def run_table(summary: dict[str, Any]) -> str:
+    """A run at a glance: a line per group and one for all of it, then what its drafts and its errors were."""
+    header = [summary["by"] or "", "rows", "errors", "tokens", "tau", "nodes/step", "tokens/s of a row"]
+    groups = {name or "(none)": counts for name, counts in summary["groups"].items()} | {"all": summary["total"]}
+    table = render(header, [_run_line(name, counts) for name, counts in groups.items()])
+    notes = [_work(summary["last_work"]), _depths(summary["total"]), _tally("finished by", "finish_reasons", summary)]
+    return "\n".join([table, "", *filter(None, [*notes, _tally("errors", "error_codes", summary)])])
+
+
+def comparison_table(comparison: dict[str, Any], by: str) -> str:
+    """A run beside plain decoding: a line per group and one for all of it."""
+    header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up"]
+    groups = comparison["groups"] | {"all": comparison["total"]}
+    return render(header, [_comparison_line(name, speeds) for name, speeds in groups.items()])
+
+
+def _comparison_line(name: str, speeds: dict[str, Any]) -> list[str]:
+    speed_up = speeds["speed_up"]
+    return [
+        name,
+        number(speeds["rows"]),
+        number(speeds["output_tokens"]),
+        number(speeds["mean_acceptance_length"], 2),
+        number(speeds["decode_tokens_per_s"]),
+        number(speeds["baseline_decode_tokens_per_s"]),
+        f"{number(speed_up, 2)}x" if speed_up else ABSENT,
+    ]
+
+
+def _run_line(name: str, counts: dict[str, Any]) -> list[str]:
+    return [
+        name,
+        number(counts["rows"]),
+        number(counts["errors"]),
+        number(counts["output_tokens"]),
+        number(counts["mean_acceptance_length"], 2),
+        number(counts["nodes_per_step"], 1),
+        number(counts["decode_tokens_per_s"]),
+    ]
+
+
+def _work(work: dict[str, Any] | None) -> str:
+    """How fast the last attempt that had work was, all workers together."""
+    if not work or not work["tokens_per_s"]:
+        return ""
+    busy = f", slots {work['busy_slots']:.0%} busy" if work["busy_slots"] else ""
+    return f"speed: {number(work['tokens_per_s'])} tokens/s on {work['workers']} workers{busy}"
+
+
+def _depths(counts: dict[str, Any]) -> str:
+    """How many of the steps accepted a draft token at each depth."""
+    if not counts["accepted_by_depth"] or not counts["steps"]:
+        return ""
+    shares = (f"{accepted / counts['steps']:.0%}" for accepted in counts["accepted_by_depth"])
+    return f"steps that accepted depth 1, 2, ...: {' '.join(shares)}"
+
+
+def _tally(title: str, name: str, summary: dict[str, Any]) -> str:
+    counts = summary["total"][name]
+    return f"{title}: {', '.join(f'{key} {count:,}' for key, count in counts.items())}" if counts else ""
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()

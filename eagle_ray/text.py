@@ -1,0 +1,148 @@
+"""Text: a target's tokenizer and chat template. Text to ids, ids to text, and where a stop string ends an output.
+
+Does not know models, engines or rows: what it refuses, it refuses as a RequestError for one request.
+
+    >>> text = Text.load("eagle_ray/assets/tiny/target")
+    >>> text.decode(text.encode("Hello there"))
+    'Hello there'
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eagle_ray.errors import RequestError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+HALF_A_CHARACTER = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
+
+
+class Text:
+    """The words of one target. Build it with load."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, eos_ids: frozenset[int]):
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._eos_ids = eos_ids
+        self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
+
+    @classmethod
+    def load(cls, path: str | Path, chat_template: str = "auto") -> Text | None:
+        """The tokenizer of a local target directory; None where it has none.
+
+        chat_template: auto (the tokenizer's own), none, or a Jinja file.
+        """
+        directory = Path(path)
+        if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory))
+
+    def encode(self, prompt: str) -> list[int]:
+        """Raw text, with the special tokens that the tokenizer itself adds."""
+        return self._tokenizer.encode(prompt, verbose=False)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """A conversation, ready for the answer: what the template writes and nothing more. Raises RequestError."""
+        return self._tokenizer.encode(self.render_chat(messages), add_special_tokens=False, verbose=False)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of a conversation, special tokens spelled out. Raises RequestError."""
+        if self._chat_template is None:
+            raise RequestError(
+                "no_chat_template",
+                "messages need a chat template and the target has none: give a prompt, or set model.chat_template",
+            )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except TemplateError as error:
+            raise RequestError("bad_messages", f"the chat template refuses these messages: {error}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return self._spelled(ids, skip_special_tokens=True)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of ids as the model sees it, special tokens spelled out."""
+        return self._spelled(ids, skip_special_tokens=False)
+
+    def _spelled(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def stop_check(self, stops: Sequence[str]) -> StopCheck | None:
+        """A fresh check for one output; None where there is nothing to look for."""
+        return StopCheck(self, stops) if stops else None
+
+    def text_of(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
+        """An output's text without EOS, and without the stop string that ended it and what follows."""
+        ids = output_ids[:-1] if output_ids and output_ids[-1] in self._eos_ids else output_ids
+        text = self.decode(ids)
+        found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
+        return text[: min(found)[1]] if found else text
+
+
+class StopCheck:
+    """Looks for stop strings in one growing output, each token decoded once, in a window of its neighbours.
+
+    A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
+    """
+
+    def __init__(self, text: Text, stops: Sequence[str]):
+        self._text, self._stops = text, stops
+        self._window = 0  # ids before it are not decoded again
+        self._read = 0  # ids before it are in _tail, or too old for any stop string
+        self._seen = 0
+        self._tail = ""
+
+    def __call__(self, output_ids: list[int]) -> int | None:
+        """How many ids to keep: up to and including the first that completes a stop string; None: go on.
+
+        output_ids: everything generated so far; a call may bring several new ids.
+        """
+        for end in range(self._seen + 1, len(output_ids) + 1):
+            if self._completes(output_ids, end):
+                return end
+            self._seen = end
+        return None
+
+    def _completes(self, ids: list[int], end: int) -> bool:
+        old = self._text.decode(ids[self._window : self._read])
+        new = self._text.decode(ids[self._window : end])
+        whole = new.rstrip(HALF_A_CHARACTER)
+        text = self._tail + whole[len(old) :]
+        if any(stop in text for stop in self._stops):
+            return True
+        if len(whole) == len(new) > len(old):
+            self._window, self._read = self._read, end
+            self._tail = text[-max(map(len, self._stops)) :]
+        return False
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:
+    if chosen not in ("auto", "none"):
+        return Path(chosen).read_text("utf-8")
+    return tokenizer.get_chat_template() if chosen == "auto" and tokenizer.chat_template else None
+
+
+def _eos_ids(directory: Path) -> frozenset[int]:
+    """The generation config's end-of-sequence ids, else the config's."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        ids = json.loads(path.read_text("utf-8")).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

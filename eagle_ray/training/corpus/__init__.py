@@ -1,0 +1,59 @@
+"""The pocket world: a seeded grammar of six tasks that stands in for the world's text. All of it is written here.
+
+The categories stand for the six tasks of the EAGLE-2 paper. A conversation is **held out** when the hash of its first
+user message says so; training never sees such a message, whatever the seed, and the bundled prompts are made of them.
+Knows nothing of tokens or models.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+
+from eagle_ray.training.corpus import chat, code, instruction, math, qa, summarization
+from eagle_ray.training.corpus.grammar import Chooser, Conversation, Turn
+
+__all__ = ["CATEGORIES", "Conversation", "Turn", "held_out_conversations", "is_held_out", "training_conversations"]
+
+CATEGORIES: dict[str, Callable[[Chooser], Conversation]] = {
+    "chat": chat.conversation,
+    "code": code.conversation,
+    "math": math.conversation,
+    "instruction": instruction.conversation,
+    "summarization": summarization.conversation,
+    "qa": qa.conversation,
+}
+TRAINING_MIX: tuple[tuple[Callable[[Chooser], Conversation], float], ...] = (
+    (chat.conversation, 0.16),
+    (code.conversation, 0.17),
+    (math.conversation, 0.20),
+    (instruction.conversation, 0.16),
+    (summarization.conversation, 0.11),
+    (qa.conversation, 0.11),
+    (math.drill, 0.09),
+)
+HELD_OUT_ONE_IN = 50
+
+
+def is_held_out(first_message: str) -> bool:
+    """Whether a conversation that begins with this user message is kept from training."""
+    return zlib.crc32(first_message.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def training_conversations(seed: int) -> Iterator[Conversation]:
+    """An endless stream, mixed over all categories and the arithmetic drill, without the held-out ones."""
+    chooser = Chooser(seed)
+    writers, weights = zip(*TRAINING_MIX, strict=True)
+    while True:
+        conversation = chooser.weighted(writers, weights)(chooser)
+        if not is_held_out(conversation[0].content):
+            yield conversation
+
+
+def held_out_conversations(category: str, count: int, seed: int) -> list[Conversation]:
+    """`count` held-out conversations of one category, no two with the same first message."""
+    chooser = Chooser(seed)
+    found: dict[str, Conversation] = {}
+    while len(found) < count:
+        conversation = CATEGORIES[category](chooser)
+        if is_held_out(conversation[0].content):
+            found.setdefault(conversation[0].content, conversation)
+    return list(found.values())

@@ -1,0 +1,116 @@
+"""validate: what a job would do, looked at without Ray and without loading a model.
+
+The rows, the tokenizer and the checks are the job's own, so that what passes here is what the job will see.
+
+    >>> print(validate(load_config("configs/demo.yaml")))
+    input    96 rows in 1 file ...
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
+from eagle_ray.data.atomic import read_json
+from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.data.record import RUN
+from eagle_ray.data.samples import sequences_of
+from eagle_ray.engine.sequence import check_fits
+from eagle_ray.errors import RequestError
+from eagle_ray.pair import resolve
+from eagle_ray.text import Text
+
+FIRST_ROWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """A row and the ids its prompt became, or why it will be an error row."""
+
+    request_id: str
+    prompt_ids: list[int]
+    error: str | None
+
+
+def validate(config: JobConfig) -> str:
+    """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
+    plan = plan_input(config)
+    text = Text.load(resolve(config.model.target, "target"), config.model.chat_template)
+    if config.speculative.method != "none" and config.model.draft is not None:
+        resolve(config.model.draft, "draft")
+    rows = [_checked(row, config, text) for row in islice(requests_of(plan), FIRST_ROWS)]
+    good = [row for row in rows if row.error is None]
+    sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, text), _model(config), _output(config)]
+    if rows and not good:
+        raise ConfigError("no row can be answered\n" + _rows(rows, 0))
+    return "\n".join(sections)
+
+
+def _checked(request: dict[str, Any], config: JobConfig, text: Text | None) -> CheckedRow:
+    try:
+        sequence = sequences_of(request, config, text)[0]
+        if config.model.max_model_len is not None:
+            check_fits(sequence, config.model.max_model_len)
+    except RequestError as error:
+        place = "" if request["error_code"] else f"{request['source_file']}, row {request['row_index']}: "
+        return CheckedRow(request["request_id"], [], f"{place}{error} [{error.code}]")
+    return CheckedRow(request["request_id"], sequence.prompt_ids, None)
+
+
+def _input(plan: InputPlan) -> str:
+    carried = ", ".join(f"{field.name} {field.type}" for field in plan.passthrough) or "nothing"
+    return f"input    {plan.num_rows} rows in {_files(plan)}\ncarried  {carried}"
+
+
+def _files(plan: InputPlan) -> str:
+    first = plan.files[0].path
+    return first if len(plan.files) == 1 else f"{len(plan.files)} files, {first} to {plan.files[-1].path}"
+
+
+def _rows(rows: list[CheckedRow], num_good: int) -> str:
+    bad = [f"         {row.error}" for row in rows if row.error is not None]
+    verdict = f"the first {len(rows)} looked at: {num_good} good, {len(bad)} would become error rows"
+    return "\n".join([f"rows     {verdict}", *bad])
+
+
+def _first_prompt(good: Iterable[CheckedRow], text: Text | None) -> str:
+    row = next(iter(good), None)
+    if row is None:
+        return "prompt   there is no row"
+    shown = f"token ids {row.prompt_ids}" if text is None else text.spell(row.prompt_ids)
+    lines = "\n".join(f"         | {line}" for line in shown.split("\n"))
+    return f"prompt   the first, {row.request_id!r}, {len(row.prompt_ids)} tokens, as the model will see it:\n{lines}"
+
+
+def _model(config: JobConfig) -> str:
+    plain = config.speculative.method == "none"
+    return f"model    {config.model.target}, {'no draft head' if plain else f'head {config.model.draft}'}"
+
+
+def _output(config: JobConfig) -> str:
+    """Whether the output can be written, and what a run would find there. Leaves nothing behind."""
+    output = Path(config.output.path).absolute()
+    parent = next(path for path in (output, *output.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise ConfigError(f"output.path: cannot write to {parent}: {error.strerror}") from None
+    return f"output   {output} can be written; {_found_there(output, config)}"
+
+
+def _found_there(output: Path, config: JobConfig) -> str:
+    record = read_json(output / RUN)
+    if record is None:
+        return f"a run would start it as configuration {config_hash(config)}"
+    if config.output.if_exists == "overwrite":
+        return f"a run would replace run {record['run_id']}"
+    if config.output.if_exists == "fail":
+        raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
+    if keys := changed_keys(record["config"], config.model_dump(mode="json")):
+        raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
+    return f"a run would resume run {record['run_id']}"
