@@ -21,13 +21,22 @@ from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import load_head
-from eagle_ray.models.target import Target, load_target, max_positions
+from eagle_ray.models.target import Target, load_config, load_target
 from eagle_ray.text import Text
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # dense slots: a longer default would cost memory that most rows never use
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a prompt must keep to. max_model_len: tokens, prompt and output together."""
+
+    max_model_len: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     causal_lm = load_target(path, _dtype(model.dtype, device), device)
-    max_model_len = _model_len(model, max_positions(causal_lm))
+    max_model_len = limits_of(model).max_model_len
     plain = speculative.method == "none"
     max_nodes = 0 if plain else speculative.max_nodes
     target = Target(causal_lm, slots, capacity=max_model_len + max_nodes + 1)
@@ -57,6 +66,23 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -
     planner = UniformPlanner(0, 0, 0) if plain else _planner(speculative)
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=0 if plain else speculative.max_depth)
     return Pair(engine, Text.load(path, model.chat_template), model.target, None if plain else model.draft)
+
+
+def limits_of(model: ModelConfig) -> Limits:
+    """What the target allows, from its config alone. Raises ConfigError where max_model_len is more than that."""
+    try:
+        config = load_config(resolve(model.target, "target"))
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
+    own = getattr(config, "max_position_embeddings", None)
+    if model.max_model_len is None:
+        return Limits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
+    if own is not None and model.max_model_len > own:
+        raise ConfigError(
+            f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
+            f"for; set it to {own} or less"
+        )
+    return Limits(model.max_model_len, config.vocab_size)
 
 
 def resolve(name: str, part: str) -> Path:
@@ -97,15 +123,3 @@ def _dtype(name: str, device: str) -> torch.dtype | str:
     if name == "auto":
         return torch.float32 if device == "cpu" else "auto"
     return getattr(torch, name)
-
-
-def _model_len(model: ModelConfig, own: int | None) -> int:
-    """own: positions that the target was made for, where it says."""
-    if model.max_model_len is None:
-        return min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN)
-    if own is not None and model.max_model_len > own:
-        raise ConfigError(
-            f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
-            f"for; set it to {own} or less"
-        )
-    return model.max_model_len

@@ -22,7 +22,7 @@ from eagle_ray.data.record import RUN
 from eagle_ray.data.samples import sequences_of
 from eagle_ray.engine.sequence import check_fits
 from eagle_ray.errors import RequestError
-from eagle_ray.pair import resolve
+from eagle_ray.pair import Limits, limits_of, resolve
 from eagle_ray.text import Text
 
 FIRST_ROWS = 100
@@ -43,7 +43,8 @@ def validate(config: JobConfig) -> str:
     text = Text.load(resolve(config.model.target, "target"), config.model.chat_template)
     if config.speculative.method != "none" and config.model.draft is not None:
         resolve(config.model.draft, "draft")
-    rows = [_checked(row, config, text) for row in islice(requests_of(plan), FIRST_ROWS)]
+    limits = limits_of(config.model)
+    rows = [_checked(row, config, text, limits) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
     sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, text), _model(config), _output(config)]
     if rows and not good:
@@ -51,11 +52,10 @@ def validate(config: JobConfig) -> str:
     return "\n".join(sections)
 
 
-def _checked(request: dict[str, Any], config: JobConfig, text: Text | None) -> CheckedRow:
+def _checked(request: dict[str, Any], config: JobConfig, text: Text | None, limits: Limits) -> CheckedRow:
     try:
         sequence = sequences_of(request, config, text)[0]
-        if config.model.max_model_len is not None:
-            check_fits(sequence, config.model.max_model_len)
+        check_fits(sequence, limits.max_model_len, limits.vocab_size)
     except RequestError as error:
         place = "" if request["error_code"] else f"{request['source_file']}, row {request['row_index']}: "
         return CheckedRow(request["request_id"], [], f"{place}{error} [{error.code}]")

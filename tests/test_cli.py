@@ -13,12 +13,14 @@ from eagle_ray import cli
 from tests.tokenizers_for_tests import write_tokenizer
 
 ROOT = Path(__file__).parent.parent
+CONFIG = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}
 
 
 @pytest.fixture
 def job(tmp_path):
     """Flags of a job over three rows, one of them bad, with a target that has a tokenizer and no weights."""
     write_tokenizer(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
     rows = [
         {"id": "a", "messages": "Hi", "category": "chat"},
         {"id": "b", "messages": 5},
@@ -56,6 +58,7 @@ def test_validate_refuses_messages_without_a_template(job, capsys):
 
 def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
     (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "text"}\n')
     flags = ["-i", f"{tmp_path}/ids.jsonl", "--set", f"model.target={tmp_path}/bare"]
     assert cli.main(["validate", *job, *flags]) == 0

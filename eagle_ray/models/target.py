@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.attention import ATTENTION, PromptLayout, TreeLayout
@@ -139,9 +139,12 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest sequence that the model was made for, where its config says."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def load_config(path: Path) -> PretrainedConfig:
+    """The text config of the causal LM in `path`, without its weights. Raises EngineError where it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(decoder=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"the target's config in {path} cannot be read: {error}") from error
 
 
 def _check_supported(model: PreTrainedModel) -> None:
