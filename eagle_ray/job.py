@@ -46,13 +46,13 @@ def exit_code_of(work: Callable[[], None], log_level: str) -> int:
     try:
         work()
     except ConfigError as error:
-        log.error("%s", error)
+        log.error("eagle-ray: %s", error)
         return 2
     except JobStopped as error:
-        log.error("stopped: %s", error)
+        log.error("eagle-ray: stopped: %s", error)
         return error.exit_code
     except KeyboardInterrupt:
-        log.error("interrupted: the same command goes on from what is there")
+        log.error("eagle-ray: interrupted: the same command goes on from what is there")
         return 130
     return 0
 

@@ -82,20 +82,18 @@ def plan_workers(execution: ExecutionConfig, device: str, resources: Mapping[str
 
     Raises ClusterError where the job wants GPUs that are not there.
     """
-    num_gpus = _gpus_per_worker(execution, device, resources.get("GPU", 0))
-    cpus = max(1, int(resources.get("CPU", 1)))
+    cpus, gpus = max(1, int(resources.get("CPU", 1))), resources.get("GPU", 0)
+    num_gpus = _gpus_per_worker(execution, device, gpus)
     if isinstance(execution.actors, ActorRange):
         fewest, most = execution.actors.min, execution.actors.max
     elif execution.actors != "auto":
         fewest = most = execution.actors
-    elif num_gpus:
-        fewest = most = math.floor(resources["GPU"] / num_gpus)
     else:
-        fewest = most = min(max(1, cpus // 2), MOST_CPU_WORKERS)
-    if num_gpus * fewest > resources.get("GPU", 0):
+        fewest = most = max(1, math.floor(gpus / num_gpus) if num_gpus else min(cpus // 2, MOST_CPU_WORKERS))
+    if num_gpus * fewest > gpus:
         raise ClusterError(
-            f"{fewest} actors with {num_gpus} GPUs each (execution.actors, execution.gpus_per_actor), but the cluster "
-            f"has {resources.get('GPU', 0):g} GPUs"
+            f"{fewest} actors with {num_gpus:g} GPUs each (execution.actors, execution.gpus_per_actor), but the cluster "
+            f"has {gpus:g} GPUs"
         )
     most = max(1, min(most, num_rows))
     return Workers(min(fewest, most), most, num_gpus, threads=max(1, cpus // most))

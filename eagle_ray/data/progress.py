@@ -194,7 +194,7 @@ class ProgressLines:
             "run_id": self._run.run_id,
             "attempt": self._run.attempt,
             "elapsed_s": round(now - self._started, 1),
-            "workers": len(progress.workers),
+            "workers_started": len(progress.workers),
             "rows_to_do": self._num_rows,
             "rows_done": min(progress.rows, self._num_rows),  # a lost worker's rows are made, and counted, again
             "rows_in_files": self._saved.count(),

@@ -83,7 +83,7 @@ def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
 
     Raises ConfigError where there is output and if_exists is fail, OutputMismatch where it is not this job's.
     """
-    output = Path(config.output.path)
+    output = Path(config.output.path).absolute()
     files = {file.path: {"size": file.size, "mtime_ns": file.mtime_ns} for file in input_files}
     old = read_json(output / RUN)
     if old is None:
@@ -129,10 +129,11 @@ def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
 
 def _begin_attempt(record: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> Run:
     """The number goes up before anything is read: from here on no earlier writer publishes."""
-    output = Path(config.output.path)
+    output = Path(config.output.path).absolute()  # workers run in another working directory
     record["attempt"] += 1
     record["config"], record["config_hash"] = config.model_dump(mode="json"), config_hash(config)
     record["inputs"] |= files
+    record["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
     record["versions"], record["hardware"] = _versions(), _hardware()
     record["attempts"].append({"attempt": record["attempt"], "started_at": _now(), "process": os.getpid()})
     write_json(output / RUN, record)
@@ -172,6 +173,12 @@ def _at(tree: Any, dotted: str) -> Any:
     for key in dotted.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
+
+
+def _model_files(name: str) -> dict[str, dict[str, int]]:
+    """Size and time of a local model's files: what stood under that name. An embedded one comes with the version."""
+    files = sorted(file for file in Path(name).glob("*") if file.is_file())
+    return {file.name: {"size": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns} for file in files}
 
 
 def _versions() -> dict[str, str]:

@@ -73,7 +73,7 @@ def _work(work: dict[str, Any] | None) -> str:
     if not work or not work["tokens_per_s"]:
         return ""
     busy = f", slots {work['busy_slots']:.0%} busy" if work["busy_slots"] else ""
-    return f"speed: {number(work['tokens_per_s'])} tokens/s on {work['workers']} workers{busy}"
+    return f"speed: {number(work['tokens_per_s'])} tokens/s, all workers together{busy}"
 
 
 def _depths(counts: dict[str, Any]) -> str:

@@ -7,13 +7,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.reference import decode_plainly
+from eagle_ray.engine.reference import PlainOutput, decode_plainly
+from eagle_ray.pair import build_pair, resolve
 from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.text import Text
+from eagle_ray.training.prompts import prompt_rows
 from tests.toy import llama, llama_engine, run
 
 NEAR_TIE = 1e-4  # one row against many rows moves fp32 logits by up to 2e-5
-TREES = {"plain": (0, 0, 0), "1 node": (1, 6, 10), "chain": (5, 5, 1), "8 nodes": (8, 4, 4), "60 nodes": (60, 6, 10)}
+TREES = {
+    "plain": (0, 0, 0),
+    "1 node": (1, 6, 10),
+    "chain": (5, 5, 1),
+    "8 nodes": (8, 4, 4),
+    "12 nodes": (12, 4, 4),
+    "60 nodes": (60, 6, 10),
+}
+Oracle = tuple[list[list[int]], list[SamplingParams], list[PlainOutput]]
 SAMPLING = [
     dict(),
     dict(temperature=0.8),
@@ -31,7 +43,7 @@ def some_params(count: int, max_tokens: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=max_tokens, seed=i * 7 - 3, **SAMPLING[i % len(SAMPLING)]) for i in range(count)]
 
 
-def differing(outputs: list[list[int]], plain: list) -> list[int]:
+def differing(outputs: list[list[int]], plain: list[PlainOutput]) -> list[int]:
     """Rows that part from plain decoding at a place where plain decoding was not nearly tied."""
     rows = []
     for i, (ids, oracle) in enumerate(zip(outputs, plain, strict=True)):
@@ -42,7 +54,7 @@ def differing(outputs: list[list[int]], plain: list) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def oracle():
+def oracle() -> Oracle:
     """96 prompts on a random Llama, decoded one token at a time by transformers' own attention and cache."""
     model, prompts, params = llama(), some_prompts(96), some_params(96, max_tokens=24)
     model.set_attn_implementation("sdpa")
@@ -85,34 +97,42 @@ def test_drafts_are_accepted_at_all(oracle):
     assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 50
 
 
-@pytest.fixture(scope="module")
-def embedded() -> tuple[list[list[int]], list[SamplingParams], list]:
-    """The bundled prompts on the embedded pair: greedy and sampled, decoded plainly."""
-    import json
-
-    from eagle_ray.pair import ASSETS, resolve
-    from eagle_ray.text import Text
-
-    model = AutoModelForCausalLM.from_pretrained(resolve("embedded:tiny", "target"), dtype=torch.float32)
-    text = Text.load(resolve("embedded:tiny", "target"))
-    rows = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
-    prompts = [text.encode_chat(row["messages"]) for row in rows[::2]] * 2
+def embedded_oracle(per_category: int) -> Oracle:
+    """Held-out prompts of every category on the embedded pair, greedy and sampled, decoded plainly."""
+    directory = resolve("embedded:tiny", "target")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    text, eos = Text.load(directory), frozenset([model.generation_config.eos_token_id])
+    prompts = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category, seed=77)]
     params = some_params(len(prompts), max_tokens=40)
-    eos = frozenset([model.generation_config.eos_token_id])
     return prompts, params, [decode_plainly(model, ids, p, eos) for ids, p in zip(prompts, params, strict=True)]
 
 
-@pytest.mark.parametrize("slots, max_nodes, max_depth, top_k", [(1, 12, 4, 4), (8, 59, 6, 10), (32, 8, 4, 4)])
-def test_the_embedded_pair_equals_plain_decoding(embedded, slots, max_nodes, max_depth, top_k):
+def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Engine:
+    method = dict(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k) if max_nodes else dict(method="none")
+    return build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(**method), num_slots).engine
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Oracle:
+    return embedded_oracle(per_category=8)
+
+
+@pytest.mark.parametrize("num_slots, tree", [(1, "12 nodes"), (8, "60 nodes"), (32, "8 nodes"), (16, "plain")])
+def test_the_embedded_pair_equals_plain_decoding(embedded, num_slots, tree):
     prompts, params, plain = embedded
-    sequences = run(embedded_engine(slots, max_nodes, max_depth, top_k), prompts, params)
+    sequences = run(embedded_engine(num_slots, *TREES[tree]), prompts, params)
     assert differing([s.output_ids for s in sequences], plain) == []
     assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
 
 
-def embedded_engine(slots: int, max_nodes: int, max_depth: int, top_k: int) -> Engine:
-    from eagle_ray.config import ModelConfig, SpeculativeConfig
-    from eagle_ray.pair import build_pair
-
-    speculative = SpeculativeConfig(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k)
-    return build_pair(ModelConfig(max_model_len=512), speculative, slots).engine
+@pytest.mark.slow
+def test_hundreds_of_prompts_in_every_cell():
+    """300 prompts, five batch sizes, six trees: prints how many rows differ and where plain decoding was tied."""
+    prompts, params, plain = embedded_oracle(per_category=50)
+    for num_slots in (1, 2, 8, 16, 32):
+        for tree, shape in TREES.items():
+            outputs = [s.output_ids for s in run(embedded_engine(num_slots, *shape), prompts, params)]
+            exact = sum(ids == p.ids for ids, p in zip(outputs, plain, strict=True))
+            print(f"{num_slots} slots, {tree}: {exact} of {len(plain)} identical")
+            assert differing(outputs, plain) == []
+            assert exact >= len(plain) - 1

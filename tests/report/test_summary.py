@@ -89,7 +89,7 @@ def test_lists_of_different_lengths_are_added_by_depth(tmp_path):
 
 
 def test_the_table_shows_the_summary(run):
-    work = {"tokens_per_s": 1234.5, "workers": 2, "busy_slots": 0.93}
+    work = {"tokens_per_s": 1234.5, "busy_slots": 0.93}
     lines = run_table(summary_json(summarise(run, "category"), "category") | {"last_work": work}).splitlines()
     assert lines[0].split() == [
         "category",
@@ -110,7 +110,7 @@ def test_the_table_shows_the_summary(run):
         ["all", "4", "1", "57", "1.29"],
     ]
     assert lines[6:] == [
-        "speed: 1,234 tokens/s on 2 workers, slots 93% busy",
+        "speed: 1,234 tokens/s, all workers together, slots 93% busy",
         "steps that accepted depth 1, 2, ...: 29%",
         "finished by: length 3",
         "errors: prompt_too_long 1",

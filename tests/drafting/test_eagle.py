@@ -1,4 +1,4 @@
-"""The head's own passes: cached trees of pairs equal one causal pass over each path."""
+"""The drafter: cached trees of pairs equal one causal pass over each path."""
 
 import torch
 
