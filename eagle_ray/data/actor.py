@@ -10,6 +10,7 @@ a raised error's retry back to the same broken engine. Does not know rows or fil
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import NoReturn
 
@@ -20,9 +21,11 @@ from ray.actor import ActorHandle
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.progress import Report
 from eagle_ray.data.record import Run
+from eagle_ray.data.stops import ClusterError
 from eagle_ray.errors import EngineError
 
 LAST_WORDS_S = 10
+UNTIL_THE_DRIVER_ENDS_S = 60
 
 
 class EngineActor:
@@ -35,7 +38,8 @@ class EngineActor:
         try:
             self._worker = Worker(config, run, passthrough, threads)
         except (ConfigError, EngineError) as error:
-            ray.get(progress.fail.remote(error), timeout=LAST_WORDS_S)
+            ray.get(progress.fail.remote(_for_the_user(error)), timeout=LAST_WORDS_S)
+            time.sleep(UNTIL_THE_DRIVER_ENDS_S)  # raised at once, it would come out as a page of Ray's traceback
             raise
         self._report(None)
 
@@ -55,3 +59,8 @@ class EngineActor:
         """Say why, wait until it is heard, and end the process."""
         ray.get(self._progress.note.remote(f"worker {self._worker.worker_id} ends: {error}"), timeout=LAST_WORDS_S)
         os._exit(1)
+
+
+def _for_the_user(error: ConfigError | EngineError) -> Exception:
+    """As the driver will raise it."""
+    return error if isinstance(error, ConfigError) else ClusterError(f"a worker cannot start: {error}")

@@ -92,8 +92,8 @@ def plan_workers(execution: ExecutionConfig, device: str, resources: Mapping[str
         fewest = most = max(1, math.floor(gpus / num_gpus) if num_gpus else min(cpus // 2, MOST_CPU_WORKERS))
     if num_gpus * fewest > gpus:
         raise ClusterError(
-            f"{fewest} actors with {num_gpus:g} GPUs each (execution.actors, execution.gpus_per_actor), but the cluster "
-            f"has {gpus:g} GPUs"
+            f"the cluster has {gpus:g} GPUs, not enough for {fewest} actors with {num_gpus:g} each "
+            "(execution.actors, execution.gpus_per_actor)"
         )
     most = max(1, min(most, num_rows))
     return Workers(min(fewest, most), most, num_gpus, threads=max(1, cpus // most))

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Set as AbstractSet
 
 import ray
-from ray.actor import ActorHandle
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
 from eagle_ray.data.actor import EngineActor
 from eagle_ray.data.cluster import Workers, plan_workers
 from eagle_ray.data.input.plan import InputPlan
@@ -59,16 +58,16 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip_ids: AbstractSet
     )
     limits = Limits(config.execution.max_error_rate, max_workers=workers.most * (1 + DEATHS_PER_WORKER))
     with ProgressLines(progress, run, num_rows, config.logging.progress_every_s, limits):
-        _write(dataset, sink, progress)
+        _write(dataset, sink)
 
 
-def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink, progress: ActorHandle) -> None:
-    """Make it all happen. Ray wraps what a worker raised, or keeps only its text: the user gets the reason itself."""
+def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
+    """Make it all happen. Ray wraps what a worker raised: the user gets the reason itself."""
     try:
         dataset.write_datasink(sink)
     except RayError as error:
-        reason = ray.get(progress.snapshot.remote()).fatal or getattr(error, "cause", None) or error
-        if isinstance(reason, ConfigError | JobStopped):
+        reason = getattr(error, "cause", None) or error
+        if isinstance(reason, JobStopped):
             raise reason from None
         raise ClusterError(f"a worker failed: {_last_line(reason)}") from error
 

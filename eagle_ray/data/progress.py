@@ -26,9 +26,10 @@ from ray.actor import ActorHandle
 
 from eagle_ray.data.atomic import write_json
 from eagle_ray.data.record import PROGRESS, Run
-from eagle_ray.data.stops import ClusterError, JobStopped, TooManyErrors
+from eagle_ray.data.stops import ClusterError, TooManyErrors
 
 log = logging.getLogger("eagle_ray")
+LOOK_EVERY_S = 1.0
 FEWEST_ROWS_TO_JUDGE = 100  # an error rate over fewer rows says little
 
 
@@ -73,7 +74,7 @@ class Report:
 class Progress:
     """The sum of all reports, and each worker's latest.
 
-    notes: lines that workers want the user to read. fatal: why a worker could not start, and so none will.
+    notes: lines that workers want the user to read. fatal: why a worker cannot start, and so none can.
     """
 
     rows: int = 0
@@ -131,7 +132,9 @@ class Limits:
     max_error_rate: float
     max_workers: int
 
-    def exceeded_by(self, progress: Progress) -> JobStopped | None:
+    def exceeded_by(self, progress: Progress) -> Exception | None:
+        if progress.fatal is not None:
+            return progress.fatal
         if progress.rows >= FEWEST_ROWS_TO_JUDGE and progress.errors > self.max_error_rate * progress.rows:
             return TooManyErrors(f"{progress.errors} of {progress.rows} rows are errors")
         if len(progress.workers) > self.max_workers:
@@ -142,8 +145,9 @@ class Limits:
 class ProgressLines:
     """While it is open: a line every few seconds, and ``_progress.json``.
 
-    A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is
-    TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, and ClusterError where workers die again and again.
+    A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
+    keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, and ClusterError where workers
+    die again and again.
     """
 
     def __init__(self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits):
@@ -152,7 +156,7 @@ class ProgressLines:
         self._saved = SavedRows(run.data, f"part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes = threading.Event(), 0
         self._started, self._first_row_at = time.monotonic(), None
-        self._reason: JobStopped | None = None
+        self._reason: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
 
     def __enter__(self) -> ProgressLines:
@@ -166,22 +170,31 @@ class ProgressLines:
             raise self._reason from None
 
     def _work(self) -> None:
-        while not self._closing.wait(self._every_s):
-            self._look()
-        self._look()
+        next_line = self._started + self._every_s
+        while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):
+            progress = self._look()
+            if progress is not None and time.monotonic() >= next_line:
+                self._tell(progress)
+                next_line += self._every_s
+        if self._reason is None and (progress := self._look()) is not None:
+            self._tell(progress)
 
-    def _look(self) -> None:
+    def _look(self) -> Progress | None:
+        """The workers' progress, once their notes are passed on and the job is still worth going on with."""
         try:
             progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
         except ray.exceptions.RayError:  # an ending cluster, or one that is too busy: the next look will tell
-            return
+            return None
         for note in progress.notes[self._num_notes :]:
             log.warning(note)
         self._num_notes = len(progress.notes)
+        self._judge(progress)
+        return progress
+
+    def _tell(self, progress: Progress) -> None:
         facts = self._facts(progress)
         log.info(_line(facts))
         write_json(self._run.output / PROGRESS, facts)
-        self._judge(progress)
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         """Everything the line says, and ``_progress.json`` with it."""
@@ -231,7 +244,7 @@ class SavedRows:
 
 def _line(facts: dict[str, Any]) -> str:
     clock = f"[{facts['elapsed_s']:5.0f} s]"
-    if not facts["workers"]:
+    if not facts["workers_started"]:
         return f"{clock} loading the models"
     parts = [
         f"{facts['rows_done']} of {facts['rows_to_do']} rows, {facts['rows_in_files']} in files, "
