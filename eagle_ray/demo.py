@@ -27,15 +27,18 @@ SETTINGS = {
     "input.path": "embedded:prompts",
     "model.target": "embedded:tiny",
     "model.draft": "embedded:tiny",
+    "model.device": "cpu",  # in fp32: small models gain nothing from a GPU, and the outputs are plain decoding's
     "speculative.max_nodes": 12,
     "speculative.max_depth": 4,
     "speculative.top_k": 4,
     "sampling.max_tokens": 128,
+    "execution.ray_address": "local",
     "execution.actors": 2,
     "execution.slots": 1,  # one sequence at a time: a row's decoding time is its own
     "output.if_exists": "overwrite",
     "logging.progress_every_s": 5.0,
 }
+LEGEND = "tau: tokens per pass of the target; tokens/s: of one sequence after its first token, one at a time per worker"
 SHOWN = ("chat", "code")  # categories of which a completion is printed
 SHOWN_CHARACTERS = 600
 
@@ -54,7 +57,8 @@ def _demo(output: Path) -> str:
     complete(demo_config(baseline, "none"))
     comparison = compare(output, baseline, GROUP_BY).as_json()
     write_json(output / SUMMARY, read_json(output / SUMMARY) | {"baseline": comparison})
-    parts = [comparison_table(comparison, GROUP_BY), _identity(comparison), *_completions(output), _where(output)]
+    table = f"{comparison_table(comparison, GROUP_BY)}\n{LEGEND}"
+    parts = [table, _identity(comparison), *_completions(output), _where(output)]
     return "\n\n".join([*parts, f"{time.monotonic() - started:.0f} s in all"])
 
 

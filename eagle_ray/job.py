@@ -21,6 +21,7 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, SamplesOf, num_samples, without_ids
+from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import PROGRESS, SUCCESS, SUMMARY, Run, lock_output, noting_outcome, open_run
 from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
 from eagle_ray.report.summary import has_column, summarise, summary_json
@@ -84,10 +85,11 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[st
     if num_rows == 0:
         return
     log.info("getting Ray ready")
+    address = prepare(config.execution.ray_address)
     from eagle_ray.data.cluster import connect  # Ray takes seconds to import: a finished job does without
     from eagle_ray.data.pipeline import generate
 
-    connect(config.execution.ray_address)
+    connect(address)
     generate(config, plan, run, done, num_rows)
 
 

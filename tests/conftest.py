@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from eagle_ray.config import JobConfig, load_config
+from eagle_ray.data.ray_environment import LOCAL, prepare
 
 PAIR = Path(__file__).parent / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
@@ -21,6 +22,7 @@ MakeJob = Callable[..., JobConfig]
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """Ray for the whole session: it takes seconds to start. Ends only what it started."""
+    prepare(LOCAL)
     import ray
 
     ray.init(

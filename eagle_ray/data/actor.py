@@ -32,6 +32,7 @@ class EngineActor:
     """progress: a ProgressActor's handle; the other arguments are the Worker's."""
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
+        progress.start.remote()
         from eagle_ray.data.worker import Worker  # torch and transformers: the driver names this class without them
 
         self._progress = progress

@@ -2,7 +2,7 @@
 
 Does not know rows, models or files.
 
-    >>> connect("local")
+    >>> connect(prepare("local"))
     >>> plan_workers(config.execution, config.model.device, ray.cluster_resources(), num_rows=1000)
     Workers(fewest=4, most=4, num_gpus=0, threads=2)
 """
@@ -20,6 +20,7 @@ import ray
 
 from eagle_ray.config import ExecutionConfig
 from eagle_ray.config.job import ActorRange
+from eagle_ray.data.ray_environment import LOCAL
 from eagle_ray.data.stops import ClusterError
 
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
@@ -27,11 +28,6 @@ LOCAL_OPTIONS = {
     "include_dashboard": False,
     "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
     "_node_ip_address": "127.0.0.1",  # reachable from nowhere else
-}
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # no network at run time
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning at each start
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # else Ray's core logs an error about Ray Data's own actors at each start
 }
 
 
@@ -46,22 +42,22 @@ class Workers:
 
 
 def connect(address: str) -> None:
-    """Join the cluster at address; "local" starts one here, "auto" joins the one that RAY_ADDRESS names, or starts one.
+    """Join the cluster at address; LOCAL starts one on this machine alone.
 
     A session that is open already is used as it is. Raises ClusterError where no cluster answers.
     """
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS", "local") if address == "auto" else address
-    options = LOCAL_OPTIONS if address == "local" else {}
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    options = LOCAL_OPTIONS if address == LOCAL else {}
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         with _core_unheard():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"no Ray cluster at {address!r} (execution.ray_address): {error}") from error
+        raise ClusterError(
+            f"no Ray cluster at {address!r} (execution.ray_address): {error}; "
+            "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
+        ) from error
 
 
 @contextmanager
@@ -100,8 +96,11 @@ def plan_workers(execution: ExecutionConfig, device: str, resources: Mapping[str
 
 
 def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
+    """auto: one, or an equal share of one where the job names more actors than there are GPUs."""
     if device == "cuda" and not gpus:
         raise ClusterError("model.device is cuda, but the cluster has no GPU: set it to cpu or auto")
     if execution.gpus_per_actor != "auto":
         return execution.gpus_per_actor
-    return 1 if gpus and device != "cpu" else 0
+    if not gpus or device == "cpu":
+        return 0
+    return 1 / math.ceil(max(1, execution.actors / gpus)) if isinstance(execution.actors, int) else 1

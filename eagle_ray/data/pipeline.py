@@ -18,7 +18,8 @@ from eagle_ray.config import JobConfig
 from eagle_ray.data.actor import EngineActor
 from eagle_ray.data.cluster import Workers, plan_workers
 from eagle_ray.data.input.plan import InputPlan
-from eagle_ray.data.progress import Limits, ProgressLines, start_progress
+from eagle_ray.data.progress import start_progress
+from eagle_ray.data.progress_lines import Limits, ProgressLines
 from eagle_ray.data.record import Run
 from eagle_ray.data.schema import output_schema
 from eagle_ray.data.sink import AtomicParquetSink
@@ -35,30 +36,34 @@ DEATHS_PER_WORKER = 3  # Ray restarts a dead worker for ever: more than this is 
 def generate(config: JobConfig, plan: InputPlan, run: Run, skip_ids: AbstractSet[str], num_rows: int) -> None:
     """Answer every request but skip_ids. Ray is connected.
 
-    num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or Ray's own error where workers fail.
+    num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or ConfigError for a missing model.
     """
     workers = plan_workers(config.execution, config.model.device, ray.cluster_resources(), num_rows)
-    batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
     progress = start_progress()
-    sink = AtomicParquetSink(
-        run, output_schema(plan.passthrough), _rows_per_file(config, num_rows), config.output.compression
-    )
-    _set_up_ray_data(config)
-    log.info(_loading(config, workers))
-    dataset = read_requests(plan, skip_ids, rows_per_block=batch_size).map_batches(
+    limits = Limits(config.execution.max_error_rate, max_starts=workers.most * (1 + DEATHS_PER_WORKER))
+    schema, rows_per_file = output_schema(plan.passthrough), _rows_per_file(config.execution.rows_per_file, num_rows)
+    sink = AtomicParquetSink(run, schema, rows_per_file, config.output.compression)
+    batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
+    _set_up_ray_data(config.execution.preserve_order)
+    log.info(_loading(config.model.target, workers))
+    requests = read_requests(plan, skip_ids, rows_per_block=batch_size)
+    answers = _answered(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
+    with ProgressLines(progress, run, num_rows, config.logging.progress_every_s, limits):
+        _write(answers, sink)
+
+
+def _answered(requests: ray.data.Dataset, batch_size: int, workers: Workers, actor_args: tuple) -> ray.data.Dataset:
+    return requests.map_batches(
         EngineActor,
-        fn_constructor_args=(config, run, plan.passthrough, workers.threads, progress),
+        fn_constructor_args=actor_args,
         batch_size=batch_size,
         batch_format="pyarrow",
         zero_copy_batch=True,
-        udf_modifying_row_count=True,  # n samples of a row, or none
+        udf_modifying_row_count=True,  # n samples of a row
         compute=_pool(workers),
         num_gpus=workers.num_gpus,
         num_cpus=0,  # CPUs are for reading and writing; engines share theirs out by their threads
     )
-    limits = Limits(config.execution.max_error_rate, max_workers=workers.most * (1 + DEATHS_PER_WORKER))
-    with ProgressLines(progress, run, num_rows, config.logging.progress_every_s, limits):
-        _write(dataset, sink)
 
 
 def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
@@ -92,21 +97,21 @@ def _batch_size(slots: int, actors: int, num_rows: int) -> int:
     return max(1, min(slots // 2, num_rows // (2 * actors)))
 
 
-def _rows_per_file(config: JobConfig, num_rows: int) -> int:
-    return max(1, min(config.execution.rows_per_file, num_rows // FEWEST_FILES))
+def _rows_per_file(wanted: int, num_rows: int) -> int:
+    return max(1, min(wanted, num_rows // FEWEST_FILES))
 
 
-def _set_up_ray_data(config: JobConfig) -> None:
+def _set_up_ray_data(preserve_order: bool) -> None:
     """Our own progress lines instead of Ray's; order kept where the job asks for it."""
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.execution_options.preserve_order = config.execution.preserve_order
+    context.execution_options.preserve_order = preserve_order
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):  # its log file keeps everything
             handler.setLevel(logging.CRITICAL)
 
 
-def _loading(config: JobConfig, workers: Workers) -> str:
+def _loading(target: str, workers: Workers) -> str:
     device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else f"{workers.threads} CPU threads"
-    return f"loading {config.model.target} on {workers.most} workers, each with {device}"
+    return f"loading {target} in {workers.most} workers with {device} each"

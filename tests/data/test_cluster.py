@@ -18,6 +18,8 @@ from eagle_ray.data.stops import ClusterError
         ({}, "auto", {"CPU": 16, "GPU": 8}, Workers(8, 8, 1, threads=2)),
         ({"gpus_per_actor": 2}, "auto", {"CPU": 16, "GPU": 8}, Workers(4, 4, 2, threads=4)),
         ({"gpus_per_actor": 0.5}, "cuda", {"CPU": 4, "GPU": 1}, Workers(2, 2, 0.5, threads=2)),
+        ({"actors": 3}, "auto", {"CPU": 6, "GPU": 2}, Workers(3, 3, 0.5, threads=2)),
+        ({"actors": 2}, "auto", {"CPU": 6, "GPU": 8}, Workers(2, 2, 1, threads=3)),
         ({}, "cpu", {"CPU": 8, "GPU": 8}, Workers(4, 4, 0, threads=2)),
         ({"actors": {"min": 2, "max": 6}}, "auto", {"CPU": 6}, Workers(2, 6, 0, threads=1)),
     ],

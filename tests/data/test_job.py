@@ -13,7 +13,8 @@ import pytest
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.atomic import read_json
-from eagle_ray.data.progress import Limits, Progress, Report
+from eagle_ray.data.progress import Progress, Report
+from eagle_ray.data.progress_lines import Limits
 from eagle_ray.data.stops import ClusterError, TooManyErrors
 from eagle_ray.job import run_job
 from eagle_ray.report.laws import broken_laws
@@ -134,8 +135,8 @@ def test_a_model_that_is_not_there_is_a_configuration_error(ray_session, make_jo
 
 
 def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_session, make_job):
-    rows = token_rows(30)
-    config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 2, "sampling.max_tokens": 100})
+    rows = token_rows(24)
+    config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
     for number, last_words in ((signal.SIGINT, ["130", "['ray']"]), (signal.SIGKILL, [])):
         driver = start_driver(config)
         wait_for_another_file(config)
@@ -149,10 +150,12 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
 
 
 def test_a_hopeless_job_is_given_up():
-    limits, progress = Limits(max_error_rate=0.1, max_workers=4), Progress()
+    limits, progress = Limits(max_error_rate=0.1, max_starts=4), Progress()
     for i in range(4):
         progress.add(Report(f"worker {i}", 0, 0, rows=24, errors=12))
     assert limits.exceeded_by(progress) is None  # 96 rows say little
     progress.add(Report("worker 0", 0, 0, rows=24))
     assert isinstance(limits.exceeded_by(progress), TooManyErrors)
-    assert isinstance(Limits(1.0, max_workers=3).exceeded_by(progress), ClusterError)
+    assert Limits(1.0, max_starts=4).exceeded_by(progress) is None
+    progress.starts = 5
+    assert isinstance(Limits(1.0, max_starts=4).exceeded_by(progress), ClusterError)
