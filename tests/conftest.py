@@ -26,6 +26,7 @@ def ray_session() -> Iterator[None]:
     import ray
 
     ray.init(
+        address="local",  # never a cluster that happens to run on this machine
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=100 << 20,

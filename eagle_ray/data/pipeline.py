@@ -113,5 +113,6 @@ def _set_up_ray_data(preserve_order: bool) -> None:
 
 
 def _loading(target: str, workers: Workers) -> str:
-    device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else f"{workers.threads} CPU threads"
+    threads = "1 CPU thread" if workers.threads == 1 else f"{workers.threads} CPU threads"
+    device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else threads
     return f"loading {target} in {workers.most} workers with {device} each"

@@ -61,7 +61,7 @@ def test_only_predictions_of_answer_tokens_count(target):
 def test_training_teaches_a_head(target):
     head = LinearHead()
     torch.manual_seed(0)
-    initialize_head(head)
+    initialize_head(head, target.embedding)
     reports: list[StepReport] = []
     train_head(head, target, some_rows(60), seed=0, num_steps=60, num_threads=1, rate=0.1, on_step=reports.append)
     assert reports[-1].means["agreement"] > reports[0].means["agreement"] + 0.2
