@@ -2,8 +2,8 @@
 
     python jobs/train_tiny_pair.py --out runs/tiny
 
-Under an hour on two free cores. The same seed on the same machine gives the same files. `--target DIR` keeps a target
-that is already there and makes the rest.
+Under an hour on two free cores. The same seed on the same machine gives the same files. `--start-at head`
+keeps the tokenizer and the target that are in DIR already.
 """
 
 import os
@@ -25,19 +25,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle_ray.models.checkpoint import head_config, save_head
 from eagle_ray.models.heads import EagleHead
-from eagle_ray.training.corpus import training_conversations
+from eagle_ray.training.corpus import REFINING_MIX, TRAINING_MIX, Mix, training_conversations
 from eagle_ray.training.head import FrozenTarget, initialize_head, train_head
 from eagle_ray.training.optimization import StepReport
 from eagle_ray.training.prompts import read_prompts, write_prompts
 from eagle_ray.training.rows import Rows, make_rows
 from eagle_ray.training.target import initialize, train_target
-from eagle_ray.training.tau import CHAIN, PAPER_TREE, SMALL_TREE, tau_table
+from eagle_ray.training.tau import CHAIN, DEMO_TREE, PAPER_TREE, SMALL_TREE, tau_table
 from eagle_ray.training.tokenizer import BOS, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, train_tokenizer
 
 ROW_LENGTH = 384
 ROWS_PER_STEP = 10
 NUM_THREADS = 2
+REFINING_RATE = 2.5e-3
 PROMPT_SEED = 10_000
+STAGES = ("tokenizer", "target", "refining", "head", "prompts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,14 @@ class Recipe:
     seed: int
     tokenizer_conversations: int
     target_steps: int
+    refining_steps: int
     head_steps: int
     prompts_per_category: int
     answer_tokens: int
 
-    def rows(self, tokenizer: Tokenizer, stream: int, num_steps: int) -> Rows:
+    def rows(self, tokenizer: Tokenizer, stream: int, num_steps: int, mix: Mix = TRAINING_MIX) -> Rows:
         """Fresh rows from a stream of conversations of their own."""
-        conversations = training_conversations(self.seed + stream)
+        conversations = training_conversations(self.seed + stream, mix)
         return make_rows(tokenizer, conversations, num_steps * ROWS_PER_STEP, ROW_LENGTH)
 
 
@@ -77,7 +80,7 @@ def tiny_llama() -> LlamaConfig:
     )
 
 
-def make_tokenizer(recipe: Recipe, directory: Path) -> Tokenizer:
+def make_tokenizer(recipe: Recipe, directory: Path) -> None:
     """Train the tokenizer and publish it with its chat template in `directory`."""
     conversations = islice(training_conversations(recipe.seed + 1), recipe.tokenizer_conversations)
     tokenizer = train_tokenizer(conversations, tiny_llama().vocab_size)
@@ -92,7 +95,6 @@ def make_tokenizer(recipe: Recipe, directory: Path) -> Tokenizer:
         chat_template=CHAT_TEMPLATE,
     )
     published.save_pretrained(directory)
-    return tokenizer
 
 
 def make_target(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
@@ -110,6 +112,21 @@ def make_target(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     save()
 
 
+def refine_target(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
+    """Train the published target on, more slowly and on what is hard for it, and publish it again."""
+    rows = recipe.rows(tokenizer, stream=4, num_steps=recipe.refining_steps, mix=REFINING_MIX)
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    def save() -> None:
+        copy.deepcopy(model).bfloat16().save_pretrained(directory)
+
+    on_step = progress("refining", lambda means: f"nats {means['nats'] / means['answers']:.4f}", save)
+    train_target(
+        model, rows, num_steps=recipe.refining_steps, num_threads=NUM_THREADS, rate=REFINING_RATE, on_step=on_step
+    )
+    save()
+
+
 def make_head(recipe: Recipe, tokenizer: Tokenizer, target_directory: Path, directory: Path) -> None:
     """Train a head against the published target and publish it in bf16."""
     rows = recipe.rows(tokenizer, stream=3, num_steps=recipe.head_steps)
@@ -123,7 +140,7 @@ def make_head(recipe: Recipe, tokenizer: Tokenizer, target_directory: Path, dire
     config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1, "bias": False}
     torch.manual_seed(recipe.seed)
     head = EagleHead(head_config(config), bias=False, own_embedding=False)
-    initialize_head(head)
+    initialize_head(head, target.embedding)
 
     def save() -> None:
         save_head(head, config, directory)
@@ -154,28 +171,34 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="gets target/, draft/ and prompts.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=1500, help="3840 tokens each")
+    parser.add_argument("--refining-steps", type=int, default=500, help="3840 tokens each")
     parser.add_argument("--head-steps", type=int, default=300, help="3840 tokens each")
-    parser.add_argument("--target", type=Path, help="a target made before, to make only the head for")
+    parser.add_argument("--start-at", choices=STAGES, default=STAGES[0], help="keep what earlier stages left in --out")
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything, for a test")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    recipe = Recipe(
-        arguments.seed, 12_000, arguments.target_steps, arguments.head_steps, prompts_per_category=10, answer_tokens=200
-    )
+    steps = (arguments.target_steps, arguments.refining_steps, arguments.head_steps)
+    recipe = Recipe(arguments.seed, 12_000, *steps, prompts_per_category=8, answer_tokens=200)
     if arguments.smoke:
-        recipe = Recipe(arguments.seed, 300, target_steps=2, head_steps=2, prompts_per_category=1, answer_tokens=4)
+        recipe = Recipe(arguments.seed, 300, 1, 1, 1, prompts_per_category=1, answer_tokens=4)
     torch.set_num_threads(1)
-    target = arguments.target or arguments.out / "target"
-    if arguments.target is None:
-        make_target(recipe, make_tokenizer(recipe, target), target)
-    make_head(recipe, Tokenizer.from_file(str(target / "tokenizer.json")), target, arguments.out / "draft")
-    prompts = arguments.out / "prompts.jsonl"
+    target, draft, prompts = (arguments.out / name for name in ("target", "draft", "prompts.jsonl"))
+    stages = STAGES[STAGES.index(arguments.start_at) :]
+    if "tokenizer" in stages:
+        make_tokenizer(recipe, target)
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    if "target" in stages:
+        make_target(recipe, tokenizer, target)
+    if "refining" in stages:
+        refine_target(recipe, tokenizer, target)
+    if "head" in stages:
+        make_head(recipe, tokenizer, target, draft)
     write_prompts(prompts, recipe.prompts_per_category, PROMPT_SEED + arguments.seed)
-    shapes = (PAPER_TREE, SMALL_TREE, CHAIN)
-    for line in tau_table(target, arguments.out / "draft", read_prompts(prompts), shapes, recipe.answer_tokens):
+    shapes = (PAPER_TREE, DEMO_TREE, SMALL_TREE, CHAIN)
+    for line in tau_table(target, draft, read_prompts(prompts), shapes, recipe.answer_tokens):
         print(line, flush=True)
 
 

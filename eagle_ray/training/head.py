@@ -16,12 +16,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eagle_ray.models.heads import EagleHead
 from eagle_ray.training.optimization import Descent, Losses, StepReport
 from eagle_ray.training.rows import Rows
 
 TOKEN_LOSS_WEIGHT = 0.1
 NOISE_WIDTH = 0.2  # of the uniform noise, at NOISE_LENGTH tokens; the published recipe scales it by the length
 NOISE_LENGTH = 512
+EMBEDDING_SCALE = 0.5  # root mean square of the embedding's share in what fc first gives, next to features of about 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +43,20 @@ class Shard:
     noise: Float[Tensor, "B T H"]
 
 
-def initialize_head(head: nn.Module) -> None:
-    """Normal weights by fan-in; fc starts as a noisy copy of the feature, which is already a fair guess."""
+def initialize_head(head: EagleHead, embedding: Float[Tensor, "V H"]) -> None:
+    """Normal weights by fan-in. fc starts as a copy of the feature, which is already a fair guess, plus a random
+    projection of the embedding: scaled up, as embeddings are many times smaller than features."""
     for parameter in head.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.5 / parameter.shape[1] ** 0.5)
     hidden_size = head.fc.weight.shape[0]
     with torch.no_grad():
-        head.fc.weight.normal_(std=0.02)
-        head.fc.weight[:, hidden_size:] += torch.eye(hidden_size)
+        embedding_norm = embedding.float().norm(dim=1).mean()
+        head.fc.weight[:, :hidden_size].normal_(std=EMBEDDING_SCALE / embedding_norm)
+        head.fc.weight[:, hidden_size:].copy_(torch.eye(hidden_size))
 
 
-def head_losses(head: nn.Module, target: FrozenTarget, shard: Shard) -> Losses:
+def head_losses(head: EagleHead, target: FrozenTarget, shard: Shard) -> Losses:
     """Summed losses over the positions whose predicted token belongs to an answer."""
     ids = shard.rows.ids
     num_pairs = ids.shape[1] - 1
@@ -76,7 +80,7 @@ def head_losses(head: nn.Module, target: FrozenTarget, shard: Shard) -> Losses:
 
 
 def train_head(
-    head: nn.Module,
+    head: EagleHead,
     target: FrozenTarget,
     rows: Rows,
     *,

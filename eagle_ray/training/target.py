@@ -49,17 +49,24 @@ def target_losses(model: nn.Module, rows: Rows) -> Losses:
 
 
 def train_target(
-    model: nn.Module, rows: Rows, *, num_steps: int, num_threads: int, on_step: Callable[[StepReport], None]
+    model: nn.Module,
+    rows: Rows,
+    *,
+    num_steps: int,
+    num_threads: int,
+    rate: float = 5e-3,
+    on_step: Callable[[StepReport], None],
 ) -> None:
     """Train in place, every row once: step s takes the s-th part of the rows, each thread a shard of it.
 
+    rate: the peak learning rate of the layers' matrices, four fifths of it for the rest.
     The mean cross-entropy of answer tokens is `means["nats"] / means["answers"]` of a report.
     """
     named = list(model.named_parameters())
     matrices = [parameter for name, parameter in named if parameter.dim() == 2 and "layers" in name]
     others = [parameter for name, parameter in named if not (parameter.dim() == 2 and "layers" in name)]
     descent = Descent(
-        matrices, others, num_steps=num_steps, matrix_rate=5e-3, other_rate=4e-3, max_norm=1.0, weight_decay=0.05
+        matrices, others, num_steps=num_steps, matrix_rate=rate, other_rate=0.8 * rate, max_norm=1.0, weight_decay=0.05
     )
     for step in range(num_steps):
         shards = rows.shards(step, num_steps, num_threads)

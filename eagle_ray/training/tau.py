@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine import sequence as engine_sequence
+from eagle_ray.errors import EngineError
 from eagle_ray.pair import Pair, build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
@@ -32,6 +33,7 @@ class TreeShape:
 
 
 PAPER_TREE = TreeShape(59, 6, 10)
+DEMO_TREE = TreeShape(12, 4, 4)
 SMALL_TREE = TreeShape(8, 4, 4)
 CHAIN = TreeShape(6, 6, 1)
 
@@ -46,18 +48,20 @@ def load_pair(target: Path, draft: Path, shape: TreeShape) -> Pair:
 def tau_by_category(
     target: Path, draft: Path, rows: Sequence[dict], shape: TreeShape, max_tokens: int
 ) -> dict[str, float]:
-    """Pooled tau for every category of the rows, and for all of them under "all"."""
+    """Pooled tau for every category of the rows, and for all of them under "all". EngineError without a tokenizer."""
     pair = load_pair(target, draft, shape)
     counted = {"all": AcceptanceStats.empty(shape.max_depth)}
     category_of = {row["id"]: row["category"] for row in rows}
+    if pair.text is None:
+        raise EngineError(f"{target} has no tokenizer, so there is no way to ask it")
     for row in rows:
         prompt_ids = pair.text.encode_chat(row["messages"])
         pair.engine.add(engine_sequence.Sequence(row["id"], prompt_ids, SamplingParams(max_tokens=max_tokens)))
     while pair.engine.has_work:
         for sequence in pair.engine.step():
+            stats = sequence.stats or AcceptanceStats.empty(shape.max_depth)
             for name in (category_of[sequence.request_id], "all"):
-                before = counted.get(name, AcceptanceStats.empty(shape.max_depth))
-                counted[name] = before.merge(sequence.stats)
+                counted[name] = counted.get(name, AcceptanceStats.empty(shape.max_depth)).merge(stats)
     taus = {name: stats.mean_acceptance_length for name, stats in counted.items()}
     return {name: tau for name, tau in taus.items() if tau is not None}
 

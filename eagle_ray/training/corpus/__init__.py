@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator
 from eagle_ray.training.corpus import chat, code, instruction, math, qa, summarization
 from eagle_ray.training.corpus.grammar import Chooser, Conversation, Turn
 
-__all__ = ["CATEGORIES", "Conversation", "Turn", "held_out_conversations", "is_held_out", "training_conversations"]
+__all__ = [
+    "CATEGORIES",
+    "REFINING_MIX",
+    "TRAINING_MIX",
+    "Conversation",
+    "Mix",
+    "Turn",
+    "held_out_conversations",
+    "is_held_out",
+    "training_conversations",
+]
 
 CATEGORIES: dict[str, Callable[[Chooser], Conversation]] = {
     "chat": chat.conversation,
@@ -21,7 +31,8 @@ CATEGORIES: dict[str, Callable[[Chooser], Conversation]] = {
     "summarization": summarization.conversation,
     "qa": qa.conversation,
 }
-TRAINING_MIX: tuple[tuple[Callable[[Chooser], Conversation], float], ...] = (
+Mix = tuple[tuple[Callable[[Chooser], Conversation], float], ...]
+TRAINING_MIX: Mix = (
     (chat.conversation, 0.16),
     (code.conversation, 0.17),
     (math.conversation, 0.20),
@@ -29,6 +40,16 @@ TRAINING_MIX: tuple[tuple[Callable[[Chooser], Conversation], float], ...] = (
     (summarization.conversation, 0.11),
     (qa.conversation, 0.11),
     (math.drill, 0.09),
+)
+REFINING_MIX: Mix = (  # more of what is hard: sums, copying names from the news, facts that are told only once
+    (chat.conversation, 0.07),
+    (code.conversation, 0.07),
+    (math.conversation, 0.12),
+    (instruction.conversation, 0.14),
+    (summarization.conversation, 0.13),
+    (qa.conversation, 0.17),
+    (math.drill, 0.15),
+    (summarization.drill, 0.15),
 )
 HELD_OUT_ONE_IN = 50
 
@@ -38,10 +59,10 @@ def is_held_out(first_message: str) -> bool:
     return zlib.crc32(first_message.encode()) % HELD_OUT_ONE_IN == 0
 
 
-def training_conversations(seed: int) -> Iterator[Conversation]:
-    """An endless stream, mixed over all categories and the arithmetic drill, without the held-out ones."""
+def training_conversations(seed: int, mix: Mix = TRAINING_MIX) -> Iterator[Conversation]:
+    """An endless stream, mixed over all categories and the drills, without the held-out ones."""
     chooser = Chooser(seed)
-    writers, weights = zip(*TRAINING_MIX, strict=True)
+    writers, weights = zip(*mix, strict=True)
     while True:
         conversation = chooser.weighted(writers, weights)(chooser)
         if not is_held_out(conversation[0].content):

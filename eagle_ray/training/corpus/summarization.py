@@ -4,6 +4,7 @@ A `Story` draws its facts once; the article tells all of them in many words and 
 headline and one to three of the rest in fewer. So a summary copies facts and chooses among them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eagle_ray.training.corpus import world
@@ -136,6 +137,10 @@ COLOR_SENTENCES = (
     "[The mayor thanked everyone who helped.|The local newspaper will print the pictures."
     "|It was a busy day in the town.]",
 )
+INVENTED_TOWN = (
+    "[Ald|Bar|Bel|Brook|Cald|Dor|Elm|Fern|Glen|Hart|Kes|Lin|Mar|Nor|Pen|Quin|Rad|Sel|Tam|Wil]"
+    "[bury|dale|den|field|ford|ham|ley|mere|port|stone|ton|wick]"
+)
 REQUESTS = (
     "[Summarize this text|Write a short summary of this article|Summarize the following news"
     "|Say in short what this text is about"
@@ -161,10 +166,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def facts(chooser: Chooser) -> dict[str, str | int]:
+def facts(chooser: Chooser, towns: Sequence[str]) -> dict[str, str | int]:
     """One value for every slot that a story may use."""
     person, friend = chooser.some(world.PEOPLE, 2)
-    town, other_town = chooser.some(world.TOWNS, 2)
+    town, other_town = chooser.some(towns, 2)
     small = chooser.number(2, 5)
     drawn: dict[str, str | int] = {slot: chooser.pick(options) for slot, options in CHOICES.items()}
     drawn.update(n=person.name, he=person.he, him=person.him, his=person.his, friend=friend.name)
@@ -174,9 +179,9 @@ def facts(chooser: Chooser) -> dict[str, str | int]:
     return drawn
 
 
-def ask(chooser: Chooser) -> tuple[str, str]:
+def ask(chooser: Chooser, towns: Sequence[str] = world.TOWNS) -> tuple[str, str]:
     """An article and its summary: the gist, then one to three points, each of them told in the article."""
-    story, slots = chooser.pick(STORIES), facts(chooser)
+    story, slots = chooser.pick(STORIES), facts(chooser, towns)
 
     def tell(template: str) -> str:
         return chooser.say(template, **slots)
@@ -190,4 +195,11 @@ def ask(chooser: Chooser) -> tuple[str, str]:
 
 def conversation(chooser: Chooser) -> Conversation:
     question, answer = ask(chooser)
+    return exchange(question, answer)
+
+
+def drill(chooser: Chooser) -> Conversation:
+    """News from towns that were never heard of, for training only: they can be copied, but not guessed."""
+    towns = [chooser.say(INVENTED_TOWN) for _ in range(2)]
+    question, answer = ask(chooser, towns)
     return exchange(question, answer)
