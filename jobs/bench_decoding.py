@@ -1,8 +1,9 @@
 """How fast one engine decodes, beside transformers' own generate, in one run: python jobs/bench_decoding.py
 
-Three ways answer the bundled prompts on the embedded pair, interleaved so that all meet the same machine: transformers'
-`generate`, plain decoding here, EAGLE-2 here. Fixed lengths, greedy, fp32, one process, no Ray. Prints ratios: median
-and range over the rounds. The acceptance is the embedded toy pair's own and says nothing of real models.
+Two comparisons on the embedded pair and bundled prompts, interleaved so that both sides meet the same machine: plain
+decoding here against transformers' `generate` over a fixed length, and EAGLE-2 here against plain decoding here until
+each output ends. Greedy, fp32, one process, no Ray. Prints the median ratio over the rounds and its range. The
+acceptance is the embedded toy pair's own and says nothing of real models.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ from eagle_ray.speculative.sampling import SamplingParams
 
 DEMO_TREE = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
 PLAIN = SpeculativeConfig(method="none")
-Way = Callable[[list[list[int]], int], float]
+MAX_TOKENS = 128
+Prompts = list[list[int]]
+Way = Callable[[Prompts], float]  # answers prompts and returns the seconds it took
 
 
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     model = LlamaForCausalLM.from_pretrained(resolve("embedded:tiny", "target"), dtype=torch.float32).eval()
-    print(f"torch {torch.__version__}, {args.threads} threads, {args.tokens} tokens a prompt, {args.rounds} rounds")
+    print(f"torch {torch.__version__}, {args.threads} threads, {args.rounds} rounds")
     for batch in args.batches:
         plain, eagle = (build_pair(ModelConfig(max_model_len=1024), tree, batch) for tree in (PLAIN, DEMO_TREE))
-        prompts = bundled_prompts(plain, batch)
-        ways: dict[str, Way] = {"generate": generate(model), "plain": engine(plain), "eagle2": engine(eagle)}
-        seconds = interleaved(ways, prompts, args.tokens, args.rounds)
-        print(f"batch {batch:2d}: " + "; ".join(lines(seconds, batch * args.tokens)), flush=True)
+        prompts = bundled_prompts(plain)
+        same_length = [ids[-40:] for ids in prompts if len(ids) >= 40][:batch]  # generate at its best: no padding
+        fixed = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
+        to_the_end = SamplingParams(max_tokens=MAX_TOKENS)
+        over_generate = ratios(generate(model, args.tokens), engine(plain, fixed), same_length, args.rounds)
+        over_plain = ratios(engine(plain, to_the_end), engine(eagle, to_the_end), prompts, args.rounds)
+        print(f"batch {batch:2d}: plain over generate {spread(over_generate)}; EAGLE-2 over plain {spread(over_plain)}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,19 +54,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bundled_prompts(pair: Pair, count: int) -> list[list[int]]:
-    """Prompts of about the same length, which is where generate, padding none, is at its best."""
+def bundled_prompts(pair: Pair) -> Prompts:
     rows = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
-    prompts = sorted((pair.text.encode_chat(row["messages"]) for row in rows), key=len)
-    shortest = len(prompts[len(prompts) // 3])
-    return [ids[-shortest:] for ids in prompts[len(prompts) // 3 :]][:count]
+    return [pair.text.encode_chat(row["messages"]) for row in rows]
 
 
-def generate(model: LlamaForCausalLM) -> Way:
-    def run(prompts: list[list[int]], num_tokens: int) -> float:
-        config = GenerationConfig(
-            max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None
-        )
+def generate(model: LlamaForCausalLM, num_tokens: int) -> Way:
+    no_end = -1
+    config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=no_end, pad_token_id=0)
+
+    def run(prompts: Prompts) -> float:
         ids = torch.tensor(prompts)
         started = time.perf_counter()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
@@ -70,9 +73,8 @@ def generate(model: LlamaForCausalLM) -> Way:
     return run
 
 
-def engine(pair: Pair) -> Way:
-    def run(prompts: list[list[int]], num_tokens: int) -> float:
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+def engine(pair: Pair, params: SamplingParams) -> Way:
+    def run(prompts: Prompts) -> float:
         for i, ids in enumerate(prompts):
             pair.engine.add(Sequence(str(i), ids, params))
         started = time.perf_counter()
@@ -83,31 +85,14 @@ def engine(pair: Pair) -> Way:
     return run
 
 
-def interleaved(ways: dict[str, Way], prompts: list[list[int]], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, after a round that warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_index in range(rounds + 1):
-        for name, way in ways.items():
-            taken = way(prompts, tokens)
-            if round_index:
-                seconds[name].append(taken)
-    return seconds
+def ratios(slower: Way, faster: Way, prompts: Prompts, rounds: int) -> list[float]:
+    """Seconds of one way over those of the other, round by round, after a round that warms up."""
+    pairs = [(slower(prompts), faster(prompts)) for _ in range(rounds + 1)]
+    return [a / b for a, b in pairs[1:]]
 
 
-def lines(seconds: dict[str, list[float]], num_tokens: int) -> list[str]:
-    """Speed of plain decoding, and the two ratios that matter, round by round."""
-    plain = seconds["plain"]
-    over_generate = [g / p for g, p in zip(seconds["generate"], plain, strict=True)]
-    over_plain = [p / e for p, e in zip(plain, seconds["eagle2"], strict=True)]
-    return [
-        f"plain {num_tokens / statistics.median(plain):.0f} tokens/s",
-        f"plain over generate {spread(over_generate)}",
-        f"EAGLE-2 over plain {spread(over_plain)}",
-    ]
-
-
-def spread(ratios: list[float]) -> str:
-    return f"{statistics.median(ratios):.2f}x [{min(ratios):.2f}, {max(ratios):.2f}]"
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f}x [{min(values):.2f}, {max(values):.2f}]"
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def check_fits(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
     if num_prompt >= max_model_len:
         raise RequestError(
             "prompt_too_long",
-            f"the prompt has {num_prompt} tokens and model.max_model_len is {max_model_len}: "
-            f"shorten it to at most {max_model_len - 1} tokens, or raise model.max_model_len",
+            f"the prompt has {num_prompt} tokens: shorten it to at most {max_model_len - 1} "
+            f"(model.max_model_len is {max_model_len})",
         )
     low, high = min(sequence.prompt_ids), max(sequence.prompt_ids)
     if low < 0 or high >= vocab_size:

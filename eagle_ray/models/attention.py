@@ -92,7 +92,7 @@ class TreeLayout:
     column_depths: Int[Tensor, "B M"]
     row_of: Int[Tensor, "B N"] | None = None
     unpack: Int[Tensor, " R"] | None = None
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     @property
     def num_columns(self) -> int:
@@ -117,13 +117,23 @@ class TreeLayout:
         flat = out.transpose(0, 1).flatten(1, 2)
         return (flat if self.unpack is None else flat[:, self.unpack])[None]
 
-    def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
-        """Additive mask for folded query heads, made once per pass and window."""
+    def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"] | None:
+        """Additive mask for folded query heads, made once per pass and window; None where every row sees everything."""
         if (groups, window) not in self._masks:
-            mask = torch.zeros((), dtype=dtype, device=self.ancestors.device)
-            mask = mask.where(self._visible(window), torch.finfo(dtype).min)
-            self._masks[groups, window] = mask.repeat(1, groups, 1)[:, None]
+            self._masks[groups, window] = (
+                None if self._hides_nothing(window) else self._made_mask(groups, window, dtype)
+            )
         return self._masks[groups, window]
+
+    def _hides_nothing(self, window: int | None) -> bool:
+        """Plain decoding of sequences of one length needs no mask."""
+        one_length = self.batch.min_length == self.batch.max_length
+        return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
+
+    def _made_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
+        mask = torch.zeros((), dtype=dtype, device=self.ancestors.device)
+        mask = mask.where(self._visible(window), torch.finfo(dtype).min)
+        return mask.repeat(1, groups, 1)[:, None]
 
     def _visible(self, window: int | None) -> Bool[Tensor, "B N T"]:
         lengths = self.batch.lengths[:, None]
@@ -187,10 +197,10 @@ def masked_attention(
     query: Float[Tensor, "B heads N d"],
     keys: Float[Tensor, "B kv_heads T d"],
     values: Float[Tensor, "B kv_heads T d"],
-    mask: Float[Tensor, "b 1 GN T"],
+    mask: Float[Tensor, "b 1 GN T"] | None,
     attention: LayerAttention,
 ) -> Float[Tensor, "B heads N d"]:
-    """Attention under an additive mask, query heads folded onto their key/value head."""
+    """Attention under an additive mask (None: nothing is hidden), query heads folded onto their key/value head."""
     batch, heads, num_nodes, head_dim = query.shape
     folded = query.reshape(batch, keys.shape[1], -1, head_dim)
     if attention.softcap is None and attention.sinks is None:
@@ -200,12 +210,14 @@ def masked_attention(
     return out.reshape(batch, heads, num_nodes, head_dim)
 
 
-def _explicit_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, attention: LayerAttention) -> Tensor:
+def _explicit_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: LayerAttention
+) -> Tensor:
     """The same with soft-cap and sinks, in the order Gemma-2 and GPT-OSS apply them."""
     scores = query @ keys.transpose(2, 3) * attention.scaling
     if attention.softcap is not None:
         scores = torch.tanh(scores / attention.softcap) * attention.softcap
-    scores = scores + mask
+    scores = scores if mask is None else scores + mask
     if attention.sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
     per_row = attention.sinks.view(keys.shape[1], -1).repeat_interleave(

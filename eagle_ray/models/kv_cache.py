@@ -21,12 +21,13 @@ class BatchSlots:
     """The slots of B sequences and how many tokens each of them holds.
 
     index: the same slots as a slice where they are neighbours (a read is then a view), else the tensor.
-    max_length: the largest of lengths, known on the host.
+    min_length, max_length: the smallest and the largest of lengths, known on the host.
     """
 
     slots: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
     index: slice | Int[Tensor, " B"]
+    min_length: int
     max_length: int
 
     @classmethod
@@ -35,7 +36,8 @@ class BatchSlots:
         first = slots[0]
         neighbours = slots == list(range(first, first + len(slots)))
         index = slice(first, first + len(slots)) if neighbours else tensor
-        return cls(tensor, torch.tensor(lengths, dtype=torch.int64, device=device), index, max(lengths))
+        on_device = torch.tensor(lengths, dtype=torch.int64, device=device)
+        return cls(tensor, on_device, index, min(lengths), max(lengths))
 
 
 class KVCache:
@@ -59,6 +61,8 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.num_slots, self.capacity = num_slots, capacity
         self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, cells, kv_heads, head_dim]
+        self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
+        self._slots_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
     def cells(self, slots: int | Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Where `write` stores rows of (slot, column), broadcast; column `capacity` is never read."""
@@ -72,16 +76,16 @@ class KVCache:
         values: Float[Tensor, "kv_heads R head_dim"],
     ) -> None:
         """Store one row per cell."""
-        flat_keys, flat_values = self._flat
-        flat_keys[layer].index_copy_(0, cells, keys.transpose(0, 1))
-        flat_values[layer].index_copy_(0, cells, values.transpose(0, 1))
+        flat_keys, flat_values = self._flat_of[layer]
+        flat_keys.index_copy_(0, cells, keys.transpose(0, 1))
+        flat_values.index_copy_(0, cells, values.transpose(0, 1))
 
     def read(
         self, layer: int, batch: BatchSlots, num_columns: int
     ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T head_dim"]]:
         """The first num_columns columns of each sequence's slot; a view where the slots are neighbours."""
-        keys = self.keys[layer, batch.index, :num_columns]
-        values = self.values[layer, batch.index, :num_columns]
+        keys, values = self._slots_of[layer]
+        keys, values = keys[batch.index, :num_columns], values[batch.index, :num_columns]
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def commit(self, batch: BatchSlots, result: VerifyResult) -> None:

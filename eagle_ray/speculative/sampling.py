@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
+GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -26,7 +27,7 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 class SamplingParams:
     """How one sequence's tokens are chosen. Raises ValueError naming the field where a value is out of range.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    temperature: 0 (below GREEDY_BELOW) is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
     max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
     seed: any 64-bit integer, the key of this sequence's noise.
     ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.
@@ -53,7 +54,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
 
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
@@ -63,7 +64,10 @@ def _require(ok: bool, name: str, value: object, wanted: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs."""
+    """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs.
+
+    temperature: 0 for greedy sequences.
+    """
 
     temperature: Float[Tensor, " B"]
     top_p: Float[Tensor, " B"]
@@ -80,7 +84,9 @@ class BatchSampling:
         """The parameters of a batch, in its order. Top-k off is stored as 0."""
         sampled = [p for p in params if not p.is_greedy]
         return cls(
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            temperature=torch.tensor(
+                [0.0 if p.is_greedy else p.temperature for p in params], dtype=torch.float32, device=device
+            ),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),

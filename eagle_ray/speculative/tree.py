@@ -83,6 +83,8 @@ class DraftTree:
     def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
         """[b, i, j]: node j is node i or an ancestor of it, by pointer doubling; max_depth bounds the depths."""
         batch, num_nodes = self.tokens.shape
+        if num_nodes == 1:
+            return torch.ones(batch, 1, 1, dtype=torch.bool, device=self.tokens.device)
         node = torch.arange(num_nodes, device=self.tokens.device)
         jump = torch.where(self.parents >= 0, self.parents, node)
         reach = (node[:, None] == node) | (node == jump[:, :, None])

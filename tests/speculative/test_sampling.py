@@ -94,6 +94,13 @@ def test_rows_of_one_pass_keep_their_own_parameters():
         assert together[rows].tolist() == alone.tolist()
 
 
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.randn(50, 97, generator=torch.Generator().manual_seed(4))
+    rows = torch.arange(50)
+    picks = pick(logits, BatchSampling.of([SamplingParams(temperature=1e-40, seed=1)]), rows * 0, rows)
+    assert picks.tolist() == logits.argmax(-1).tolist()
+
+
 def test_greedy_ties_go_to_the_lowest_id():
     assert pick(torch.zeros(1, 9), BatchSampling.of([SamplingParams()]), torch.tensor([0]), torch.tensor([0])) == 0
 

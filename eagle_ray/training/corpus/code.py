@@ -4,6 +4,7 @@ Most functions are composed of a filter, a map and a fold over a list; the rest 
 text was computed by running the function. The code keeps one regular style, so this is the most predictable category.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from eagle_ray.training.corpus.grammar import Chooser, Conversation, capitalized, exchange
@@ -217,8 +218,18 @@ def fold_joined(p: Pipeline) -> Folded:
     return f"join_{p.suffix}", "str", f"joins {p.mapped} with spaces", body if p.as_loop else short
 
 
-NUMBER_FOLDS = (fold_sum, fold_product, fold_list, fold_largest, fold_smallest, fold_average, fold_count, fold_any)
-WORD_FOLDS = (fold_list, fold_joined, fold_count, fold_any)
+Fold = Callable[[Pipeline], Folded]
+NUMBER_FOLDS: tuple[Fold, ...] = (
+    fold_sum,
+    fold_product,
+    fold_list,
+    fold_largest,
+    fold_smallest,
+    fold_average,
+    fold_count,
+    fold_any,
+)
+WORD_FOLDS: tuple[Fold, ...] = (fold_list, fold_joined, fold_count, fold_any)
 
 
 def composed(chooser: Chooser) -> Function:
