@@ -127,9 +127,9 @@ def test_the_embedded_pair_equals_plain_decoding(embedded, num_slots, tree):
 
 @pytest.mark.slow
 def test_hundreds_of_prompts_in_every_cell():
-    """300 prompts, five batch sizes, six trees: prints how many rows differ and where plain decoding was tied."""
+    """300 prompts, three batch sizes, six trees: prints how many rows differ and where plain decoding was tied."""
     prompts, params, plain = embedded_oracle(per_category=50)
-    for num_slots in (1, 2, 8, 16, 32):
+    for num_slots in (1, 8, 32):
         for tree, shape in TREES.items():
             outputs = [s.output_ids for s in run(embedded_engine(num_slots, *shape), prompts, params)]
             exact = sum(ids == p.ids for ids, p in zip(outputs, plain, strict=True))
