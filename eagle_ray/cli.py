@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +27,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Wrong usage raises SystemExit(2), as argparse does."""
     args = _parser().parse_args(argv)
     try:
-        return args.command(args)
+        code = args.command(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return _end_quietly()
     except ConfigError as error:
         print(f"eagle-ray: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("eagle-ray: interrupted", file=sys.stderr)
         return 130
+
+
+def _end_quietly() -> int:
+    """Nobody reads stdout any more, as after ``| head``: end as SIGPIPE would, and let the last flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,10 +98,11 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
+    from eagle_ray.data.record import output_of
     from eagle_ray.job import run_job
 
     code = run_job(config)
-    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(Path(config.output.path))):
+    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(output_of(config))):
         print(f"eagle-ray: {errors} rows ended in errors (--fail-on-row-errors)", file=sys.stderr)
         return 3
     return code

@@ -45,7 +45,7 @@ SHOWN_CHARACTERS = 600
 
 def run_demo(output: Path) -> int:
     """Write OUTPUT and OUTPUT/baseline anew and print what there is to see; returns the exit code."""
-    return exit_code_of(lambda: print(_demo(output)), "info")
+    return exit_code_of(lambda: _demo(output.expanduser()), "info")
 
 
 def _demo(output: Path) -> str:

@@ -10,8 +10,11 @@ imported only where there is work left, and torch only in the workers: a job wit
 from __future__ import annotations
 
 import logging
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,19 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, SamplesOf, num_samples, without_ids
+from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.ray_environment import prepare
-from eagle_ray.data.record import PROGRESS, SUCCESS, SUMMARY, Run, lock_output, noting_outcome, open_run
+from eagle_ray.data.record import (
+    PROGRESS,
+    RUN,
+    SUCCESS,
+    SUMMARY,
+    Run,
+    lock_output,
+    noting_outcome,
+    open_run,
+    output_of,
+)
 from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
 from eagle_ray.report.summary import has_column, summarise, summary_json
 from eagle_ray.report.table import run_table
@@ -34,28 +48,46 @@ GROUP_BY = "category"  # the table has a line for each of its values, where the 
 def run_job(config: JobConfig) -> int:
     """Run the job to its end and print its table; returns the exit code."""
 
-    def work() -> None:
-        print(run_table(complete(config)))
-        print(f"rows in {config.output.path}/data/*.parquet, these numbers in {config.output.path}/{SUMMARY}")
+    def work() -> str:
+        table, output = run_table(complete(config)), output_of(config)
+        return f"{table}\nrows in {output}/data/*.parquet, these numbers in {output}/{SUMMARY}"
 
     return exit_code_of(work, config.logging.level)
 
 
-def exit_code_of(work: Callable[[], None], log_level: str) -> int:
-    """Do the work; what stops it is said in one line and becomes an exit code."""
+def exit_code_of(work: Callable[[], str], log_level: str) -> int:
+    """Do the work and print what it returns; what stops it is said in one line and becomes an exit code."""
     show_log(log_level)
     try:
-        work()
+        with _terminating_as_interrupt():
+            result = work()
     except ConfigError as error:
         log.error("eagle-ray: %s", error)
         return 2
     except JobStopped as error:
         log.error("eagle-ray: stopped: %s", error)
         return error.exit_code
+    except OSError as error:
+        log.error("eagle-ray: stopped: %s: the same command goes on from what is there", error)
+        return JobStopped.exit_code
     except KeyboardInterrupt:
         log.error("eagle-ray: interrupted: the same command goes on from what is there")
         return 130
+    print(result)
     return 0
+
+
+@contextmanager
+def _terminating_as_interrupt() -> Iterator[None]:
+    """SIGTERM, a scheduler's way to end a job, does what Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def complete(config: JobConfig) -> dict[str, Any]:
@@ -64,9 +96,14 @@ def complete(config: JobConfig) -> dict[str, Any]:
     Raises ConfigError before anything started, JobStopped where it cannot be done.
     """
     log.info("reading the input")
+    output = output_of(config)
+    check_apart(config.input.path, output)
     plan = plan_input(config)
+    check_not_own(plan.files, output)
     samples = {row["request_id"]: num_samples(row, config) for row in requests_of(plan)}
-    with lock_output(Path(config.output.path)):
+    if config.output.if_exists == "overwrite" or (samples and not (output / RUN).exists()):
+        _check_models(config)  # before anything is deleted, and before a mistyped name is on record
+    with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
             _make_missing(config, plan, run, samples)
@@ -84,6 +121,7 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[st
     log.info("%d rows asked for, %d already there", sum(samples.values()), sum(samples.values()) - num_rows)
     if num_rows == 0:
         return
+    _check_models(config)
     log.info("getting Ray ready")
     address = prepare(config.execution.ray_address)
     from eagle_ray.data.cluster import connect  # Ray takes seconds to import: a finished job does without
@@ -91,6 +129,13 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[st
 
     connect(address)
     generate(config, plan, run, done, num_rows)
+
+
+def _check_models(config: JobConfig) -> None:
+    """Models that cannot work are refused here, in one line, and not by every worker on its own."""
+    from eagle_ray.pair import check_pair  # torch: only where there is work left
+
+    check_pair(config.model, config.speculative)
 
 
 def _settle(config: JobConfig, run: Run, samples: dict[str, int]) -> None:
@@ -107,9 +152,17 @@ def _sum_up(run: Run) -> dict[str, Any]:
     """``_summary.json``, written and returned."""
     by = GROUP_BY if has_column(run.output, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
-    summary = facts | summary_json(summarise(run.output, by), by) | {"last_work": read_json(run.output / PROGRESS)}
+    summary = facts | summary_json(summarise(run.output, by), by) | {"last_work": _last_work(run.output)}
     write_json(run.output / SUMMARY, summary)
     return summary
+
+
+def _last_work(output: Path) -> dict[str, Any] | None:
+    """What the last progress line said; a damaged file says nothing and stops nothing."""
+    try:
+        return read_json(output / PROGRESS)
+    except ValueError:
+        return None
 
 
 def _check_error_rate(counts: dict[str, Any], most: float) -> None:

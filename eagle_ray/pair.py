@@ -8,12 +8,16 @@ Knows where models live and how large their caches must be. Does not know rows, 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.drafting.drafter import Drafter
@@ -22,7 +26,7 @@ from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
-from eagle_ray.models.checkpoint import load_head
+from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
 from eagle_ray.models.target import Target, load_config, load_target
 from eagle_ray.text import Text
 
@@ -70,10 +74,7 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -
 
 def limits_of(model: ModelConfig) -> Limits:
     """What the target allows, from its config alone. Raises ConfigError where max_model_len is more than that."""
-    try:
-        config = load_config(resolve(model.target, "target"))
-    except EngineError as error:
-        raise ConfigError(f"model.target: {error}") from error
+    config = _target_config(model)
     own = getattr(config, "max_position_embeddings", None)
     if model.max_model_len is None:
         return Limits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
@@ -83,6 +84,29 @@ def limits_of(model: ModelConfig) -> Limits:
             f"for; set it to {own} or less"
         )
     return Limits(model.max_model_len, config.vocab_size)
+
+
+def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    """Refuse what cannot work, from configs and tensor names alone: no weights are read.
+
+    Raises ConfigError naming model.target, model.draft or model.max_model_len.
+    """
+    limits_of(model)
+    if speculative.method == "none":
+        return
+    path, target = _draft_path(model), _target_config(model)
+    head = _head_config(path)
+    for key in ("hidden_size", "vocab_size"):
+        if head.get(key) != getattr(target, key):
+            raise ConfigError(
+                f"model.draft: {path}: the head's {key} is {head.get(key)} and the target's is {getattr(target, key)}: "
+                f"they are not a pair; choose a head that was trained for {model.target}"
+            )
+    if any(name.startswith(EAGLE3_KEYS) for name in _tensor_names(path)):
+        raise ConfigError(
+            f"model.draft: {path} is an EAGLE-3 head (it has {EAGLE3_KEYS[0]}* tensors); this release runs EAGLE-1/2 "
+            "heads"
+        )
 
 
 def resolve(name: str, part: str) -> Path:
@@ -106,10 +130,43 @@ def resolve(name: str, part: str) -> Path:
         ) from error
 
 
-def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target, max_model_len: int) -> Drafter:
+def _target_config(model: ModelConfig) -> Any:
+    """The target's config; its own class has whatever attributes that model has."""
+    try:
+        return load_config(resolve(model.target, "target"))
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
+
+
+def _draft_path(model: ModelConfig) -> Path:
     if model.draft is None:
         raise ConfigError("model.draft: missing; speculative.method eagle2 needs a draft head")
-    head = load_head(resolve(model.draft, "draft"), target.hidden_size, target.vocab_size)
+    return resolve(model.draft, "draft")
+
+
+def _head_config(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((path / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"model.draft: the head's config in {path} cannot be read: {error}") from error
+
+
+def _tensor_names(path: Path) -> Iterable[str]:
+    """From the file's header or the index. A single pickled file would have to be read whole: the worker does."""
+    try:
+        for index in (path / "model.safetensors.index.json", path / "pytorch_model.bin.index.json"):
+            if index.exists():
+                return list(json.loads(index.read_text("utf-8"))["weight_map"])
+        if (path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
+            return []
+        with safe_open(path / "model.safetensors", "pt") as file:
+            return list(file.keys())
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
+
+
+def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target, max_model_len: int) -> Drafter:
+    head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
     levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
     return EagleDrafter(head, target, capacity=max_model_len + max(levels, speculative.max_depth + 1))
 

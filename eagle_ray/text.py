@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_ray.errors import RequestError
@@ -65,8 +64,9 @@ class Text:
                     list(messages), chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
                 )
             )
-        except TemplateError as error:
-            raise RequestError("bad_messages", f"the chat template refuses these messages: {error}") from None
+        except Exception as error:  # a template is a program: over one row's messages it may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            raise RequestError("bad_messages", f"the chat template refuses these messages: {reason}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""

@@ -8,6 +8,7 @@ The rows, the tokenizer and the checks are the job's own, so that what passes he
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
-from eagle_ray.data.atomic import read_json
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
-from eagle_ray.data.record import RUN
-from eagle_ray.data.samples import sequences_of
+from eagle_ray.data.ledger import Ledger, own_files
+from eagle_ray.data.overlap import check_apart, check_not_own
+from eagle_ray.data.record import DATA, RUN, output_of, read_record
+from eagle_ray.data.samples import message_of, sequences_of
+from eagle_ray.data.stops import JobStopped
 from eagle_ray.engine.sequence import check_fits
 from eagle_ray.errors import RequestError
-from eagle_ray.pair import Limits, limits_of, resolve
+from eagle_ray.pair import Limits, check_pair, limits_of, resolve
 from eagle_ray.text import Text
 
 FIRST_ROWS = 100
@@ -39,26 +42,32 @@ class CheckedRow:
 
 def validate(config: JobConfig) -> str:
     """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
+    check_apart(config.input.path, output_of(config))
     plan = plan_input(config)
+    check_not_own(plan.files, output_of(config))
+    check_pair(config.model, config.speculative)
     text = Text.load(resolve(config.model.target, "target"), config.model.chat_template)
-    if config.speculative.method != "none" and config.model.draft is not None:
-        resolve(config.model.draft, "draft")
     limits = limits_of(config.model)
     rows = [_checked(row, config, text, limits) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
     sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, text), _model(config), _output(config)]
     if rows and not good:
         raise ConfigError("no row can be answered\n" + _rows(rows, 0))
-    return "\n".join(sections)
+    return _showable("\n".join(sections))
+
+
+def _showable(report: str) -> str:
+    """What stdout cannot encode is escaped: a terminal or a log may be ASCII."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return report.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _checked(request: dict[str, Any], config: JobConfig, text: Text | None, limits: Limits) -> CheckedRow:
     try:
-        sequence = sequences_of(request, config, text)[0]
+        [sequence] = sequences_of(request, config, text, n=1)
         check_fits(sequence, limits.max_model_len, limits.vocab_size)
     except RequestError as error:
-        place = "" if request["error_code"] else f"{request['source_file']}, row {request['row_index']}: "
-        return CheckedRow(request["request_id"], [], f"{place}{error} [{error.code}]")
+        return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]")
     return CheckedRow(request["request_id"], sequence.prompt_ids, None)
 
 
@@ -94,23 +103,33 @@ def _model(config: JobConfig) -> str:
 
 def _output(config: JobConfig) -> str:
     """Whether the output can be written, and what a run would find there. Leaves nothing behind."""
-    output = Path(config.output.path).absolute()
+    output = output_of(config)
     parent = next(path for path in (output, *output.parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise ConfigError(f"output.path: cannot write to {parent}: {error.strerror}") from None
-    return f"output   {output} can be written; {_found_there(output, config)}"
+    try:
+        return f"output   {output} can be written; {_found_there(output, config)}"
+    except JobStopped as error:  # damaged, or somebody else's
+        raise ConfigError(f"output.path: {error}") from None
 
 
 def _found_there(output: Path, config: JobConfig) -> str:
-    record = read_json(output / RUN)
-    if record is None:
-        return f"a run would start it as configuration {config_hash(config)}"
     if config.output.if_exists == "overwrite":
-        return f"a run would replace run {record['run_id']}"
+        return f"a run would replace the {len(own_files(output / DATA))} files there"
+    record = read_record(output)
+    if record is None:
+        return _new_there(output, config)
     if config.output.if_exists == "fail":
         raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
     if keys := changed_keys(record["config"], config.model_dump(mode="json")):
         raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
+    Ledger.read(output / DATA)
     return f"a run would resume run {record['run_id']}"
+
+
+def _new_there(output: Path, config: JobConfig) -> str:
+    if foreign := sorted((output / DATA).glob("*.parquet")):
+        raise ConfigError(f"output.path: {foreign[0]} is there but no {output / RUN}: choose another output.path")
+    return f"a run would start it as configuration {config_hash(config)}"

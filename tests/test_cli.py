@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -89,6 +90,32 @@ def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):
     assert output.out == ""
 
 
+def test_validate_on_an_ascii_terminal_escapes_what_it_cannot_show(job, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"messages": "caf\\u00e9"}')
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["validate", *job]) == 0
+    assert b"caf\\xe9" in stdout.buffer.getvalue()
+
+
+def test_validate_refuses_a_head_that_is_no_pair(job, capsys):
+    head = ["--set", "speculative.method=eagle2", "--set", "model.draft=embedded:tiny"]
+    assert cli.main(["validate", *job, *head]) == 2
+    assert "they are not a pair" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("_run.json", "_run.json is damaged"), ("data/part-001-000000.parquet", "is there but no")],
+)
+def test_validate_refuses_an_output_that_is_damaged_or_somebody_elses(job, tmp_path, capsys, name, says):
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    (tmp_path / "out" / name).write_text("{")
+    assert cli.main(["validate", *job]) == 2
+    error = capsys.readouterr().err
+    assert says in error and str(tmp_path / "out" / name) in error
+
+
 def test_run_refuses_the_same_before_anything_starts(job, tmp_path, capsys):
     assert cli.main(["run", *job, "--set", "seed=x"]) == 2
     assert "seed: must be a 64-bit integer, got 'x' (from --set seed=x)" in capsys.readouterr().err
@@ -135,3 +162,12 @@ def test_the_job_script_is_the_run_command(job):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == 2
     assert done.stderr == "eagle-ray: seed: must be a 64-bit integer, got 'x' (from --set seed=x)\n"
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command):
+    if command == "run":
+        (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
+    line = f"{sys.executable} -m eagle_ray.cli {command} {' '.join(job)} --set logging.level=error; echo $? >&2"
+    done = subprocess.run(["bash", "-c", f"({line}) | true"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stderr == "141\n"

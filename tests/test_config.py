@@ -77,6 +77,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(setting, wanted):
         ("sampling.top_p=0", "above 0, at most 1"),
         ("sampling.stop=['']", "a list of strings, none of them empty, got ['']"),
         ("sampling=4", "a section with keys of its own, got 4"),
+        ("sampling.n=1025", "a number of samples per row, 1 to 1024, got 1025"),
         ("speculative.max_nodes=0", "an integer, 1 or more, got 0"),
         ("speculative.method=eagle4", "eagle2, eagle3"),
         ("execution.actors={min: 3, max: 1}", "{min: A, max: B} with A at most B, got {'min': 3, 'max': 1}"),
@@ -84,6 +85,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(setting, wanted):
         ("seed=18446744073709551616", "a 64-bit integer"),
         ("input.passthrough=some", "all, none or a list of column names, got 'some'"),
         ("model.chat_template=nowhere.jinja", "got 'nowhere.jinja'"),
+        ("model.target=" + "a" * 5000, "a local directory"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(setting, allowed):
@@ -165,6 +167,39 @@ def test_the_embedded_head_goes_with_the_embedded_target_only():
     assert "model.draft: missing; method eagle2 needs a draft head for org/model" in refusal("model.target=org/model")
 
 
+@pytest.mark.parametrize("text", ["2024-99-99", "0x_", "!!bool maybe"])
+def test_a_scalar_that_yaml_cannot_read_is_itself_or_names_the_file(tmp_path, text):
+    assert load(f"name={text}").name == text
+    assert load(env={"EAGLE_RAY__NAME": text}).name == text
+    job = write(tmp_path / "job.yaml", f"name: {text}")
+    assert f"{job} is not valid YAML" in refusal(path=job)
+
+
+def test_a_chat_template_is_a_readable_text(tmp_path):
+    (tmp_path / "bad.jinja").write_bytes(b"\xff")
+    assert "which is not UTF-8 text" in refusal(f"model.chat_template={tmp_path}/bad.jinja")
+    assert "(Is a directory)" in refusal(f"model.chat_template={tmp_path}")
+    assert "(No such file or directory)" in refusal(f"model.chat_template={tmp_path}/nowhere.jinja")
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "target").mkdir()
+    config = load("output.path=~/runs", "model.target=~/target", "model.draft=org/head")
+    assert (config.output.path, config.model.target) == (f"{tmp_path}/runs", f"{tmp_path}/target")
+
+
+def test_a_name_that_can_be_no_model_is_refused_with_the_nearest(tmp_path):
+    message = refusal("model.target=embedded:tinny")
+    assert message.startswith(
+        "model.target: must be embedded:tiny, a local directory or a hub id such as org/name, got"
+    )
+    assert message.endswith("did you mean embedded:tiny?")
+    (tmp_path / "target").mkdir()
+    assert f"did you mean {tmp_path}/target?" in refusal(f"model.target={tmp_path}/targte")
+    assert "model.draft: must be embedded:tiny" in refusal("model.target=org/model", f"model.draft={tmp_path}/head")
+
+
 def test_local_models_are_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
@@ -206,6 +241,8 @@ def test_a_row_obeys_the_rules_of_the_job():
         "stop": ["x"],
         "seed": -5,
     }
+    with pytest.raises(ValueError, match="column 'n' must be a number of samples per row, 1 to 1024, got 1025"):
+        check_row_sampling({"n": 1025})
     with pytest.raises(ValueError, match="column 'max_tokens' must be an integer, 1 or more, got 0"):
         check_row_sampling({"max_tokens": 0})
 

@@ -35,3 +35,7 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
 def test_the_demos_settings_are_those_of_its_configuration_file(tmp_path):
     file = load_config(CONFIGS / "demo.yaml", env={}).model_dump(mode="json")
     assert changed_keys(file, demo_config(tmp_path, "eagle2").model_dump(mode="json")) == []
+
+
+def test_an_output_that_cannot_be_made_is_exit_2():
+    assert run_demo(Path("/dev/null/x")) == 2

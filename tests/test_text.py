@@ -76,6 +76,16 @@ def test_what_the_template_refuses_is_the_rows_error(text):
     assert error.value.code == "bad_messages"
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content + 1 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_whatever_a_template_raises_is_the_rows_error(tmp_path, directory, template):
+    (tmp_path / "mine.jinja").write_text(template)
+    with pytest.raises(RequestError, match=r"refuses these messages: (TypeError|RecursionError)") as error:
+        Text.load(directory, str(tmp_path / "mine.jinja")).encode_chat(HI)
+    assert error.value.code == "bad_messages"
+
+
 def test_a_template_may_come_from_a_file(tmp_path, directory):
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     assert Text.load(directory, str(tmp_path / "mine.jinja")).render_chat(HI) == "[Hi]"

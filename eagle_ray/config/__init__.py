@@ -1,4 +1,4 @@
-"""The configuration of a job: what its keys mean (``job``) and how they are put together (``load``)."""
+"""The configuration of a job: what its keys mean (``job``) and how they are put together (``load``, ``models``)."""
 
 from eagle_ray.config.job import (
     ColumnsConfig,

@@ -61,9 +61,12 @@ class InputConfig(Section):
 class ModelConfig(Section):
     """The target and its draft head. A head that is not named is the embedded one where the target is, else null."""
 
-    target: Name = Field(default="embedded:tiny", description="embedded:tiny, a local directory or a hub id")
+    target: Name = Field(
+        default="embedded:tiny", description="embedded:tiny, a local directory or a hub id such as org/name"
+    )
     draft: Name | None = Field(
-        default=None, description="embedded:tiny, a local directory, a hub id, or null with method none"
+        default=None,
+        description="embedded:tiny, a local directory, a hub id such as org/name, or null with method none",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"
@@ -108,7 +111,7 @@ class SamplingConfig(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="a number between 0 (off) and 1")
     max_tokens: PositiveInt = Field(default=256, description="an integer, 1 or more")
     stop: Names = Field(default=[], description="a list of strings, none of them empty")
-    n: PositiveInt = Field(default=1, description="a number of samples per row, 1 or more")
+    n: Annotated[int, Field(ge=1, le=1024)] = Field(default=1, description="a number of samples per row, 1 to 1024")
     ignore_eos: bool = Field(default=False, description="true or false")
     logprobs: bool = Field(default=False, description="true or false")
 

@@ -20,8 +20,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from eagle_ray.config.job import ConfigError, JobConfig
+from eagle_ray.config.models import check_models, with_local_paths
 
 ENV_PREFIX = "EAGLE_RAY__"
+NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
 # Keys whose other values are described in the schema but belong to later releases.
 BUILT: dict[str, tuple[Any, ...]] = {
@@ -64,7 +66,9 @@ def load_config(
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, settings))) from None
     _refuse_unbuilt(config, settings)
-    return _with_absolute_model(config)
+    config = with_local_paths(config)
+    check_models(config)
+    return config
 
 
 class _Loader(yaml.SafeLoader):
@@ -91,6 +95,8 @@ def _from_file(path: Path) -> list[Setting]:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except NO_YAML as error:
+        raise ConfigError(f"{path} is not valid YAML: {error} (quote what is meant as text)") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as input: and output:, got {type(tree).__name__}")
     return list(_flatten("", tree, str(path)))
@@ -113,10 +119,10 @@ def _from_sets(sets: Iterable[str]) -> list[Setting]:
 
 
 def _yaml_value(text: str) -> Any:
-    """The text read as YAML; text that is no YAML, such as *.jsonl, is itself."""
+    """The text read as YAML; text that is no YAML, such as *.jsonl or 2024-99-99, is itself."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except NO_YAML:
         return text
 
 
@@ -230,20 +236,3 @@ def _refuse_unbuilt(config: JobConfig, settings: list[Setting]) -> None:
     for key, path in [*(("input.path", p) for p in paths), ("output.path", config.output.path)]:
         if "://" in path:
             raise ConfigError(f"{key}: {path!r} is not built yet; this release reads and writes local paths")
-    if config.speculative.method != "none" and config.model.draft is None:
-        raise ConfigError(
-            f"model.draft: missing; method {config.speculative.method} needs a draft head for {config.model.target} "
-            "(speculative.method: none decodes without one)"
-        )
-
-
-def _with_absolute_model(config: JobConfig) -> JobConfig:
-    """Local model paths, made absolute: the actors that open them run in another working directory."""
-    model = config.model
-    found = {name: getattr(model, name) for name in ("target", "draft", "chat_template")}
-    absolute = {name: str(Path(path).absolute()) for name, path in found.items() if path and Path(path).exists()}
-    if model.chat_template not in ("auto", "none") and "chat_template" not in absolute:
-        raise ConfigError(
-            f"model.chat_template: must be {_allowed('model.chat_template')}, got {model.chat_template!r}"
-        )
-    return config.model_copy(update={"model": model.model_copy(update=absolute)})

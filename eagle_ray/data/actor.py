@@ -10,6 +10,7 @@ a raised error's retry back to the same broken engine. Does not know rows or fil
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import NoReturn
@@ -24,6 +25,8 @@ from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.errors import EngineError
 
+OUT_OF_MEMORY = re.compile("alloc|out of memory", re.IGNORECASE)  # torch says either, in a RuntimeError
+SMALLER = "set execution.slots, speculative.max_nodes or model.max_model_len to less"
 LAST_WORDS_S = 10
 UNTIL_THE_DRIVER_ENDS_S = 60
 
@@ -33,12 +36,12 @@ class EngineActor:
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
         progress.start.remote()
-        from eagle_ray.data.worker import Worker  # torch and transformers: the driver names this class without them
-
         self._progress = progress
         try:
+            from eagle_ray.data.worker import Worker  # torch and transformers: the driver names this class without them
+
             self._worker = Worker(config, run, passthrough, threads)
-        except (ConfigError, EngineError) as error:
+        except Exception as error:  # whatever it is, the next worker would meet it too
             ray.get(progress.fail.remote(_for_the_user(error)), timeout=LAST_WORDS_S)
             time.sleep(UNTIL_THE_DRIVER_ENDS_S)  # raised at once, it would come out as a page of Ray's traceback
             raise
@@ -62,6 +65,12 @@ class EngineActor:
         os._exit(1)
 
 
-def _for_the_user(error: ConfigError | EngineError) -> Exception:
-    """As the driver will raise it."""
-    return error if isinstance(error, ConfigError) else ClusterError(f"a worker cannot start: {error}")
+def _for_the_user(error: Exception) -> Exception:
+    """As the driver will raise it: in one line, and of a class that it knows without torch."""
+    if isinstance(error, ConfigError):
+        return error
+    reason = str(error).strip().partition("\n")[0]
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(reason)):
+        return ClusterError(f"a worker cannot start, its memory is too small ({reason or 'MemoryError'}): {SMALLER}")
+    name = "" if isinstance(error, EngineError) else f"{type(error).__name__}: "
+    return ClusterError(f"a worker cannot start: {name}{reason}")

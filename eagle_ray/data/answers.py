@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.ledger import num_samples
-from eagle_ray.data.samples import Row, prompt_text_of, stops_of
+from eagle_ray.data.samples import Row, message_of, prompt_text_of, stops_of
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.text import Text
@@ -55,7 +55,7 @@ class OutputRows:
         """One row per sample that was asked for, so that a bad row's id is as done as a good one's."""
         prompt = request["prompt"] if self.config.output.store_prompt else None
         shared = self._shared(request) | {"status": "error", "prompt": prompt}
-        shared |= {"error_code": error.code, "error_message": str(error)}
+        shared |= {"error_code": error.code, "error_message": message_of(request, error)}
         return [shared | {"sample_index": j} for j in range(num_samples(request, self.config))]
 
     def _shared(self, request: Row) -> Row:

@@ -12,9 +12,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
+import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import ray
 
@@ -24,6 +28,7 @@ from eagle_ray.data.ray_environment import LOCAL
 from eagle_ray.data.stops import ClusterError
 
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
+ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
 LOCAL_OPTIONS = {
     "include_dashboard": False,
     "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
@@ -48,16 +53,46 @@ def connect(address: str) -> None:
     """
     if ray.is_initialized():
         return
+    _check_answers(address)
     options = LOCAL_OPTIONS if address == LOCAL else {}
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        with _core_unheard():
+        with _core_unheard(), _sigterm_kept():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"no Ray cluster at {address!r} (execution.ray_address): {error}; "
             "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
         ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raises ClusterError where nothing listens at an address that names a port; Ray looks for the others itself."""
+    try:
+        url = urlsplit(address if "://" in address else f"//{address}")
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise ClusterError(f"execution.ray_address: {address!r} is not an address: {error}") from None
+    if host is None or port is None:
+        return
+    try:
+        socket.create_connection((host, port), timeout=ANSWERS_WITHIN_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"execution.ray_address: nothing answers at {address!r} ({error}): start the cluster there, or set it to "
+            "local"
+        ) from error
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, to end the process there and then; the job has words to say before it ends."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

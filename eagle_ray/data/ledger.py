@@ -10,6 +10,7 @@ the end; an id found twice is written down to one. Does not know Ray, the input 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ import pyarrow.parquet as pq
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY
-from eagle_ray.data.stops import OutputMismatch
+from eagle_ray.data.stops import OutputDamaged, OutputMismatch
 
+PART = re.compile(r"part-\d{3,}-\d{6}\.parquet")  # the names that the sink gives
 SamplesOf = Callable[[str], int]
 """How many samples an id is to have."""
 
@@ -36,7 +38,7 @@ class Ledger:
 
     @classmethod
     def read(cls, data: Path) -> Ledger:
-        """Raises OutputMismatch for a file that another major version, or somebody else, wrote."""
+        """Raises OutputMismatch for a file that another major version, or somebody else, wrote, or that is damaged."""
         files = sorted(data.glob("*.parquet"))
         return cls(files, [_rows_by_id(file) for file in files])
 
@@ -64,12 +66,41 @@ def without_ids(file: Path, ids: set[str]) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table["request_id"], pa.array(sorted(ids), pa.string()))))
 
 
+def own_files(data: Path) -> list[Path]:
+    """Every Parquet file of a run's, whatever its version; raises OutputMismatch where one is somebody else's."""
+    files = sorted(data.glob("*.parquet"))
+    if foreign := [str(file) for file in files if not _is_own(file)]:
+        raise OutputMismatch(
+            f"{', '.join(foreign)} was not made by eagle-ray, nothing was deleted: move it away, or choose another "
+            "output.path"
+        )
+    return files
+
+
+def _is_own(file: Path) -> bool:
+    """By its schema's version; a damaged file by its name."""
+    try:
+        return VERSION_KEY in (pq.read_schema(file).metadata or {})
+    except (pa.ArrowException, OSError):
+        return PART.fullmatch(file.name) is not None
+
+
 def _rows_by_id(file: Path) -> dict[str, int]:
+    try:
+        ids = _ids_in(file)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise OutputDamaged(
+            f"{file} is damaged ({reason}): delete it and its rows are made again, or start anew with --overwrite"
+        ) from error
+    return {entry["values"]: entry["counts"] for entry in pc.value_counts(ids).to_pylist()}
+
+
+def _ids_in(file: Path) -> pa.ChunkedArray:
     with pq.ParquetFile(file) as parquet:
         version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
         if version != SCHEMA_VERSION:
             raise OutputMismatch(
                 f"{file} has schema version {version}, not {SCHEMA_VERSION}: choose another output.path"
             )
-        ids = parquet.read(columns=["request_id"])["request_id"]
-    return {entry["values"]: entry["counts"] for entry in pc.value_counts(ids).to_pylist()}
+        return parquet.read(columns=["request_id"])["request_id"]

@@ -8,6 +8,7 @@ Does not know configuration files, exit codes or what stood there before; ``eagl
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Set as AbstractSet
 
 import ray
@@ -30,6 +31,7 @@ log = logging.getLogger("eagle_ray")
 
 CALLS_PER_ACTOR = 8  # batches in flight; with batches of half the slots, each slot has four rows to choose from
 FEWEST_FILES = 8  # of a small job: what is done is on disk before all of it is
+RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 DEATHS_PER_WORKER = 3  # Ray restarts a dead worker for ever: more than this is a fault, not an accident
 
 
@@ -71,15 +73,26 @@ def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
     try:
         dataset.write_datasink(sink)
     except RayError as error:
-        reason = getattr(error, "cause", None) or error
+        reason = _innermost(error)
         if isinstance(reason, JobStopped):
             raise reason from None
-        raise ClusterError(f"a worker failed: {_last_line(reason)}") from error
+        raise ClusterError(f"a worker failed: {_what_happened(reason)}") from error
 
 
-def _last_line(error: Exception) -> str:
-    """Ray's texts are whole tracebacks; what happened stands at their end."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+def _innermost(error: Exception) -> Exception:
+    """What was raised first: Ray wraps it once per hand that it goes through."""
+    while isinstance(cause := getattr(error, "cause", None), Exception):
+        error = cause
+    return error
+
+
+def _what_happened(error: Exception) -> str:
+    """The exception's own line in Ray's text, which is a whole traceback, often with advice on retries after it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not isinstance(error, RayError):
+        return f"{type(error).__name__}: {lines[0]}"
+    raised = [line for line in lines if RAISED.match(line)]
+    return raised[-1] if raised else lines[0]
 
 
 def _pool(workers: Workers) -> ActorPoolStrategy:

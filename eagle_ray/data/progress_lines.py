@@ -104,7 +104,10 @@ class ProgressLines:
     def _tell(self, progress: Progress) -> None:
         facts = self._facts(progress)
         log.info(_line(facts))
-        write_json(self._run.output / PROGRESS, facts)
+        try:
+            write_json(self._run.output / PROGRESS, facts)
+        except OSError as error:  # the rows matter, not this
+            log.warning("%s cannot be written: %s", PROGRESS, error)
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         """Everything the line says, and ``_progress.json`` with it."""

@@ -16,7 +16,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -27,11 +27,13 @@ from uuid import uuid4
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
 from eagle_ray.data.atomic import read_json, remove_temp_files, write_json
 from eagle_ray.data.input.files import InputFile
-from eagle_ray.data.stops import OutputBusy, OutputMismatch, Overtaken
+from eagle_ray.data.ledger import own_files
+from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, OutputMismatch, Overtaken
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
 SUCCESS, LOCK, DATA = "_SUCCESS", "_lock", "data"
 FORMAT_VERSION = 1  # of _run.json
+KEYS = {"run_id", "attempt", "config", "inputs", "attempts"}  # of _run.json, without which it cannot be gone on from
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 
 
@@ -53,10 +55,37 @@ class Run:
 
     def check_current(self) -> None:
         """Raises Overtaken unless ``_run.json`` still names this attempt."""
-        record = read_json(self.output / RUN)
+        record = read_record(self.output)
         if record is None or (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
             found = "nothing" if record is None else f"run {record['run_id']} attempt {record['attempt']}"
             raise Overtaken(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
+
+
+def output_of(config: JobConfig) -> Path:
+    """The output directory, absolute: workers run in another working directory."""
+    return Path(config.output.path).expanduser().absolute()
+
+
+def read_record(output: Path) -> dict[str, Any] | None:
+    """What ``_run.json`` says, or None where there is none. Raises OutputDamaged where it cannot be read."""
+    remedy = f"put it back from a copy, choose another output.path, or start anew with --overwrite (deletes {DATA}/)"
+    try:
+        record = read_json(output / RUN)
+    except ValueError as error:
+        raise OutputDamaged(f"{output / RUN} is damaged ({error}): {remedy}") from None
+    if record is not None and not (isinstance(record, dict) and record.keys() >= KEYS):
+        raise OutputDamaged(f"{output / RUN} is damaged (not a run's record): {remedy}")
+    return record
+
+
+@contextmanager
+def naming_output(output: Path) -> Iterator[None]:
+    """What the system refuses becomes a ConfigError that names output.path."""
+    try:
+        yield
+    except OSError as error:
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        raise ConfigError(f"output.path: cannot write to {error.filename or output}: {reason}") from error
 
 
 @contextmanager
@@ -65,7 +94,9 @@ def lock_output(output: Path) -> Iterator[None]:
 
     The system frees the lock when the driver dies, however it dies.
     """
-    output.mkdir(parents=True, exist_ok=True)
+    with naming_output(output):
+        output.mkdir(parents=True, exist_ok=True)
+        (output / LOCK).touch()
     with open(output / LOCK, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,19 +112,23 @@ def lock_output(output: Path) -> Iterator[None]:
 def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
     """Start an attempt at config.output.path, whose lock the caller holds.
 
-    Raises ConfigError where there is output and if_exists is fail, OutputMismatch where it is not this job's.
+    Raises ConfigError where there is output and if_exists is fail, or where it cannot be written, OutputMismatch where
+    it is not this job's.
     """
-    output = Path(config.output.path).absolute()
+    with naming_output(output := output_of(config)):
+        return _open_run(output, config, input_files)
+
+
+def _open_run(output: Path, config: JobConfig, input_files: Iterable[InputFile]) -> Run:
     files = {file.path: {"size": file.size, "mtime_ns": file.mtime_ns} for file in input_files}
-    old = read_json(output / RUN)
+    if config.output.if_exists == "overwrite":
+        return _begin_attempt(_replacing_record(output, config), config, files)
+    old = read_record(output)
     if old is None:
         _check_no_foreign_data(output)
         record = _new_record(config, attempt=0)
     elif config.output.if_exists == "fail":
         raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'")
-    elif config.output.if_exists == "overwrite":
-        _remove_run(output)
-        record = _new_record(config, attempt=old["attempt"])
     else:
         _check_same_job(output, old, config, files)
         record = old
@@ -110,8 +145,15 @@ def noting_outcome(run: Run) -> Iterator[None]:
         outcome = f"{type(error).__name__}: {error}".rstrip(": ")
         raise
     finally:
-        record = read_json(run.output / RUN)
-        record["attempts"][-1] |= {"finished_at": _now(), "outcome": outcome}
+        _note(run, {"finished_at": _now(), "outcome": outcome})
+
+
+def _note(run: Run, facts: dict[str, str]) -> None:
+    """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
+    with suppress(JobStopped, OSError):
+        run.check_current()
+        record = read_record(run.output)
+        record["attempts"][-1] |= facts
         write_json(run.output / RUN, record)
 
 
@@ -127,9 +169,19 @@ def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
     }
 
 
+def _replacing_record(output: Path, config: JobConfig) -> dict[str, Any]:
+    """A new run's record, once what the old run wrote is deleted."""
+    try:
+        old = read_record(output)
+    except OutputDamaged:  # a new run_id alone fences every earlier writer
+        old = None
+    _remove_run(output)
+    return _new_record(config, attempt=old["attempt"] if old else 0)
+
+
 def _begin_attempt(record: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> Run:
     """The number goes up before anything is read: from here on no earlier writer publishes."""
-    output = Path(config.output.path).absolute()  # workers run in another working directory
+    output = output_of(config)
     record["attempt"] += 1
     record["config"], record["config_hash"] = config.model_dump(mode="json"), config_hash(config)
     record["inputs"] |= files
@@ -147,8 +199,8 @@ def _begin_attempt(record: dict[str, Any], config: JobConfig, files: dict[str, A
 def _check_same_job(output: Path, old: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> None:
     """A resume must ask for the same completions of the same rows."""
     remedy = "choose another output.path, or --overwrite"
-    if old["format_version"] != FORMAT_VERSION:
-        raise OutputMismatch(f"{output}/{RUN} has format {old['format_version']}, this is {FORMAT_VERSION}: {remedy}")
+    if (found := old.get("format_version")) != FORMAT_VERSION:
+        raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {remedy}")
     new = config.model_dump(mode="json")
     if keys := changed_keys(old["config"], new):
         changes = "".join(f"\n  {key}: was {_at(old['config'], key)!r}, now {_at(new, key)!r}" for key in keys)
@@ -165,7 +217,7 @@ def _check_no_foreign_data(output: Path) -> None:
 
 def _remove_run(output: Path) -> None:
     """Delete what a run writes, and nothing else; ``_run.json`` is replaced by the next attempt's."""
-    for path in [*(output / DATA).glob("part-*.parquet"), *(output / name for name in (PROGRESS, SUMMARY, SUCCESS))]:
+    for path in [*own_files(output / DATA), *(output / name for name in (PROGRESS, SUMMARY, SUCCESS))]:
         path.unlink(missing_ok=True)
 
 

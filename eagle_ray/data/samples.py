@@ -23,8 +23,8 @@ from eagle_ray.text import Text
 Row = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
-def sequences_of(row: Row, config: JobConfig, text: Text | None) -> list[Sequence]:
-    """The row's n samples, in order. Raises RequestError where the row cannot be answered.
+def sequences_of(row: Row, config: JobConfig, text: Text | None, n: int | None = None) -> list[Sequence]:
+    """The row's first n samples (None: all it asks for), in order. Raises RequestError where it cannot be answered.
 
     text: the target's tokenizer, or None where it has none; then only prompt_token_ids without `stop` can be answered.
     """
@@ -38,8 +38,13 @@ def sequences_of(row: Row, config: JobConfig, text: Text | None) -> list[Sequenc
             sampling=_sampling(row, config, seed_of(row, config.seed, j)),
             stop_check=_tokenizer(text, "stop").stop_check(stops) if stops else None,
         )
-        for j in range(num_samples(row, config))
+        for j in range(num_samples(row, config) if n is None else n)
     ]
+
+
+def message_of(row: Row, error: RequestError) -> str:
+    """What is wrong with the row, behind its file and row number, which the source already wrote where it found it."""
+    return str(error) if row["error_code"] else f"{row['source_file']}, row {row['row_index']}: {error}"
 
 
 def stops_of(row: Row, config: JobConfig) -> list[str]:

@@ -36,3 +36,7 @@ class OutputMismatch(JobStopped):
     """The output directory belongs to another configuration or input."""
 
     exit_code = 6
+
+
+class OutputDamaged(OutputMismatch):
+    """A file of the output cannot be read back."""

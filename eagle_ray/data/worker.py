@@ -9,9 +9,12 @@ A bad row becomes an error row; nothing but a dead engine is raised. Does not kn
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -25,10 +28,11 @@ from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine, EngineCounters
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.errors import RequestError
+from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.pair import Pair, build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 
+log = logging.getLogger("eagle_ray")
 WARM_UP_TOKENS = 16
 
 
@@ -53,7 +57,7 @@ class Worker:
     async def answer(self, requests: pa.Table) -> pa.Table:
         """A row for each sample of each request, in order. Raises EngineError once the engine is dead."""
         answers = await asyncio.gather(*(self._answer(request) for request in requests.to_pylist()))
-        return table_of([row for answer in answers for row in answer], self._schema)
+        return pa.concat_tables([self._schema.empty_table(), *answers]).combine_chunks()
 
     def counters(self) -> EngineCounters:
         return self._engine.counters()
@@ -61,13 +65,30 @@ class Worker:
     def close(self) -> None:
         self._engine.close()
 
-    async def _answer(self, request: Row) -> list[Row]:
+    async def _answer(self, request: Row) -> pa.Table:
         try:
-            sequences = sequences_of(request, self._config, self._text)
+            with _as_row_error(request):
+                sequences = sequences_of(request, self._config, self._text)
             await asyncio.gather(*(self._engine.generate(sequence) for sequence in sequences))
+            with _as_row_error(request):
+                return table_of(self._rows.of(request, sequences), self._schema)
         except RequestError as error:
-            return self._rows.of_error(request, error)
-        return self._rows.of(request, sequences)
+            return table_of(self._rows.of_error(request, error), self._schema)
+
+
+@contextmanager
+def _as_row_error(request: Row) -> Iterator[None]:
+    """What one row's own words bring about is that row's error, whatever it is.
+
+    The one broad catch: tokenizers and templates run over any text, and a row must never end the job for the others.
+    """
+    try:
+        yield
+    except (RequestError, EngineError):
+        raise
+    except Exception as error:
+        log.exception("row %s: internal error", request["request_id"])
+        raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
 def _warm_up(engine: Engine) -> None:

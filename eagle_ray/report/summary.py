@@ -131,8 +131,22 @@ def _groups_of(file: Path, by: str | None) -> list[tuple[str, Group]]:
     table = pq.read_table(file, columns=COLUMNS + ([by] if by else []), partitioning=None)
     if by is None:
         return [("", Group.of(table))]
-    keys = pc.fill_null(table[by].cast(pa.string()), "")
+    keys = _texts(table[by])
     return [(key, Group.of(table.filter(pc.equal(keys, key)))) for key in pc.unique(keys).to_pylist()]
+
+
+def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The values as text, null as "": a group's name, whatever the column that was carried holds."""
+    try:
+        return pc.fill_null(column.cast(pa.string()), "")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # bytes that are no UTF-8, nested values
+        return pa.chunked_array([[_text(value) for value in column.to_pylist()]], pa.string())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return "" if value is None else str(value)
 
 
 def _tally(column: pa.ChunkedArray) -> Counter[str]:

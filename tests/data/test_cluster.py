@@ -1,10 +1,14 @@
 """How many engines a cluster carries, and how rows are shared out among them."""
 
-import pytest
+import socket
 
-from eagle_ray.config import ExecutionConfig
-from eagle_ray.data.cluster import Workers, plan_workers
-from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size
+import pytest
+from ray.exceptions import RayError
+
+from eagle_ray.config import ConfigError, ExecutionConfig
+from eagle_ray.data.actor import SMALLER, _for_the_user
+from eagle_ray.data.cluster import Workers, _check_answers, plan_workers
+from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
 from eagle_ray.data.stops import ClusterError
 
 
@@ -46,3 +50,45 @@ def test_what_is_in_flight_fills_the_slots_several_times_over(slots):
 def test_few_rows_are_spread_over_all_actors():
     assert _batch_size(slots=16, actors=4, num_rows=16) == 2
     assert _batch_size(slots=16, actors=4, num_rows=1) == 1
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_an_address_where_nothing_listens_is_refused_at_once(form):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = form.format(f"127.0.0.1:{server.getsockname()[1]}")
+        _check_answers(address)
+    with pytest.raises(ClusterError, match=r"execution\.ray_address: nothing answers"):
+        _check_answers(address)
+
+
+@pytest.mark.parametrize("address", ["auto", "local"])
+def test_words_are_no_addresses(address):
+    _check_answers(address)
+
+
+TRACEBACK = """ray::Map(EngineActor)() (pid=7)
+  File "worker.py", line 3, in answer
+    raise ValueError("no")
+ValueError: no room for 3 rows
+This task will not be retried: set max_retries to let Ray retry it."""
+
+
+def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
+    assert _what_happened(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
+    assert _what_happened(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
+    assert _what_happened(KeyError()) == "KeyError: KeyError"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError(), SMALLER),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"), SMALLER),
+        (IndexError("list index out of range"), "a worker cannot start: IndexError: list index out of range"),
+    ],
+)
+def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
+    told = _for_the_user(error)
+    assert isinstance(told, ClusterError) and says in str(told) and "\n" not in str(told)
+    refused = ConfigError("model.target: no")
+    assert _for_the_user(refused) is refused

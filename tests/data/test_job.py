@@ -1,11 +1,13 @@
 """The job as a whole: every id once, whatever happened on the way."""
 
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -29,6 +31,7 @@ print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 """
 
 
+INTERRUPTED = "130 ['ray', 'torch', 'transformers']\n"
 SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20}
 
 
@@ -44,6 +47,16 @@ def rows_of(config: JobConfig) -> list[dict]:
 
 def ids_of(config: JobConfig) -> list[str]:
     return sorted(row["request_id"] for row in rows_of(config))
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the job says, in order."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("eagle_ray").addHandler(handler)
+    yield said
+    logging.getLogger("eagle_ray").removeHandler(handler)
 
 
 def start_driver(config: JobConfig) -> subprocess.Popen:
@@ -130,23 +143,74 @@ def test_too_many_error_rows_are_exit_code_4_and_no_success(done):
     assert len(rows_of(done)) == 62 and not Path(done.output.path, "_SUCCESS").exists()
 
 
-def test_a_model_that_is_not_there_is_a_configuration_error(ray_session, make_job, tmp_path):
-    assert run_job(make_job(token_rows(2), **{"model.target": str(tmp_path / "nowhere")})) == 2
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"target": "/nowhere"}, "model.target: '/nowhere'"),
+        ({"draft": "/nowhere"}, "model.draft: '/nowhere'"),
+        ({"draft": "embedded:tiny"}, "the head's hidden_size is 256 and the target's is 64"),
+        ({"max_model_len": 10**9}, "model.max_model_len: 1000000000 is more than"),
+    ],
+)
+def test_models_that_cannot_work_are_named_in_one_line(make_job, model, says, messages):
+    config = with_changes(make_job(token_rows(2)), model=model)
+    assert run_job(config) == 2
+    assert says in messages[-1] and "\n" not in messages[-1]
+    assert not Path(config.output.path).exists()
+
+
+def test_models_are_looked_at_before_overwriting_deletes_anything(done):
+    before = ids_of(done)
+    wrong = with_changes(done, output={"if_exists": "overwrite"}, model={"target": "/nowhere"})
+    assert run_job(wrong) == 2
+    assert ids_of(done) == before and run_job(done) == 0
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "{tmp}/file", "{tmp}/dangling"])
+def test_an_output_that_cannot_be_made_is_named_in_one_line(make_job, tmp_path, place, messages):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").mkdir()
+    (tmp_path / "dangling" / "data").symlink_to(tmp_path / "nothing" / "there")
+    place = place.format(tmp=tmp_path)
+    assert run_job(make_job(token_rows(2), **{"output.path": place})) == 2
+    assert f"output.path: cannot write to {place}" in messages[-1]
+
+
+def test_a_damaged_part_file_is_named_with_the_remedy(done, messages):
+    before, first = ids_of(done), sorted(Path(done.output.path, "data").iterdir())[0]
+    first.write_bytes(first.read_bytes()[:-20])
+    assert run_job(done) == 6
+    assert f"{first} is damaged" in messages[-1] and "delete it" in messages[-1]
+    first.unlink()
+    assert run_job(done) == 0 and ids_of(done) == before
+
+
+def test_a_damaged_progress_file_stops_nothing(done):
+    (Path(done.output.path) / "_progress.json").write_text('{"rows')
+    assert run_job(done) == 0
+    assert read_json(Path(done.output.path) / "_summary.json")["last_work"] is None
+
+
+def test_an_output_in_the_home_directory(done, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_job(with_changes(done, output={"path": "~/out"})) == 0
+    assert not Path("~").exists()
 
 
 def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_session, make_job):
     rows = token_rows(24)
     config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
-    for number, last_words in ((signal.SIGINT, ["130", "['ray']"]), (signal.SIGKILL, [])):
+    for number, last_words in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, "")):
         driver = start_driver(config)
         wait_for_another_file(config)
         driver.send_signal(number)
         out, err = driver.communicate(timeout=60)
-        assert out.split() == last_words, err
+        assert out == last_words, err
+        assert "Traceback" not in err and ("the same command goes on" in err) == (number != signal.SIGKILL)
         assert not Path(config.output.path, "_SUCCESS").exists()
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
-    assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
+    assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3, 4}
 
 
 def test_a_hopeless_job_is_given_up():

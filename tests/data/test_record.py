@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.atomic import read_json
 from eagle_ray.data.input.plan import plan_input
 from eagle_ray.data.record import RUN, Run, lock_output, noting_outcome, open_run
-from eagle_ray.data.stops import OutputBusy, OutputMismatch, Overtaken
+from eagle_ray.data.schema import output_schema
+from eagle_ray.data.stops import OutputBusy, OutputDamaged, OutputMismatch, Overtaken
 from tests.conftest import token_rows
 
 HOLD = """
@@ -109,3 +111,37 @@ def test_how_an_attempt_ended_is_noted(make_job):
     with pytest.raises(KeyboardInterrupt), noting_outcome(run):
         raise KeyboardInterrupt
     assert read_json(run.output / RUN)["attempts"][-1]["outcome"] == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", ""])
+def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
+    first = start(make_job(token_rows(2)))
+    (first.output / RUN).write_text(text)
+    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged .*--overwrite"):
+        start(make_job())
+    second = start(make_job(**{"output.if_exists": "overwrite"}))
+    assert second.run_id != first.run_id
+    second.check_current()
+
+
+def test_overwriting_deletes_files_of_any_name_that_carry_our_version(make_job):
+    first = start(make_job(token_rows(2)))
+    pq.write_table(output_schema([]).empty_table(), first.data / "moved.parquet")
+    assert list(start(make_job(**{"output.if_exists": "overwrite"})).data.iterdir()) == []
+
+
+def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job):
+    first = start(make_job(token_rows(2)))
+    pq.write_table(output_schema([]).empty_table(), first.data / "part-001-000000.parquet")
+    pq.write_table(output_schema([]).empty_table().replace_schema_metadata({}), first.data / "theirs.parquet")
+    with pytest.raises(OutputMismatch, match=r"data/theirs\.parquet was not made by eagle-ray"):
+        start(make_job(**{"output.if_exists": "overwrite"}))
+    assert len(list(first.data.iterdir())) == 2
+    first.check_current()
+
+
+def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
+    run = start(make_job(token_rows(2)))
+    with pytest.raises(ZeroDivisionError), noting_outcome(run):
+        (run.output / RUN).write_text("{")
+        raise ZeroDivisionError

@@ -32,6 +32,12 @@ def test_a_rows_own_sampling_wins_over_the_jobs(make_job):
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.0, 9, 3)
 
 
+def test_validate_may_ask_for_the_first_sample_only(make_job):
+    first, *_ = sequences_of(request(prompt_token_ids=[1], n=3), make_job(), None)
+    (alone,) = sequences_of(request(prompt_token_ids=[1], n=3), make_job(), None, n=1)
+    assert (alone.request_id, alone.sampling) == (first.request_id, first.sampling)
+
+
 @pytest.mark.parametrize("columns", [{"prompt": "Hi"}, {"messages": "[]"}, {"prompt_token_ids": [1], "stop": ["."]}])
 def test_text_needs_a_tokenizer(make_job, columns):
     with pytest.raises(RequestError, match="has no tokenizer") as error:

@@ -1,6 +1,7 @@
 """A worker on its own: good rows and bad ones, the acceptance laws, seeds, and what is stored."""
 
 import asyncio
+import importlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -82,6 +83,29 @@ def test_bad_rows_become_error_rows_and_the_others_are_answered(make_job):
     assert codes["good"] is None and codes["text"] == "no_tokenizer" and codes["long"] == "prompt_too_long"
     assert all(codes[id] for id in ("none", "hot", "wild"))
     assert [row["topic"] for row in found[:4]] == ["a", "a", "b", "b"]
+
+
+def test_an_error_the_engine_found_names_file_and_row(make_job, tmp_path):
+    rows = [{"id": "long", "prompt_token_ids": [1] * 600}, {"id": "none"}]
+    long, none = answers(make_job(rows, **{"model.max_model_len": 500}))
+    assert long["error_message"].startswith(f"{tmp_path}/in.jsonl, row 0: the prompt has 600 tokens")
+    assert none["error_message"].count(f"{tmp_path}/in.jsonl, row 1") == 1
+
+
+@pytest.mark.parametrize("broken", ["eagle_ray.data.samples.prompt_ids_of", "eagle_ray.data.answers._acceptance"])
+def test_an_unexpected_error_over_one_row_is_that_rows_error(make_job, monkeypatch, broken):
+    module, _, name = broken.rpartition(".")
+    works, calls = getattr(importlib.import_module(module), name), iter(range(9))
+
+    def fails_once(*args):
+        return works(*args) if next(calls) else 1 / 0
+
+    monkeypatch.setattr(broken, fails_once)
+    found = answers(make_job(token_rows(3)))
+    assert sorted(row["status"] for row in found) == ["error", "ok", "ok"]
+    (bad,) = [row for row in found if row["status"] == "error"]
+    assert bad["error_code"] == "internal_error" and "ZeroDivisionError: division by zero" in bad["error_message"]
+    assert f"row {bad['row_index']}: " in bad["error_message"]
 
 
 def test_columns_that_are_not_wanted_are_null(make_job):

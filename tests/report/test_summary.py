@@ -134,3 +134,19 @@ def test_tables_are_aligned_plain_text():
         "code            4",
         "mathematics    12",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (pa.array([b"code", b"\xff", None]), ["", "\\xff", "code"]),
+        (pa.array([["a"], [], None]), ["", "['a']", "[]"]),
+        (pa.array([{"a": 1}, {"a": 2}, None]), ["", "{'a': 1}", "{'a': 2}"]),
+        (pa.array([1, 2, None]), ["", "1", "2"]),
+    ],
+)
+def test_a_category_of_any_type_groups_by_its_text(tmp_path, values, names):
+    (tmp_path / "data").mkdir()
+    rows = table_of([row(id, None, 2, 1) for id in "abc"], SCHEMA)
+    pq.write_table(rows.drop_columns("category").append_column("category", values), tmp_path / "data" / "a.parquet")
+    assert [(name, group.rows) for name, group in summarise(tmp_path, by="category").items()] == [(n, 1) for n in names]

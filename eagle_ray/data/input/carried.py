@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 JSON = pa.json_()  # values of this column are written as JSON text
+NANOSECONDS = pa.time64("ns")  # carried as text: Python's times end at microseconds
 
 
 def type_of(value: Any) -> pa.DataType:
@@ -37,7 +38,7 @@ def type_in_parquet(declared: pa.DataType) -> pa.DataType:
         return type_in_parquet(declared.storage_type)
     if pa.types.is_dictionary(declared):
         return type_in_parquet(declared.value_type)
-    if pa.types.is_large_string(declared) or pa.types.is_string_view(declared):
+    if pa.types.is_large_string(declared) or pa.types.is_string_view(declared) or declared == NANOSECONDS:
         return pa.string()
     return JSON if pa.types.is_nested(declared) else declared
 

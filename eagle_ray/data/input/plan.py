@@ -25,7 +25,7 @@ from eagle_ray.data.input.files import InputFile, find_files
 from eagle_ray.data.input.ids import SeenIds
 from eagle_ray.data.input.row import Place, Row, id_of, request_of
 from eagle_ray.data.input.shards import SeeRow, Shard, rows_in, scan
-from eagle_ray.data.schema import REQUEST, request_schema, table_of
+from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 TABLE_ROWS = 256
@@ -43,6 +43,13 @@ class InputPlan:
     @property
     def num_rows(self) -> int:
         return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def needed(self) -> list[str]:
+        """The input columns that are read at all: those of requests, and those that are carried."""
+        paths = (self.columns.id, *self.columns.prompts.values())
+        read = [name for path in paths for name in path.names]
+        return read + [field.name for field in SAMPLING_FIELDS] + [name for name, _ in self.carried]
 
     @property
     def passthrough(self) -> list[pa.Field]:
@@ -83,14 +90,24 @@ def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
 
 def tables_of(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
     """The requests of one shard, in tables of at most TABLE_ROWS rows."""
-    rows = rows_in(shard)
+    rows = rows_in(shard, plan.needed)
     while chunk := list(islice(rows, TABLE_ROWS)):
         requests = [request_of(row, plan.columns, _place(shard.file, index)) for index, row in chunk]
         table = table_of(requests, REQUEST)
         for name, type_ in plan.carried:
             values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
-            table = table.append_column(field_of(name, type_), column_of(values, type_))
+            table = table.append_column(field_of(name, type_), _carried_column(values, name, type_, shard.file))
         yield table
+
+
+def _carried_column(values: list[Any], name: str, type_: pa.DataType, file: InputFile) -> pa.Array:
+    try:
+        return column_of(values, type_)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file.path}: column {name!r} cannot be carried through as {type_} ({error}): cast it, for example to a "
+            "string, or leave it out with input.passthrough"
+        ) from None
 
 
 def _noting_ids(seen: SeenIds, columns: RequestColumns, file: InputFile) -> SeeRow:
@@ -160,13 +177,20 @@ def _check_ids(plan: InputPlan, suspects: set[int]) -> None:
         if hash(request_id) not in suspects:
             continue
         if request_id in places:
-            raise ConfigError(f"id {request_id!r} occurs twice: {places[request_id]} and {place}; make the ids unique")
+            raise _twice(request_id, places[request_id], place)
         places[request_id] = place
+
+
+def _twice(request_id: str, first: Place, second: Place) -> ConfigError:
+    fix = "make the ids unique"
+    if request_id == first.id == second.id:
+        fix = "their files have the same name below their roots: use one glob or a parent directory, or an id column"
+    return ConfigError(f"id {request_id!r} occurs twice: {first} and {second}; {fix}")
 
 
 def _rows(plan: InputPlan) -> Iterator[tuple[Row, Place]]:
     for shard in plan.shards:
-        for index, row in rows_in(shard):
+        for index, row in rows_in(shard, plan.needed):
             yield row, _place(shard.file, index)
 
 

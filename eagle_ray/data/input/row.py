@@ -38,6 +38,11 @@ class Place:
     def __str__(self) -> str:
         return f"{self.path}, row {self.row}"
 
+    @property
+    def id(self) -> str:
+        """The id of a row that gives none."""
+        return f"{self.name}:{self.row}"
+
 
 def request_of(row: Row, columns: RequestColumns, place: Place) -> dict[str, Any]:
     """The REQUEST columns of one row, carried columns not included; absent ones are null."""
@@ -57,7 +62,7 @@ def id_of(row: Row, columns: RequestColumns, place: Place) -> str:
         given = None if isinstance(row, RequestError) else _given_id(row, columns.id)
     except RequestError:
         given = None
-    return f"{place.name}:{place.row}" if given is None else given
+    return place.id if given is None else given
 
 
 def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:

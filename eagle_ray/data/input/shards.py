@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,11 +21,12 @@ import pyarrow.parquet as pq
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.carried import join_into, type_in_parquet, type_of
 from eagle_ray.data.input.files import InputFile
+from eagle_ray.data.input.parquet import check_unique, dicts_in
 from eagle_ray.data.input.row import Row
 from eagle_ray.errors import RequestError
 
 SHARD_ROWS = 512
-BATCH_ROWS = 256
+UNREADABLE = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
 SeeRow = Callable[[int, Row], None]  # told of every row: its index in the file, and what is needed of it
 
@@ -63,15 +63,22 @@ def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
     """
     try:
         return {"jsonl": _scan_jsonl, "parquet": _scan_parquet}[file.format](file, needed, see)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError(f"cannot read {file.path} as {file.format}: {error}") from None
+    except UNREADABLE as error:
+        raise _cannot_read(file, error) from None
 
 
-def rows_in(shard: Shard) -> Iterator[tuple[int, Row]]:
-    """Each row's index in its file, and the row."""
+def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
+    """Each row's index in its file, and the row (of Parquet, its needed columns only).
+
+    Raises OSError where the file has changed since it was scanned, ConfigError where it cannot be read after all.
+    """
     shard.file.check_unchanged()
     read = {"jsonl": _jsonl_rows, "parquet": _parquet_rows}[shard.file.format]
-    return islice(read(shard), shard.num_rows)
+    return islice(read(shard, needed), shard.num_rows)
+
+
+def _cannot_read(file: InputFile, error: Exception) -> ConfigError:
+    return ConfigError(f"cannot read {file.path} as {file.format}: {error}")
 
 
 def _scan_jsonl(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
@@ -88,7 +95,7 @@ def _scan_jsonl(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan
     return FileScan(types, tuple(shards))
 
 
-def _jsonl_rows(shard: Shard) -> Iterator[tuple[int, Row]]:
+def _jsonl_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
     for _, index, line in _lines(shard.file.path, shard.start, shard.first_row):
         yield index, _parse(line)
 
@@ -120,29 +127,17 @@ def _parse(line: bytes) -> Row:
 def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
     with pq.ParquetFile(file.path) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
+        check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-        columns = [name for name in dict.fromkeys(needed) if name in types]
-        for index, row in enumerate(_batches_of(parquet, columns=columns) if columns else ({},) * sum(sizes)):
+        for index, row in enumerate(dicts_in(parquet, file, needed, list(range(len(sizes))))):
             see(index, row)
     starts = list(accumulate(sizes, initial=0))
     return FileScan(types, tuple(Shard(file, i, starts[i], size) for i, size in enumerate(sizes) if size))
 
 
-def _parquet_rows(shard: Shard) -> Iterator[tuple[int, Row]]:
-    with pq.ParquetFile(shard.file.path) as parquet:
-        yield from enumerate(_batches_of(parquet, row_groups=[shard.start]), shard.first_row)
-
-
-def _batches_of(parquet: pq.ParquetFile, **what: Any) -> Iterator[Row]:
-    for batch in parquet.iter_batches(batch_size=BATCH_ROWS, **what):
-        yield from _dicts(batch)
-
-
-def _dicts(batch: pa.RecordBatch) -> list[Row]:
+def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
     try:
-        return batch.to_pylist(maps_as_pydicts="lossy")
-    except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
-        if batch.num_rows == 1:
-            return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]
-        half = batch.num_rows // 2
-        return _dicts(batch.slice(0, half)) + _dicts(batch.slice(half))
+        with pq.ParquetFile(shard.file.path) as parquet:
+            yield from enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first_row)
+    except UNREADABLE as error:
+        raise _cannot_read(shard.file, error) from None

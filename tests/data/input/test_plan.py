@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
@@ -232,6 +233,8 @@ def test_ids_made_from_places_can_clash_and_are_found(tmp_path):
     assert ids(plan(tmp_path)) == ["x/a.jsonl:0", "y/a.jsonl:0"]
     with pytest.raises(ConfigError, match=r"id 'a.jsonl:0' occurs twice: .*x/a.jsonl, row 0 and .*y/a.jsonl, row 0"):
         plan([tmp_path / "x", tmp_path / "y"])
+    with pytest.raises(ConfigError, match=r"the same name below their roots: use one glob or a parent directory"):
+        plan([tmp_path / "x", tmp_path / "y"])
 
 
 def test_on_bad_row_fail_refuses_the_job(tmp_path):
@@ -239,3 +242,48 @@ def test_on_bad_row_fail_refuses_the_job(tmp_path):
     assert errors(plan(path)) == [None, "bad_type"]
     with pytest.raises(ConfigError, match=r"a\.jsonl, row 1: column 'prompt' must be a text.*on_bad_row is fail"):
         plan(path, "input.on_bad_row=fail")
+
+
+UNHOLDABLE = [
+    pa.array([2**62], pa.timestamp("ms")),
+    pa.array([2**30], pa.date32()),
+    pa.array([2**60], pa.duration("s")),
+    pa.array([1], pa.timestamp("us", "Mars/Base")),
+    pa.array([[2**30]], pa.list_(pa.date32())),
+]
+
+
+@pytest.mark.parametrize("values", UNHOLDABLE, ids=lambda values: str(values.type))
+def test_a_column_that_python_cannot_hold_is_named_and_may_be_left_out(tmp_path, values):
+    pq.write_table(pa.table({"prompt": ["x"], "when": values}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: column 'when' .*cast it.*leave it out with input\.passthrough"):
+        ids(plan(tmp_path / "a.parquet"))
+    assert ids(plan(tmp_path / "a.parquet", "input.passthrough=none")) == ["a.parquet:0"]
+
+
+def test_values_that_do_not_fit_the_carried_type_name_file_and_column(tmp_path):
+    days = pa.array([[(date(2026, 1, 1), 1)]], pa.map_(pa.date32(), pa.int64()))
+    pq.write_table(pa.table({"prompt": ["x"], "days": days}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: column 'days' cannot be carried through.*input\.passthrough"):
+        ids(plan(tmp_path / "a.parquet"))
+
+
+def test_times_in_nanoseconds_are_carried_as_text(tmp_path):
+    pq.write_table(pa.table({"prompt": ["x"], "at": pa.array([1], pa.time64("ns"))}), tmp_path / "a.parquet")
+    [row] = requests_of(plan(tmp_path / "a.parquet"))
+    assert row["at"] == "00:00:00.000000001"
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array([1]), pa.array([2])], names=["prompt", "tag", "tag"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet has more than one column 'tag': rename"):
+        plan(tmp_path / "a.parquet")
+
+
+def test_a_parquet_file_with_damaged_pages_is_named(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "x" * 99, "id": str(i)} for i in range(99)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.parquet as parquet"):
+        ids(plan(path))

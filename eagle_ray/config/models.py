@@ -1,0 +1,74 @@
+"""Names of models: made absolute where they are local, refused where they can be no model.
+
+Looks at names and directories, before rows are read or anything is downloaded; does not know what a model is made of.
+
+    >>> check_models(load_config(None, sets=["model.target=embedded:tinny", ...]))      # doctest: +SKIP
+    ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig
+
+EMBEDDED = "embedded:tiny"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def with_local_paths(config: JobConfig) -> JobConfig:
+    """``~`` expanded, and local model paths made absolute: the actors that open them run in another directory."""
+    model = config.model
+    found = {name: value for name in ("target", "draft", "chat_template") if (value := getattr(model, name))}
+    expanded = {name: os.path.expanduser(value) for name, value in found.items()}
+    absolute = {name: str(Path(path).absolute()) for name, path in expanded.items() if os.path.exists(path)}
+    output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
+    return config.model_copy(update={"model": model.model_copy(update=expanded | absolute), "output": output})
+
+
+def check_models(config: JobConfig) -> None:
+    """Raises ConfigError for a target, a head or a chat template that cannot be one."""
+    model, method = config.model, config.speculative.method
+    _check_name("target", model.target)
+    if method != "none" and model.draft is None:
+        raise ConfigError(
+            f"model.draft: missing; method {method} needs a draft head for {model.target} "
+            "(speculative.method: none decodes without one)"
+        )
+    if method != "none":
+        _check_name("draft", model.draft)
+    if model.chat_template not in ("auto", "none"):
+        _check_template(model.chat_template)
+
+
+def _check_name(part: str, name: str) -> None:
+    if name == EMBEDDED or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
+        return
+    near = difflib.get_close_matches(name, [EMBEDDED, *_siblings(name)], 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
+
+
+def _siblings(name: str) -> list[str]:
+    """The directories that stand where this one would."""
+    parent = Path(name).parent
+    if not (os.path.isdir(parent) and os.access(parent, os.R_OK | os.X_OK)):
+        return []
+    return [str(path) for path in sorted(parent.iterdir()) if os.path.isdir(path)]
+
+
+def _check_template(name: str) -> None:
+    wrong = f"model.chat_template: must be {_allowed('chat_template')}, got {name!r}"
+    try:
+        Path(name).read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{wrong} ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(f"{wrong}, which is not UTF-8 text ({error})") from None
+
+
+def _allowed(key: str) -> str:
+    return ModelConfig.model_fields[key].description or ""

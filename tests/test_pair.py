@@ -1,0 +1,59 @@
+"""Whether a target and a head are a pair, from their configs and tensor names alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.pair import check_pair
+from tests.conftest import PAIR
+
+
+@pytest.fixture
+def draft(tmp_path) -> Path:
+    """A copy of the goldens' head, to break."""
+    return Path(shutil.copytree(PAIR / "draft", tmp_path / "draft"))
+
+
+def check(draft: Path | None, method: str = "eagle2") -> None:
+    target = str(PAIR / "target")
+    check_pair(ModelConfig(target=target, draft=draft and str(draft)), SpeculativeConfig(method=method))
+
+
+def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
+    check(draft)
+    check_pair(ModelConfig(), SpeculativeConfig())
+    check(None, method="none")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])
+def test_a_head_of_another_size_is_refused_with_both_numbers(draft, key):
+    raw = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(raw | {key: 7}))
+    with pytest.raises(ConfigError, match=rf"model\.draft: .* {key} is 7 and the target's is {raw[key]}"):
+        check(draft)
+
+
+def test_an_eagle3_head_is_known_by_its_tensor_names(draft):
+    save_file({"midlayer.hidden_norm.weight": torch.ones(4)}, draft / "model.safetensors")
+    with pytest.raises(ConfigError, match="is an EAGLE-3 head"):
+        check(draft)
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [("config.json", None), ("config.json", b"{"), ("model.safetensors", None), ("model.safetensors", b"short")],
+)
+def test_files_that_are_missing_or_damaged_are_named(draft, file, data):
+    (draft / file).unlink() if data is None else (draft / file).write_bytes(data)
+    with pytest.raises(ConfigError, match=r"model\.draft: .*draft cannot be read"):
+        check(draft)
+
+
+def test_a_missing_head_is_asked_for():
+    with pytest.raises(ConfigError, match=r"model\.draft: missing"):
+        check(None)
