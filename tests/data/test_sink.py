@@ -21,13 +21,19 @@ def make_sink(output: Path, attempt: int = 1) -> AtomicParquetSink:
     return AtomicParquetSink(Run(output, "run", attempt, "hash"), SCHEMA, rows_per_file=10, compression="zstd")
 
 
+def write_record(output: Path, attempt: int) -> None:
+    """The parts of _run.json that a writer needs to find."""
+    record = {"run_id": "run", "attempt": attempt, "config": {}, "inputs": {}, "attempts": []}
+    write_json(output / RUN, record)
+
+
 def block(*ids: str) -> pa.Table:
     common = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
     return table_of([common | {"request_id": id} for id in ids], SCHEMA).replace_schema_metadata(None)
 
 
 def test_a_task_writes_one_file_with_all_its_blocks_and_a_repeated_task_the_same_one(tmp_path):
-    write_json(tmp_path / RUN, {"run_id": "run", "attempt": 1})
+    write_record(tmp_path, attempt=1)
     sink, task = make_sink(tmp_path), SimpleNamespace(task_idx=7)
     for _ in range(2):
         sink.write([block("a", "b"), block(), block("c")], task)
@@ -39,13 +45,13 @@ def test_a_task_writes_one_file_with_all_its_blocks_and_a_repeated_task_the_same
 
 
 def test_a_task_without_rows_writes_no_file(tmp_path):
-    write_json(tmp_path / RUN, {"run_id": "run", "attempt": 1})
+    write_record(tmp_path, attempt=1)
     make_sink(tmp_path).write([block()], SimpleNamespace(task_idx=0))
     assert not list((tmp_path / "data").iterdir())
 
 
 def test_an_overtaken_writer_publishes_nothing(tmp_path):
-    write_json(tmp_path / RUN, {"run_id": "run", "attempt": 2})
+    write_record(tmp_path, attempt=2)
     with pytest.raises(Overtaken):
         make_sink(tmp_path, attempt=1).write([block("a")], SimpleNamespace(task_idx=0))
     assert not list((tmp_path / "data").iterdir())
