@@ -23,7 +23,8 @@ from eagle_ray.report.laws import broken_laws
 from tests.conftest import small_job, token_rows
 
 RUN_JOB = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit a SIGINT that is ignored
 from eagle_ray.config import JobConfig
 from eagle_ray.job import run_job
 code = run_job(JobConfig.model_validate_json(sys.argv[1]))
