@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.drafting.drafter import Drafter
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
@@ -53,7 +53,7 @@ class Pair:
     draft_name: str | None
 
 
-def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -> Pair:
+def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int, kv_tokens: int | None = None) -> Pair:
     """Load both models and allocate their caches for `slots` sequences.
 
     Raises ConfigError where a name cannot be found or a length does not fit, EngineError where files are not a pair.
@@ -64,9 +64,9 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -
     causal_lm = load_target(path, _dtype(model.dtype, device), device)
     max_model_len = limits_of(model).max_model_len
     plain = speculative.method == "none"
-    max_nodes = 0 if plain else speculative.max_nodes
-    target = Target(causal_lm, slots, capacity=max_model_len + max_nodes + 1)
-    drafter = NoDrafter() if plain else _eagle(model, speculative, target, max_model_len)
+    capacity = max_model_len + (1 if plain else _tree_columns(speculative, causal_lm.config.vocab_size))
+    target = Target(causal_lm, slots, capacity, kv_tokens)
+    drafter = NoDrafter() if plain else _eagle(model, speculative, target)
     planner = UniformPlanner(0, 0, 0) if plain else _planner(speculative)
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=0 if plain else speculative.max_depth)
     return Pair(engine, Text.load(path, model.chat_template), model.target, None if plain else model.draft)
@@ -165,10 +165,13 @@ def _tensor_names(path: Path) -> Iterable[str]:
         raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
 
 
-def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target, max_model_len: int) -> Drafter:
+def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target) -> Drafter:
     head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
-    levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
-    return EagleDrafter(head, target, capacity=max_model_len + max(levels, speculative.max_depth + 1))
+    return EagleDrafter(head, target, target.cache.capacity)
+
+
+def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
+    return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
 
 
 def _planner(speculative: SpeculativeConfig) -> UniformPlanner:

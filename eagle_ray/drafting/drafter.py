@@ -22,8 +22,8 @@ from eagle_ray.speculative.verify import VerifyResult
 class Drafter(Protocol):
     """Offers nodes with values; the budget does the rest."""
 
-    def prefill(self, prompts: Prompts, first_tokens: Int[Tensor, " B"], features: Float[Tensor, "R H"]) -> None:
-        """New sequences: their prompts, the target's features of every prompt row and the token picked after each."""
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        """Chunks of prompts: the target's features of every row, and the token after it, known or just picked."""
 
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan) -> DraftTree:
         """Candidate trees on the given roots, at most plan.max_depth deep."""

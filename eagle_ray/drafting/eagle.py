@@ -38,13 +38,7 @@ class EagleDrafter:
         self._embed = head.embed_tokens or target.embed_tokens
         config = head.config
         self.cache = KVCache(
-            1,
-            target.cache.num_slots,
-            config.num_key_value_heads,
-            capacity,
-            config.head_dim,
-            target.dtype,
-            target.device,
+            target.cache.blocks, 1, config.num_key_value_heads, config.head_dim, target.dtype, target.device
         )
         self._root_features = torch.zeros(
             target.cache.num_slots, target.hidden_size, dtype=target.dtype, device=target.device
@@ -54,10 +48,9 @@ class EagleDrafter:
         """One for extending, which yields level 1, and one for every further level."""
         return max(plan.max_depth, 1)
 
-    def prefill(self, prompts: Prompts, first_tokens: Int[Tensor, " B"], features: Float[Tensor, "R H"]) -> None:
-        """The prompts' pairs: every token but the first, then the token picked after the prompt."""
-        next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, first_tokens)
-        layout = PromptLayout(self.cache, prompts.slots, prompts.lengths)
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        """The chunks' pairs: every row's feature and the token after it."""
+        layout = PromptLayout(self.cache, prompts.slots, prompts.starts, prompts.lengths)
         hidden = self._run(next_tokens, features, prompts.positions, layout)
         self._root_features[prompts.slots] = hidden[prompts.last]
 
@@ -140,6 +133,11 @@ class EagleDrafter:
         layout: PromptLayout | TreeLayout,
     ) -> Float[Tensor, "R H"]:
         return self._head(self._embed(tokens)[None], features[None], positions[None], layout)[0]
+
+
+def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
+    """Columns past its cached tokens that a sequence's step may write: the target's nodes or the drafter's levels."""
+    return max(max_nodes + 1, max_depth + 1, 1 + max_depth * width)
 
 
 def _descend(ancestors: Bool[Tensor, "B P M"] | None, frontier: Frontier) -> Bool[Tensor, "B F M2"]:

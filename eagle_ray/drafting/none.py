@@ -15,7 +15,7 @@ from eagle_ray.speculative.verify import VerifyResult
 class NoDrafter:
     """Trees of a root each; the baseline in every benchmark and the oracle in every test."""
 
-    def prefill(self, prompts: Prompts, first_tokens: Int[Tensor, " B"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         pass
 
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan) -> DraftTree:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.engine.planner import UniformPlanner
-from eagle_ray.engine.scheduler import Batch, Scheduler
+from eagle_ray.engine.prefill import Prefiller
+from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
 from eagle_ray.engine.sequence import Sequence, check_fits
 from eagle_ray.engine.step_record import StepRecord, step_record
-from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.budget import Plan, allocate
-from eagle_ray.speculative.sampling import BatchSampling, pick
+from eagle_ray.models.target import Target
+from eagle_ray.speculative.budget import Plan, allocate, uniform
+from eagle_ray.speculative.sampling import log_probs_of, pick
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.speculative.tree import VerifyRows
 from eagle_ray.speculative.verify import VerifyResult, accept_path
@@ -34,13 +35,17 @@ from eagle_ray.speculative.verify import VerifyResult, accept_path
 class EngineCounters:
     """What the engine has done since it was made. num_slot_steps: running sequences, summed over steps.
 
-    busy_s: seconds spent inside step().
+    num_prefill_tokens, num_reused_tokens: prompt tokens computed, and found computed. num_preemptions: sequences sent
+    back to the queue for want of KV space. busy_s: seconds spent inside step().
     """
 
     num_slots: int
     num_steps: int = 0
     num_slot_steps: int = 0
     num_output_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_preemptions: int = 0
     busy_s: float = 0.0
 
 
@@ -48,7 +53,8 @@ class Engine:
     """A target, a drafter and the sequences in flight.
 
     max_model_len: most tokens, prompt and output, of a sequence. num_spec_tokens: longest draft path that any plan
-    allows (max_depth; 0 for plain decoding): the length of the acceptance statistics.
+    allows (max_depth; 0 for plain decoding): the length of the acceptance statistics. prefill_tokens: most prompt
+    tokens computed in one step, so that no prompt stalls those who decode.
     """
 
     def __init__(
@@ -58,11 +64,13 @@ class Engine:
         planner: UniformPlanner,
         max_model_len: int,
         num_spec_tokens: int,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int = 512,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
-        self.scheduler = Scheduler(target.cache.num_slots, prefill_tokens, target.device)
+        blocks = target.cache.blocks
+        self.prefiller = Prefiller(target, drafter)
+        self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
         self.counters = EngineCounters(target.cache.num_slots)
 
     @property
@@ -76,7 +84,8 @@ class Engine:
         Invariant: the last committed token is not in the KV cache yet; it is the root of the next tree.
         """
         started = time.monotonic()
-        self._prefill(self.scheduler.admit())
+        self.scheduler.make_room()
+        self._prefill(self.scheduler.chunks())
         batch = self.scheduler.batch()
         if batch is not None:
             self._decode(batch)
@@ -95,29 +104,28 @@ class Engine:
         """Forget a sequence; its slot is free for the next step."""
         self.scheduler.abort(sequence)
 
-    def _prefill(self, admitted: list[Sequence]) -> None:
-        """The prompts' keys and values, and the first token of each new sequence."""
-        if not admitted:
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """This step's share of the prompts, and the first token of each sequence whose prompt ends in it."""
+        if not chunks:
             return
         now = time.monotonic()
-        prompts = Prompts.of([s.slot for s in admitted], [s.prompt_ids for s in admitted], self.target.device)
-        logits, features = self.target.prefill(prompts)
-        sampling = BatchSampling.of([s.sampling for s in admitted], self.target.device)
-        order = torch.arange(len(admitted), device=self.target.device)
-        tokens = pick(logits, sampling, order, prompts.positions[prompts.last] + 1)
-        self.drafter.prefill(prompts, tokens, features)
-        logprobs = _logprobs(logits, tokens) if any(s.sampling.logprobs for s in admitted) else None
-        for i, (sequence, token) in enumerate(zip(admitted, tokens.tolist(), strict=True)):
-            sequence.admitted_at, sequence.first_token_at = now, time.monotonic()
+        first_tokens = self.prefiller.run(chunks)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.admitted_at = sequence.admitted_at or now
             sequence.target_forwards += 1
             sequence.draft_forwards += self.num_spec_tokens > 0
-            if sequence.sampling.logprobs:
-                sequence.output_logprobs.append(logprobs[i].item())
-            self._append(sequence, [token])
+            self.counters.num_prefill_tokens += chunk.num_tokens
+            self.counters.num_reused_tokens += chunk.num_reused
+        for first in first_tokens:
+            first.sequence.first_token_at = time.monotonic()
+            if first.sequence.sampling.logprobs:
+                first.sequence.output_logprobs.append(first.logprob)
+            self._append(first.sequence, [first.token])
 
     def _decode(self, batch: Batch) -> None:
         """Draft, allocate, verify, accept, commit, extend, append."""
-        plan = self.planner.plan(len(batch))
+        plan = self.planner.plan(len(batch)) if batch.has_room else Plan(0, 1, 1, len(batch), uniform)
         tree = self.drafter.draft(batch.at, batch.roots, plan)
         tree = tree.rerank(allocate(tree, plan), plan.num_nodes)
         rows = tree.pack(batch.at.lengths, plan.num_rows)
@@ -135,7 +143,7 @@ class Engine:
         if not any(s.sampling.logprobs for s in batch.sequences):
             return None
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
-        return _logprobs(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
+        return log_probs_of(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
 
     def _take(self, batch: Batch, plan: Plan, record: Int[Tensor, "B X"]) -> None:
         """The step's only device-to-host copy, and what follows from it for each sequence."""
@@ -157,10 +165,6 @@ class Engine:
     def _count(self, batch: Batch | None, finished: list[Sequence], seconds: float) -> None:
         self.counters.num_steps += batch is not None
         self.counters.num_slot_steps += len(batch) if batch is not None else 0
+        self.counters.num_preemptions = self.scheduler.num_preemptions
         self.counters.num_output_tokens += sum(len(s.output_ids) for s in finished)
         self.counters.busy_s += seconds
-
-
-def _logprobs(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """Log-probability of each token under the unprocessed logits, in fp32."""
-    return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]

@@ -16,10 +16,13 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
     eagle = head()
     drafter = EagleDrafter(eagle, target, capacity=64)
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3]]
+    for slot in (0, 2):
+        target.cache.blocks.reserve(slot, 32)
     packed = Prompts.of([2, 0], prompts)
     logits, features = target.prefill(packed)
     first = logits.argmax(-1)
-    drafter.prefill(packed, first, features)
+    next_tokens = [[*ids[1:], token] for ids, token in zip(prompts, first.tolist(), strict=True)]
+    drafter.prefill(packed, torch.tensor(sum(next_tokens, [])), features)
     plan = Plan(max_depth=4, width=3, num_nodes=9, num_rows=18, policy=uniform)
     tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, plan)
     parts = features.split([5, 3])

@@ -22,7 +22,7 @@ MAX_NODES, MAX_DEPTH, TOP_K = 15, 4, 4  # the reference's total_token 16 counts 
 
 def fit_engine(num_slots: int) -> Engine:
     model = load_target(GOLDENS / "pair_fit" / "target", torch.float32, "cpu")
-    target = Target(model, num_slots, capacity=256 + MAX_NODES + 1)
+    target = Target(model, num_slots, capacity=256 + MAX_DEPTH * TOP_K + 1)
     head = load_head(GOLDENS / "pair_fit" / "draft", target.hidden_size, target.vocab_size)
     drafter = EagleDrafter(head, target, capacity=256 + MAX_DEPTH * TOP_K)
     return Engine(target, drafter, UniformPlanner(MAX_NODES, MAX_DEPTH, TOP_K), 256, MAX_DEPTH)
@@ -53,10 +53,11 @@ def test_trees_are_the_references():
         step = prompt["steps"][0]
         if min(step["gaps"].values()) < 1e-4:
             continue
+        engine.target.cache.blocks.reserve(0, 256 + MAX_DEPTH * TOP_K + 1)
         prompts = Prompts.of([0], [prompt["prompt"]])
         logits, features = engine.target.prefill(prompts)
         roots = logits.argmax(-1)
-        engine.drafter.prefill(prompts, roots, features)
+        engine.drafter.prefill(prompts, torch.tensor([*prompt["prompt"][1:], int(roots)]), features)
         plan = engine.planner.plan(1)
         tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan)
         tree = tree.rerank(plan.policy(tree, plan.num_nodes), plan.num_nodes)
