@@ -17,8 +17,8 @@ from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.blocks import Blocks
+from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.budget import Plan

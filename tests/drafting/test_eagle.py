@@ -21,8 +21,8 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
     packed = Prompts.of([2, 0], prompts)
     logits, features = target.prefill(packed)
     first = logits.argmax(-1)
-    next_tokens = [[*ids[1:], token] for ids, token in zip(prompts, first.tolist(), strict=True)]
-    drafter.prefill(packed, torch.tensor(sum(next_tokens, [])), features)
+    next_tokens = [i for ids, token in zip(prompts, first.tolist(), strict=True) for i in (*ids[1:], token)]
+    drafter.prefill(packed, torch.tensor(next_tokens), features)
     plan = Plan(max_depth=4, width=3, num_nodes=9, num_rows=18, policy=uniform)
     tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, plan)
     parts = features.split([5, 3])
