@@ -167,7 +167,7 @@ def _tensor_names(path: Path) -> Iterable[str]:
 
 def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target) -> Drafter:
     head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
-    return EagleDrafter(head, target, target.cache.capacity)
+    return EagleDrafter(head, target)
 
 
 def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
@@ -21,9 +22,10 @@ from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.budget import Plan
+from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
 
@@ -76,7 +78,7 @@ class TableDrafter(NoDrafter):
 
     table: Tensor
 
-    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan) -> DraftTree:
+    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan, sampling: BatchSampling) -> Draft:
         log_probs = self.table.log_softmax(-1)
         builder = TreeBuilder(roots, plan.width)
         tokens = roots[:, None]
@@ -84,7 +86,7 @@ class TableDrafter(NoDrafter):
             tokens = builder.frontier().tokens if level else tokens
             children = log_probs[tokens].topk(plan.width, -1)
             builder.grow(children.values, children.indices)
-        return builder.build()
+        return Draft(builder.build(), builder.levels, builder.depth, 0)
 
 
 def table_engine(
@@ -113,13 +115,20 @@ def head(seed: int = 0, **shape: object) -> EagleHead:
     return EagleHead(LlamaConfig(**{**LLAMA, **shape}), bias=True, own_embedding=False).requires_grad_(False)
 
 
-def llama_engine(num_slots: int, max_nodes: int = 0, max_depth: int = 0, top_k: int = 0, seed: int = 0) -> Engine:
+def llama_engine(
+    num_slots: int,
+    max_nodes: int = 0,
+    max_depth: int = 0,
+    top_k: int = 0,
+    seed: int = 0,
+    kv_tokens: int | None = None,
+    prefill_tokens: int = 512,
+) -> Engine:
     """A random Llama and a random head on the real caches; all three tree numbers 0 is plain decoding."""
-    capacity = 128 + tree_columns(max_nodes, max_depth, top_k)
-    target = Target(llama(seed), num_slots, capacity)
-    drafter = EagleDrafter(head(seed), target, capacity) if max_nodes else NoDrafter()
+    target = Target(llama(seed), num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens)
+    drafter = EagleDrafter(head(seed), target) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
-    return Engine(target, drafter, planner, max_model_len=128, num_spec_tokens=max_depth)
+    return Engine(target, drafter, planner, 128, num_spec_tokens=max_depth, prefill_tokens=prefill_tokens)
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
@@ -133,6 +142,11 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) 
     return sequences
 
 
+def best(tree: DraftTree, budgets: list[int]) -> DraftTree:
+    """The budgets[b] most valuable nodes of each tree, root included."""
+    return tree.rerank(ranks(tree.log_values) < torch.tensor(budgets)[:, None], max(budgets))
+
+
 def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> DraftTree:
     """One random lawful tree of a root and num_nodes - 1 nodes, breadth-first."""
     width = 4
@@ -141,7 +155,7 @@ def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> 
     while 1 + width + max(level - 1, 0) * width**2 < num_nodes or level == 0:
         parents = builder.frontier().tokens.shape[1] if level else 1
         scores = torch.rand(1, parents, vocab, generator=generator).log_softmax(-1)
-        best = scores.topk(width, -1)
-        builder.grow(best.values, best.indices)
+        children = scores.topk(width, -1)
+        builder.grow(children.values, children.indices)
         level += 1
-    return builder.build().rerank(torch.tensor([num_nodes]), num_nodes)
+    return best(builder.build(), [num_nodes])

@@ -17,14 +17,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Drafter
-from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.drafting.drafter import Draft, Drafter
+from eagle_ray.engine.planner import Outcome, Planner
 from eagle_ray.engine.prefill import Prefiller
 from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
 from eagle_ray.engine.sequence import Sequence, check_fits
 from eagle_ray.engine.step_record import StepRecord, step_record
+from eagle_ray.engine.stopwatch import Stopwatch
 from eagle_ray.models.target import Target
-from eagle_ray.speculative.budget import Plan, allocate, uniform
+from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import log_probs_of, pick
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.speculative.tree import VerifyRows
@@ -35,13 +36,16 @@ from eagle_ray.speculative.verify import VerifyResult, accept_path
 class EngineCounters:
     """What the engine has done since it was made. num_slot_steps: running sequences, summed over steps.
 
-    num_prefill_tokens, num_reused_tokens: prompt tokens computed, and found computed. num_preemptions: sequences sent
-    back to the queue for want of KV space. busy_s: seconds spent inside step().
+    num_plain_steps: steps in which nothing was drafted. num_probes: steps that drafted in order to learn.
+    num_verify_rows: rows of all decode passes, padding included. busy_s: seconds spent inside step().
     """
 
     num_slots: int
     num_steps: int = 0
     num_slot_steps: int = 0
+    num_plain_steps: int = 0
+    num_probes: int = 0
+    num_verify_rows: int = 0
     num_output_tokens: int = 0
     num_prefill_tokens: int = 0
     num_reused_tokens: int = 0
@@ -61,7 +65,7 @@ class Engine:
         self,
         target: Target,
         drafter: Drafter,
-        planner: UniformPlanner,
+        planner: Planner,
         max_model_len: int,
         num_spec_tokens: int,
         prefill_tokens: int = 512,
@@ -69,8 +73,8 @@ class Engine:
         self.target, self.drafter, self.planner = target, drafter, planner
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
         blocks = target.cache.blocks
-        self.prefiller = Prefiller(target, drafter)
         self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
+        self.prefiller = Prefiller(target, drafter)
         self.counters = EngineCounters(target.cache.num_slots)
 
     @property
@@ -108,13 +112,13 @@ class Engine:
         """This step's share of the prompts, and the first token of each sequence whose prompt ends in it."""
         if not chunks:
             return
-        now = time.monotonic()
-        first_tokens = self.prefiller.run(chunks)
+        now, drafting = time.monotonic(), self.planner.drafting
+        first_tokens = self.prefiller.run(chunks, drafting)
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.admitted_at = sequence.admitted_at or now
             sequence.target_forwards += 1
-            sequence.draft_forwards += self.num_spec_tokens > 0
+            sequence.draft_forwards += self.drafter.prefill_passes if drafting else 0
             self.counters.num_prefill_tokens += chunk.num_tokens
             self.counters.num_reused_tokens += chunk.num_reused
         for first in first_tokens:
@@ -124,18 +128,38 @@ class Engine:
             self._append(first.sequence, [first.token])
 
     def _decode(self, batch: Batch) -> None:
-        """Draft, allocate, verify, accept, commit, extend, append."""
-        plan = self.planner.plan(len(batch)) if batch.has_room else Plan(0, 1, 1, len(batch), uniform)
-        tree = self.drafter.draft(batch.at, batch.roots, plan)
-        tree = tree.rerank(allocate(tree, plan), plan.num_nodes)
-        rows = tree.pack(batch.at.lengths, plan.num_rows)
-        logits, features = self.target.verify(tree, rows, batch.at, plan.max_depth)
+        """Plan, draft, allocate, verify, accept, commit, extend, append."""
+        watch = Stopwatch(self.target.device)
+        plan = self.planner.plan(batch) if batch.has_kv_space else PLAIN
+        draft = Draft.of_roots(batch.roots)
+        if plan.drafts:
+            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling)
+        watch.mark()
+        allocation = self.planner.allocate(draft, plan, batch)
+        tree = draft.tree.rerank(allocation.keep, allocation.num_nodes)
+        rows = tree.pack(batch.at.lengths, allocation.num_rows)
+        watch.mark()
+        logits, features = self.target.verify(tree, rows, batch.at, draft.depth)
+        watch.mark()
         picks = pick(logits, batch.sampling, rows.seq.clamp(min=0), rows.positions + 1)
-        result = accept_path(tree, rows, picks, plan.max_depth)
+        result = accept_path(tree, rows, picks, draft.depth)
         self.target.commit(batch.at, result)
         self.drafter.extend(batch.at, rows, result, features)
         logprobs = self._path_logprobs(batch, rows, result, logits)
-        self._take(batch, plan, step_record(tree, result, plan.max_depth, logprobs))
+        num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs))
+        watch.mark()
+        self._learn(
+            Outcome(
+                plan,
+                len(batch),
+                batch.mean_context,
+                draft.depth,
+                draft.num_caught_up,
+                len(rows.tokens),
+                num_accepted,
+                watch.read(),
+            )
+        )
 
     def _path_logprobs(
         self, batch: Batch, rows: VerifyRows, result: VerifyResult, logits: Float[Tensor, "R V"]
@@ -145,17 +169,26 @@ class Engine:
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         return log_probs_of(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
 
-    def _take(self, batch: Batch, plan: Plan, record: Int[Tensor, "B X"]) -> None:
-        """The step's only device-to-host copy, and what follows from it for each sequence."""
-        passes = self.drafter.num_passes(plan)
-        for sequence, row in zip(batch.sequences, record.tolist(), strict=True):
-            step = StepRecord.of(row, plan.max_depth)
+    def _take(self, batch: Batch, plan: Plan, draft: Draft, record: Int[Tensor, "B X"]) -> int:
+        """The step's only device-to-host copy, and what follows from it for each sequence; drafts accepted in all."""
+        members = set(range(len(batch)) if plan.members is None else plan.members)
+        num_accepted = 0
+        for i, (sequence, row) in enumerate(zip(batch.sequences, record.tolist(), strict=True)):
+            step = StepRecord.of(row, draft.depth)
             sequence.target_forwards += 1
-            sequence.draft_forwards += passes
+            sequence.draft_forwards += draft.num_passes if i in members else 0
             step.count(sequence.stats)
+            num_accepted += len(step.tokens) - 1
             if sequence.sampling.logprobs:
                 sequence.output_logprobs += step.logprobs
             self._append(sequence, step.tokens)
+        return num_accepted
+
+    def _learn(self, outcome: Outcome) -> None:
+        self.counters.num_plain_steps += not outcome.plan.drafts
+        self.counters.num_probes += outcome.plan.probe
+        self.counters.num_verify_rows += outcome.num_rows
+        self.planner.learn(outcome)
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> None:
         sequence.stats.num_discarded_tokens += sequence.append(tokens, self.target.eos_ids)

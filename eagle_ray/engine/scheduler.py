@@ -50,14 +50,21 @@ class Chunk:
 class Batch:
     """The running sequences, in slot order, and the same as tensors.
 
-    roots: the last committed token of each. has_room: every one of them has columns for a tree, not just for its root.
+    roots: the last committed token of each. rooms: tokens that each may still produce. has_kv_space: every one of them
+    has columns for a tree, not just for its root.
     """
 
     sequences: list[Sequence]
     at: BatchSlots
     roots: Int[Tensor, " B"]
     sampling: BatchSampling
-    has_room: bool
+    rooms: list[int]
+    has_kv_space: bool
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens cached for a sequence, on average."""
+        return sum(self.at.host_lengths) / len(self.at.host_lengths)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -126,8 +133,9 @@ class Scheduler:
             return None
         at = BatchSlots.of([s.slot for s in sequences], [s.num_cached for s in sequences], self._device)
         roots = torch.tensor([s.root for s in sequences], dtype=torch.int64, device=self._device)
-        has_room = self._num_missing(sequences, self._tree_columns) == 0
-        return Batch(sequences, at, roots, self._sampling_of(sequences), has_room)
+        rooms = [s.max_tokens - len(s.output_ids) for s in sequences]
+        has_kv_space = self._num_missing(sequences, self._tree_columns) == 0
+        return Batch(sequences, at, roots, self._sampling_of(sequences), rooms, has_kv_space)
 
     def retire(self) -> list[Sequence]:
         """Running -> finished: free the slots of sequences that are done, and return them."""
@@ -184,7 +192,7 @@ class Scheduler:
         if not self._waiting or not self._free:
             return False
         sequence, slot = self._waiting[0], self._free[-1]
-        reused = 0  # self._blocks.adopt(slot, sequence.prompt_ids)
+        reused = self._blocks.adopt(slot, sequence.prompt_ids)
         columns, spare = sequence.num_to_prefill + self._tree_columns, len(self._running)
         if self._blocks.num_missing(slot, columns) + spare <= self._blocks.num_available:
             self._blocks.reserve(slot, columns)

@@ -52,17 +52,16 @@ class Layout(Protocol):
 
 @dataclass(slots=True)
 class PromptLayout:
-    """Chunks of prompts, one after the other; each row attends to its slot's columns up to its own.
+    """Chunks of prompts, one after the other; each row attends to its slot's columns from `first` up to its own.
 
-    starts: the column of each chunk's first row. lengths: rows of each. first: the first column that anyone sees.
-    All on the host.
+    firsts, starts: the column that each chunk sees first and that of its first row. lengths: rows of each. On the host.
     """
 
     cache: KVCache
     slots: list[int]
+    firsts: list[int]
     starts: list[int]
     lengths: list[int]
-    first: int = 0
     cells: Int[Tensor, " R"] = field(init=False)
     _where: list[slice | Tensor | None] = field(init=False)
 
@@ -81,12 +80,12 @@ class PromptLayout:
     def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
         if self._where[i] is not None:
             columns = self.cache.read(attention.layer, self._where[i], self.starts[i] + self.lengths[i])
-            key, value = (x[:, :, self.first :] for x in columns)
+            key, value = (x[:, :, self.firsts[i] :] for x in columns)
         return causal_attention(query, key, value, attention)
 
     def _found(self, i: int) -> slice | Tensor | None:
         """Where the cache holds what chunk i sees; None where that is its own rows alone."""
-        if self.starts[i] == self.first:
+        if self.starts[i] == self.firsts[i]:
             return None
         batch = BatchSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
         return self.cache.where(batch, self.starts[i] + self.lengths[i])
@@ -102,6 +101,7 @@ class TreeLayout:
     cells: where the cache stores each of the R rows.
     depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
     row_of: the packed row of (b, i), None where rows are the rectangle B x N. unpack: its inverse, b * N + i of a row.
+    first: the first column that each sequence sees, None where that is 0.
     """
 
     cache: KVCache
@@ -112,6 +112,7 @@ class TreeLayout:
     column_depths: Int[Tensor, "B M"]
     row_of: Int[Tensor, "B N"] | None = None
     unpack: Int[Tensor, " R"] | None = None
+    first: Int[Tensor, " B"] | None = None
     _groups: list[tuple[Tensor | None, TreeGroup]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,8 +129,9 @@ class TreeLayout:
         return self._packed(out)
 
     def _group(self, index: Int[Tensor, " b"] | None, batch: BatchSlots) -> TreeGroup:
-        parts = (self.ancestors, self.depths, self.column_depths)
-        parts = parts if index is None else (x.index_select(0, index) for x in parts)
+        parts = (self.ancestors, self.depths, self.column_depths, self.first)
+        if index is not None:
+            parts = (None if x is None else x.index_select(0, index) for x in parts)
         return TreeGroup(self.cache, batch, *parts)
 
     def _by_tree(self, query: Float[Tensor, "1 heads R d"]) -> Float[Tensor, "B heads N d"]:
@@ -152,12 +154,14 @@ class TreeGroup:
     ancestors: Bool[Tensor, "B N M"]
     depths: Int[Tensor, "B N"]
     column_depths: Int[Tensor, "B M"]
+    first: Int[Tensor, " B"] | None
     num_columns: int = field(init=False)  # T: columns that any row may see, known on the host
     _where: slice | Tensor = field(init=False)
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.num_columns = self.batch.max_length + self.ancestors.shape[2]
+        end = self.batch.max_length + self.ancestors.shape[2]
+        self.num_columns = min(end, self.cache.blocks.padding)  # the longest sequence may have the smallest tree
         self._where = self.cache.where(self.batch, self.num_columns)
 
     def attend(self, rows: Float[Tensor, "B heads N d"], attention: LayerAttention) -> Float[Tensor, "B heads N d"]:
@@ -175,7 +179,7 @@ class TreeGroup:
 
     def _hides_nothing(self, window: int | None) -> bool:
         """Plain decoding of sequences of one length needs no mask."""
-        one_length = self.batch.min_length == self.batch.max_length
+        one_length = self.first is None and self.batch.min_length == self.batch.max_length
         return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
 
     def _made_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
@@ -190,7 +194,8 @@ class TreeGroup:
         last = self.ancestors.shape[2] - 1
         index = in_tree.clamp(0, last)
         seen = self.ancestors.gather(2, index[:, None].expand(-1, self.ancestors.shape[1], -1))
-        seen = (seen & (in_tree <= last)[:, None]) | (in_tree < 0)[:, None]
+        committed = in_tree < 0 if self.first is None else (in_tree < 0) & (column >= self.first[:, None])
+        seen = (seen & ((in_tree >= 0) & (in_tree <= last))[:, None]) | committed[:, None]
         if window is None:
             return seen
         key_position = torch.where(in_tree < 0, column, lengths + self.column_depths.gather(1, index))

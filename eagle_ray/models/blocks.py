@@ -59,6 +59,10 @@ class Blocks:
     def blocks_for(self, columns: int) -> int:
         return -(-columns // self.size)
 
+    def block(self, slot: int, index: int) -> int:
+        """The block of the slot's columns from index * size on, which must be reserved."""
+        return self._held[slot][index]
+
     def first_of_run(self, slot: int, width: int) -> int | None:
         """The slot's first block where its first `width` blocks are neighbours in the pool, else None."""
         held = self._held[slot][:width]

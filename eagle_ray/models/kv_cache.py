@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -40,7 +41,7 @@ class BatchSlots:
             return [(None, self)]
         return [(torch.tensor(part, device=self.slots.device), self.select(part)) for part in parts]
 
-    def select(self, members: list[int]) -> BatchSlots:
+    def select(self, members: Sequence[int]) -> BatchSlots:
         """Those sequences of the batch alone."""
         slots, lengths = ([values[i] for i in members] for values in (self.host_slots, self.host_lengths))
         return BatchSlots.of(slots, lengths, self.slots.device)
@@ -52,6 +53,10 @@ class BatchSlots:
     @property
     def max_length(self) -> int:
         return max(self.host_lengths)
+
+    def advanced(self, columns: int) -> BatchSlots:
+        """The same slots with `columns` more tokens in each."""
+        return replace(self, lengths=self.lengths + columns, host_lengths=[n + columns for n in self.host_lengths])
 
 
 class KVCache:

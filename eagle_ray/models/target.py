@@ -91,7 +91,7 @@ class Target:
 
     def prefill(self, prompts: Prompts) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R H"]]:
         """Fill the slots with the chunks; logits after each one's last token, features of every row."""
-        layout = PromptLayout(self.cache, prompts.slots, prompts.starts, prompts.lengths)
+        layout = PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
         features = self._run(prompts.tokens, prompts.positions, layout)
         return self.logits(features[prompts.last]), features
 

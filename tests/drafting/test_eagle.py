@@ -5,7 +5,8 @@ import torch
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.budget import Plan, uniform
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
 from tests.toy import head, llama
 
 
@@ -14,17 +15,16 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
     """Every node's conditional log-probability, recomputed by running the head causally over its whole path."""
     target = Target(llama(), num_slots=3, capacity=64)
     eagle = head()
-    drafter = EagleDrafter(eagle, target, capacity=64)
+    drafter = EagleDrafter(eagle, target)
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3]]
     for slot in (0, 2):
-        target.cache.blocks.reserve(slot, 32)
+        target.cache.blocks.reserve(slot, 64)
     packed = Prompts.of([2, 0], prompts)
     logits, features = target.prefill(packed)
     first = logits.argmax(-1)
-    next_tokens = [i for ids, token in zip(prompts, first.tolist(), strict=True) for i in (*ids[1:], token)]
-    drafter.prefill(packed, torch.tensor(next_tokens), features)
-    plan = Plan(max_depth=4, width=3, num_nodes=9, num_rows=18, policy=uniform)
-    tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, plan)
+    drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
+    sampling = BatchSampling.of([SamplingParams()] * 2)
+    tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, Plan(max_depth=4, width=3), sampling).tree
     parts = features.split([5, 3])
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts, Target, load_target
-from eagle_ray.speculative.sampling import SamplingParams
-from tests.toy import run
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from tests.toy import best, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TRACE = json.loads((GOLDENS / "pair_fit_t16_d3_k4.json").read_text())
@@ -22,9 +23,9 @@ MAX_NODES, MAX_DEPTH, TOP_K = 15, 4, 4  # the reference's total_token 16 counts 
 
 def fit_engine(num_slots: int) -> Engine:
     model = load_target(GOLDENS / "pair_fit" / "target", torch.float32, "cpu")
-    target = Target(model, num_slots, capacity=256 + MAX_DEPTH * TOP_K + 1)
+    target = Target(model, num_slots, 256 + tree_columns(MAX_NODES, MAX_DEPTH, TOP_K))
     head = load_head(GOLDENS / "pair_fit" / "draft", target.hidden_size, target.vocab_size)
-    drafter = EagleDrafter(head, target, capacity=256 + MAX_DEPTH * TOP_K)
+    drafter = EagleDrafter(head, target)
     return Engine(target, drafter, UniformPlanner(MAX_NODES, MAX_DEPTH, TOP_K), 256, MAX_DEPTH)
 
 
@@ -53,14 +54,16 @@ def test_trees_are_the_references():
         step = prompt["steps"][0]
         if min(step["gaps"].values()) < 1e-4:
             continue
-        engine.target.cache.blocks.reserve(0, 256 + MAX_DEPTH * TOP_K + 1)
+        engine.target.cache.blocks.reserve(0, engine.target.cache.capacity)
         prompts = Prompts.of([0], [prompt["prompt"]])
         logits, features = engine.target.prefill(prompts)
         roots = logits.argmax(-1)
-        engine.drafter.prefill(prompts, torch.tensor([*prompt["prompt"][1:], int(roots)]), features)
-        plan = engine.planner.plan(1)
-        tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan)
-        tree = tree.rerank(plan.policy(tree, plan.num_nodes), plan.num_nodes)
+        next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, roots)
+        engine.drafter.prefill(prompts, next_tokens, features)
+        sampling = BatchSampling.of([SamplingParams()])
+        plan = Plan(MAX_DEPTH, TOP_K)
+        tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan, sampling).tree
+        tree = best(tree, [1 + MAX_NODES])
         assert tree.tokens[0].tolist() == step["tokens"]
         assert tree.parents[0].tolist() == step["parents"]
         assert tree.depths[0].tolist() == step["depths"]
