@@ -33,6 +33,7 @@ from eagle_ray.text import Text
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # dense slots: a longer default would cost memory that most rows never use
+SHORTEST = 64  # tokens that must have room beside one tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Pair:
 
 
 def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int, kv_tokens: int | None = None) -> Pair:
-    """Load both models and allocate their caches for `slots` sequences.
+    """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
 
     Raises ConfigError where a name cannot be found or a length does not fit, EngineError where files are not a pair.
     """
@@ -64,8 +65,9 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int, k
     causal_lm = load_target(path, _dtype(model.dtype, device), device)
     max_model_len = limits_of(model).max_model_len
     plain = speculative.method == "none"
-    capacity = max_model_len + (1 if plain else _tree_columns(speculative, causal_lm.config.vocab_size))
-    target = Target(causal_lm, slots, capacity, kv_tokens)
+    columns = 1 if plain else _tree_columns(speculative, causal_lm.config.vocab_size)
+    _check_kv_tokens(kv_tokens, columns)
+    target = Target(causal_lm, slots, max_model_len + columns, kv_tokens)
     drafter = NoDrafter() if plain else _eagle(model, speculative, target)
     planner = UniformPlanner(0, 0, 0) if plain else _planner(speculative)
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=0 if plain else speculative.max_depth)
@@ -168,6 +170,16 @@ def _tensor_names(path: Path) -> Iterable[str]:
 def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target) -> Drafter:
     head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
     return EagleDrafter(head, target)
+
+
+def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
+    """Refuse a pool in which not even a short sequence has room for its tree."""
+    least = SHORTEST + -(-tree_columns // SHORTEST) * SHORTEST
+    if kv_tokens is not None and kv_tokens < least:
+        raise ConfigError(
+            f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {least} or "
+            "more, or speculative.max_nodes to less"
+        )
 
 
 def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:

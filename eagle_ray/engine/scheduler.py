@@ -96,6 +96,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    def num_together(self, tokens: int) -> int:
+        """How many sequences of up to `tokens` tokens can run at once with room for their trees."""
+        each = self._blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
+        return min(self.num_slots, self._blocks.num_blocks // each)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError for one that could not be finished even alone."""
         columns, size = len(sequence.prompt_ids) + sequence.max_tokens, self._blocks.size
@@ -187,13 +192,14 @@ class Scheduler:
     def _admit(self) -> bool:
         """Waiting -> prefilling, with blocks for all that is known of it and a tree; whether it happened.
 
-        While others run, a block is left for each of them: whoever is admitted should not be pre-empted at once.
+        A block is left for each of the others that can grow: whoever is admitted should not be pre-empted at once.
         """
         if not self._waiting or not self._free:
             return False
         sequence, slot = self._waiting[0], self._free[-1]
         reused = self._blocks.adopt(slot, sequence.prompt_ids)
-        columns, spare = sequence.num_to_prefill + self._tree_columns, len(self._running)
+        columns = sequence.num_to_prefill + self._tree_columns
+        spare = sum(self._blocks.num_missing(other, self._blocks.capacity) > 0 for other in self._running)
         if self._blocks.num_missing(slot, columns) + spare <= self._blocks.num_available:
             self._blocks.reserve(slot, columns)
         elif self._running:
