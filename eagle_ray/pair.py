@@ -27,6 +27,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
+from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.target import Target, load_config, load_target
 from eagle_ray.text import Text
 
@@ -62,6 +63,7 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     causal_lm = load_target(path, _dtype(model.dtype, device), device)
+    pack_linears(causal_lm)
     max_model_len = limits_of(model).max_model_len
     plain = speculative.method == "none"
     max_nodes = 0 if plain else speculative.max_nodes
@@ -166,7 +168,8 @@ def _tensor_names(path: Path) -> Iterable[str]:
 
 
 def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target, max_model_len: int) -> Drafter:
-    head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
+    head = load_head(_draft_path(model), target.hidden_size, target.vocab_size).to(target.device, target.dtype)
+    pack_linears(head)
     levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
     return EagleDrafter(head, target, capacity=max_model_len + max(levels, speculative.max_depth + 1))
 
