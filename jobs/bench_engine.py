@@ -65,6 +65,8 @@ HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
     "bad": lambda head: damaged_head(head, BAD_NOISE),
     "random": random_head,
 }
+COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "tau")
+COLUMNS += ("rows/pass", "off", "outside", "same")
 WAYS = ("plain", "chain", "eagle2", "best", "adaptive", "ours")
 Mode = Callable[[Engine, int, float], Sample]  # engine, offset into the prompts, most seconds
 
@@ -109,15 +111,10 @@ def shuffled_prompts(text: Text, seed: int) -> list[list[int]]:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    print(
-        f"{platform.machine()}, torch {torch.__version__}, {args.device}, {args.threads} threads, {args.dtype}, ",
-        end="",
-    )
-    print(f"{args.pair} pair, {args.rounds} rounds of {args.seconds:g} s\n")
-    print(
-        "| head | mode | batch | way | tokens/s | over plain | 95 % | at least | tau | rows/pass | off | outside | same |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    about = f"{platform.machine()}, torch {torch.__version__}, {args.device}, {args.threads} threads, {args.dtype}"
+    print(f"{about}, {args.pair} pair, {args.rounds} rounds of {args.seconds:g} s\n")
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|---" * len(COLUMNS) + "|", flush=True)
     cells = []
     for head_name in args.heads:
         models = Models.load(args, head_name)
