@@ -18,15 +18,17 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
+from eagle_ray.models.heads import EagleHead
+from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.target import Target, load_config, load_target
 from eagle_ray.text import Text
 
@@ -63,15 +65,33 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int, k
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     causal_lm = load_target(path, _dtype(model.dtype, device), device)
-    max_model_len = limits_of(model).max_model_len
-    plain = speculative.method == "none"
-    columns = 1 if plain else _tree_columns(speculative, causal_lm.config.vocab_size)
+    pack_linears(causal_lm)
+    head = None if speculative.method == "none" else _load_head(model, causal_lm)
+    engine = build_engine(causal_lm, head, speculative, slots, limits_of(model).max_model_len, kv_tokens)
+    return Pair(engine, Text.load(path, model.chat_template), model.target, None if head is None else model.draft)
+
+
+def build_engine(
+    causal_lm: nn.Module,
+    head: EagleHead | None,
+    speculative: SpeculativeConfig,
+    slots: int,
+    max_model_len: int,
+    kv_tokens: int | None = None,
+) -> Engine:
+    """An engine over models in memory, with caches of its own: several engines may share the weights.
+
+    head: None is plain decoding, whatever `speculative` says. kv_tokens: None lets every slot be full.
+    """
+    if head is None:
+        target = Target(causal_lm, slots, max_model_len + 1, kv_tokens)
+        return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
+    width = min(speculative.top_k, causal_lm.config.get_text_config(decoder=True).vocab_size)
+    columns = tree_columns(speculative.max_nodes, speculative.max_depth, width)
     _check_kv_tokens(kv_tokens, columns)
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens)
-    drafter = NoDrafter() if plain else _eagle(model, speculative, target)
-    planner = UniformPlanner(0, 0, 0) if plain else _planner(speculative)
-    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=0 if plain else speculative.max_depth)
-    return Pair(engine, Text.load(path, model.chat_template), model.target, None if plain else model.draft)
+    planner, depth = _planner(speculative), speculative.max_depth
+    return Engine(target, EagleDrafter(head, target), planner, max_model_len, num_spec_tokens=depth)
 
 
 def limits_of(model: ModelConfig) -> Limits:
@@ -167,11 +187,6 @@ def _tensor_names(path: Path) -> Iterable[str]:
         raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
 
 
-def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target) -> Drafter:
-    head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
-    return EagleDrafter(head, target)
-
-
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
     """Refuse a pool in which not even a short sequence has room for its tree."""
     least = SHORTEST + -(-tree_columns // SHORTEST) * SHORTEST
@@ -182,8 +197,11 @@ def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
         )
 
 
-def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
-    return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
+def _load_head(model: ModelConfig, causal_lm: nn.Module) -> EagleHead:
+    config = causal_lm.config.get_text_config(decoder=True)
+    head = load_head(_draft_path(model), config.hidden_size, config.vocab_size).to(causal_lm.device, causal_lm.dtype)
+    pack_linears(head)
+    return head
 
 
 def _planner(speculative: SpeculativeConfig) -> UniformPlanner:

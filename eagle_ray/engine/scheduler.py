@@ -98,8 +98,9 @@ class Scheduler:
 
     def num_together(self, tokens: int) -> int:
         """How many sequences of up to `tokens` tokens can run at once with room for their trees."""
-        each = self._blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
-        return min(self.num_slots, self._blocks.num_blocks // each)
+        blocks = self._blocks
+        each = blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
+        return min(self.num_slots, blocks.num_blocks // min(each, blocks.blocks_for(blocks.capacity)))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError for one that could not be finished even alone."""
