@@ -9,6 +9,7 @@ Knows where models live and how large their caches must be. Does not know rows, 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,11 @@ from torch import nn
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.engine.cost_cache import cached_costs
+from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
@@ -81,17 +86,18 @@ def build_engine(
 ) -> Engine:
     """An engine over models in memory, with caches of its own: several engines may share the weights.
 
-    head: None is plain decoding, whatever `speculative` says. kv_tokens: None lets every slot be full.
+    head: None is plain decoding, whatever `speculative` says. Raises ConfigError where kv_tokens are too few.
     """
-    if head is None:
-        target = Target(causal_lm, slots, max_model_len + 1, kv_tokens)
-        return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
-    width = min(speculative.top_k, causal_lm.config.get_text_config(decoder=True).vocab_size)
-    columns = tree_columns(speculative.max_nodes, speculative.max_depth, width)
+    columns = 1 if head is None else _tree_columns(speculative, causal_lm.config.vocab_size)
     _check_kv_tokens(kv_tokens, columns)
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens)
-    planner, depth = _planner(speculative), speculative.max_depth
-    return Engine(target, EagleDrafter(head, target), planner, max_model_len, num_spec_tokens=depth)
+    if head is None:
+        return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
+    planner = UniformPlanner(*_tree_of(speculative))
+    engine = Engine(target, EagleDrafter(head, target), planner, max_model_len, num_spec_tokens=speculative.max_depth)
+    if speculative.budget == "global":
+        engine.planner = GlobalPlanner(*_tree_of(speculative), _costs(engine, head, speculative), _can_look(engine))
+    return engine
 
 
 def limits_of(model: ModelConfig) -> Limits:
@@ -187,6 +193,13 @@ def _tensor_names(path: Path) -> Iterable[str]:
         raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
 
 
+def _load_head(model: ModelConfig, causal_lm: nn.Module) -> EagleHead:
+    config = causal_lm.config.get_text_config(decoder=True)
+    head = load_head(_draft_path(model), config.hidden_size, config.vocab_size).to(causal_lm.device, causal_lm.dtype)
+    pack_linears(head)
+    return head
+
+
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
     """Refuse a pool in which not even a short sequence has room for its tree."""
     least = SHORTEST + -(-tree_columns // SHORTEST) * SHORTEST
@@ -197,15 +210,32 @@ def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
         )
 
 
-def _load_head(model: ModelConfig, causal_lm: nn.Module) -> EagleHead:
-    config = causal_lm.config.get_text_config(decoder=True)
-    head = load_head(_draft_path(model), config.hidden_size, config.vocab_size).to(causal_lm.device, causal_lm.dtype)
-    pack_linears(head)
-    return head
+def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
+    return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
 
 
-def _planner(speculative: SpeculativeConfig) -> UniformPlanner:
-    return UniformPlanner(speculative.max_nodes, speculative.max_depth, speculative.top_k)
+def _costs(engine: Engine, head: EagleHead, speculative: SpeculativeConfig) -> StepCosts:
+    """What this pair's steps cost on this machine: measured now, or when it was measured before."""
+    target, tree = engine.target, _tree_of(speculative)
+    parts = {
+        "target": target.model.config.to_dict(),
+        "head": head.config.to_dict(),
+        "dtype": str(target.dtype),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "slots": target.cache.num_slots,
+        "tree": tree,
+    }
+    return cached_costs(parts, lambda: measure(engine, *tree))
+
+
+def _can_look(engine: Engine) -> bool:
+    return engine.target.device.type == "cpu"
+
+
+def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
+    return speculative.max_nodes, speculative.max_depth, speculative.top_k
 
 
 def _dtype(name: str, device: str) -> torch.dtype | str:

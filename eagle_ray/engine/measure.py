@@ -180,7 +180,7 @@ class _Bench:
         self._num_added += 1
         length = max(min(length, self._engine.max_model_len // 2), 1)
         prompt = [(7 * i + self._num_added) % self._engine.target.vocab_size for i in range(length)]
-        params = SamplingParams(max_tokens=self._engine.max_model_len, ignore_eos=True)
+        params = SamplingParams(max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
         self._engine.add(sequence)
         self._running.append(sequence)
