@@ -1,0 +1,115 @@
+"""Ranking: from a head's features to ranked children, each with its chance of being the target's pick.
+
+    ranking = Ranking(logits_of, calibration, coupling)
+    ranking.begin(sampling, lengths)
+    children = ranking.children(features, None, width)           # level 1; then, level by level,
+    children = ranking.children(features, frontier, width)
+    ranking.learn(result)                                        # once the target has picked
+
+Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling the
+sampled rows' children are those that the target, reading the same noise, most likely picks. Learns from one level a
+step, in turn, and only where a node of that level was reached. Does not know heads, caches or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.expand import Frontier
+from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.verify import VerifyResult
+
+LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N V"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """K children of each of F nodes, the likeliest first, all conditional on their parent.
+
+    log_probs: that the target picks them, calibrated. draft_log_probs: the head's own, without noise or temperature.
+    """
+
+    tokens: Int[Tensor, "B F K"]
+    log_probs: Float[Tensor, "B F K"]
+    draft_log_probs: Float[Tensor, "B F K"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """What was asked and answered at one level. frontier: None for the roots. scores: before calibration."""
+
+    frontier: Frontier | None
+    features: Float[Tensor, "B F H"]
+    tokens: Int[Tensor, "B F K"]
+    scores: Float[Tensor, "B F K"]
+
+
+class Ranking:
+    """logits_of: the head's logits from its features."""
+
+    def __init__(self, logits_of: LogitsOf, calibration: Calibration | None, coupling: Coupling | None):
+        self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
+        self._turn = 0
+        self._levels: list[_Level] = []
+
+    def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"]) -> None:
+        """A new step's trees. lengths: tokens in the target's cache, the roots' positions."""
+        self._sampling, self._lengths, self._levels = sampling, lengths, []
+
+    def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
+        """The `width` likeliest children of every node of the next level's frontier."""
+        level = len(self._levels)
+        logits = self._logits_of(features).float()
+        own = logits.log_softmax(-1)
+        ranked = own
+        if self.coupling is not None and self._sampling.any_sampled:
+            rows = self._sampling.sampled_rows
+            coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, self._positions(level, rows))
+            ranked = own.index_copy(0, rows, coupled)
+        scores, tokens = ranked.topk(min(width, ranked.shape[-1]), -1)
+        self._levels.append(_Level(frontier, features, tokens, scores))
+        log_probs = scores if self.calibration is None else self.calibration.apply(level, self._kinds(), scores)
+        return Children(tokens, log_probs, own.gather(-1, tokens))
+
+    def learn(self, result: VerifyResult) -> None:
+        """What the target picked on the trees that were just drafted."""
+        if not self._levels or (self.calibration is None and self.coupling is None):
+            return
+        self._turn = (self._turn + 1) % len(self._levels)
+        level = self._levels[self._turn]
+        node, reached = self._node_on_path(self._turn, result)
+        picks = result.tokens[:, self._turn]
+        if self.calibration is not None:
+            scores, tokens = (
+                x.gather(1, node[:, None, None].expand(-1, 1, x.shape[2]))[:, 0] for x in (level.scores, level.tokens)
+            )
+            self.calibration.learn(self._turn, self._kinds(), scores, tokens == picks[:, None], reached)
+        if self.coupling is not None and self._sampling.any_sampled:
+            rows = self._sampling.sampled_rows
+            logits = self._logits_of(level.features[rows, node[rows]]).float()
+            positions = self._positions(self._turn, rows)
+            self.coupling.learn(self._turn, logits, self._sampling, rows, positions, picks[rows], reached[rows])
+
+    def _node_on_path(self, level: int, result: VerifyResult) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
+        """Which node of this level's frontier the target's picks lead to; whether they do, and its pick is known."""
+        node = torch.zeros_like(result.num_accepted)
+        reached = result.num_accepted >= level
+        for depth in range(level):
+            frontier = self._levels[depth + 1].frontier
+            found = (frontier.parent_rows == node[:, None]) & (frontier.tokens == result.tokens[:, depth, None])
+            node, reached = found.long().argmax(1), reached & found.any(1)
+        return node, reached
+
+    def _kinds(self) -> Int[Tensor, " B"]:
+        return (self._sampling.temperature > 0).long()
+
+    def _positions(self, level: int, rows: Int[Tensor, " S"]) -> Int[Tensor, " S"]:
+        """Index, in prompt + output, of the token chosen after this level's nodes; the roots' own is `lengths`."""
+        return self._lengths[rows] + level + 1
