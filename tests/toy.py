@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
@@ -20,9 +21,10 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.budget import Plan
+from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
 
@@ -74,7 +76,7 @@ class TableDrafter(NoDrafter):
 
     table: Tensor
 
-    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan) -> DraftTree:
+    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan, sampling: BatchSampling) -> Draft:
         log_probs = self.table.log_softmax(-1)
         builder = TreeBuilder(roots, plan.width)
         tokens = roots[:, None]
@@ -82,7 +84,7 @@ class TableDrafter(NoDrafter):
             tokens = builder.frontier().tokens if level else tokens
             children = log_probs[tokens].topk(plan.width, -1)
             builder.grow(children.values, children.indices)
-        return builder.build()
+        return Draft(builder.build(), builder.levels, builder.depth, 0)
 
 
 def table_engine(
@@ -131,6 +133,11 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) 
     return sequences
 
 
+def best(tree: DraftTree, budgets: list[int]) -> DraftTree:
+    """The budgets[b] most valuable nodes of each tree, root included."""
+    return tree.rerank(ranks(tree.log_values) < torch.tensor(budgets)[:, None], max(budgets))
+
+
 def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> DraftTree:
     """One random lawful tree of a root and num_nodes - 1 nodes, breadth-first."""
     width = 4
@@ -139,7 +146,7 @@ def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> 
     while 1 + width + max(level - 1, 0) * width**2 < num_nodes or level == 0:
         parents = builder.frontier().tokens.shape[1] if level else 1
         scores = torch.rand(1, parents, vocab, generator=generator).log_softmax(-1)
-        best = scores.topk(width, -1)
-        builder.grow(best.values, best.indices)
+        children = scores.topk(width, -1)
+        builder.grow(children.values, children.indices)
         level += 1
-    return builder.build().rerank(torch.tensor([num_nodes]), num_nodes)
+    return best(builder.build(), [num_nodes])

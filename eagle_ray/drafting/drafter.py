@@ -1,11 +1,13 @@
 """Drafter: the protocol of whoever offers candidate tokens.
 
-A drafter keeps its own memory of each slot's sequence: `prefill` starts it, `extend` keeps it in step with what the
+A drafter keeps its own memory of each slot's sequence. `prefill` or `observe` starts it, `extend` tells it what the
 target committed, `draft` reads it. It never changes what is produced, only how many tokens a target pass yields.
+A step of plain decoding calls `extend` alone, and that runs no model: what was missed is caught up by the next `draft`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -13,23 +15,52 @@ from torch import Tensor
 
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts
-from eagle_ray.speculative.budget import Plan
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Candidate trees of a whole batch, roots alone where nothing was drafted.
+
+    levels: the candidates' log values level by level, [M, F, K] for M members, F parents and their K children.
+    num_passes: forward passes of the drafter's model. num_caught_up: pairs that the first of them had to catch up.
+    """
+
+    tree: DraftTree
+    levels: list[Float[Tensor, "M F K"]]
+    num_passes: int
+    num_caught_up: int
+
+    @classmethod
+    def of_roots(cls, roots: Int[Tensor, " B"]) -> Draft:
+        """Nothing drafted: a step of plain decoding."""
+        return cls(DraftTree.of_roots(roots), [], 0, 0)
+
+    @property
+    def depth(self) -> int:
+        """The longest draft path, known on the host."""
+        return len(self.levels)
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """Offers nodes with values; the budget does the rest."""
 
-    def prefill(self, prompts: Prompts, first_tokens: Int[Tensor, " B"], features: Float[Tensor, "R H"]) -> None:
-        """New sequences: their prompts, the target's features of every prompt row and the token picked after each."""
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        """A pass over prompts: the token after each of its rows and the target's feature of each row."""
 
-    def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan) -> DraftTree:
-        """Candidate trees on the given roots, at most plan.max_depth deep."""
+    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        """The same without running a model: for later, should drafting begin."""
+
+    def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
+        """Candidate trees on the given roots, at most plan.max_depth deep; plan.max_depth is at least 1."""
 
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
-        """The target accepted `result` on top of `batch`; features are those of the verify pass's rows."""
+        """The target accepted `result` on top of `batch`; features are of the verify pass's rows. No model runs."""
 
-    def num_passes(self, plan: Plan) -> int:
-        """Forward passes of the drafter's model in one step under `plan`."""
+    @property
+    def prefill_passes(self) -> int:
+        """Forward passes of the drafter's model in one `prefill`."""

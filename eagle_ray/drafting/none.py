@@ -5,24 +5,28 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.drafting.drafter import Draft
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts
-from eagle_ray.speculative.budget import Plan
-from eagle_ray.speculative.tree import DraftTree, VerifyRows
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.tree import VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
 
 
 class NoDrafter:
     """Trees of a root each; the baseline in every benchmark and the oracle in every test."""
 
-    def prefill(self, prompts: Prompts, first_tokens: Int[Tensor, " B"], features: Float[Tensor, "R H"]) -> None:
+    prefill_passes = 0
+
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         pass
 
-    def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan) -> DraftTree:
-        return DraftTree.of_roots(roots)
+    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        pass
+
+    def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
+        return Draft.of_roots(roots)
 
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
         pass
-
-    def num_passes(self, plan: Plan) -> int:
-        return 0

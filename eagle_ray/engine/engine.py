@@ -17,13 +17,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Drafter
-from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.drafting.drafter import Draft, Drafter
+from eagle_ray.engine.planner import Outcome, Planner
 from eagle_ray.engine.scheduler import Batch, Scheduler
 from eagle_ray.engine.sequence import Sequence, check_fits
 from eagle_ray.engine.step_record import StepRecord, step_record
+from eagle_ray.engine.stopwatch import Stopwatch
 from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.budget import Plan, allocate
+from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling, pick
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.speculative.tree import VerifyRows
@@ -34,12 +35,16 @@ from eagle_ray.speculative.verify import VerifyResult, accept_path
 class EngineCounters:
     """What the engine has done since it was made. num_slot_steps: running sequences, summed over steps.
 
-    busy_s: seconds spent inside step().
+    num_plain_steps: steps in which nothing was drafted. num_probes: steps that drafted in order to learn.
+    num_verify_rows: rows of all decode passes, padding included. busy_s: seconds spent inside step().
     """
 
     num_slots: int
     num_steps: int = 0
     num_slot_steps: int = 0
+    num_plain_steps: int = 0
+    num_probes: int = 0
+    num_verify_rows: int = 0
     num_output_tokens: int = 0
     busy_s: float = 0.0
 
@@ -55,7 +60,7 @@ class Engine:
         self,
         target: Target,
         drafter: Drafter,
-        planner: UniformPlanner,
+        planner: Planner,
         max_model_len: int,
         num_spec_tokens: int,
         prefill_tokens: int = 4096,
@@ -105,29 +110,51 @@ class Engine:
         sampling = BatchSampling.of([s.sampling for s in admitted], self.target.device)
         order = torch.arange(len(admitted), device=self.target.device)
         tokens = pick(logits, sampling, order, prompts.positions[prompts.last] + 1)
-        self.drafter.prefill(prompts, tokens, features)
+        next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, tokens)
+        drafting = self.planner.drafting
+        (self.drafter.prefill if drafting else self.drafter.observe)(prompts, next_tokens, features)
         logprobs = _logprobs(logits, tokens) if any(s.sampling.logprobs for s in admitted) else None
         for i, (sequence, token) in enumerate(zip(admitted, tokens.tolist(), strict=True)):
             sequence.admitted_at, sequence.first_token_at = now, time.monotonic()
             sequence.target_forwards += 1
-            sequence.draft_forwards += self.num_spec_tokens > 0
+            sequence.draft_forwards += self.drafter.prefill_passes if drafting else 0
             if sequence.sampling.logprobs:
                 sequence.output_logprobs.append(logprobs[i].item())
             self._append(sequence, [token])
 
     def _decode(self, batch: Batch) -> None:
-        """Draft, allocate, verify, accept, commit, extend, append."""
-        plan = self.planner.plan(len(batch))
-        tree = self.drafter.draft(batch.at, batch.roots, plan)
-        tree = tree.rerank(allocate(tree, plan), plan.num_nodes)
-        rows = tree.pack(batch.at.lengths, plan.num_rows)
-        logits, features = self.target.verify(tree, rows, batch.at, plan.max_depth)
+        """Plan, draft, allocate, verify, accept, commit, extend, append."""
+        watch = Stopwatch(self.target.device)
+        plan = self.planner.plan(batch)
+        draft = Draft.of_roots(batch.roots)
+        if plan.drafts:
+            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling)
+        watch.mark()
+        allocation = self.planner.allocate(draft, plan, batch)
+        tree = draft.tree.rerank(allocation.keep, allocation.num_nodes)
+        rows = tree.pack(batch.at.lengths, allocation.num_rows)
+        watch.mark()
+        logits, features = self.target.verify(tree, rows, batch.at, draft.depth)
+        watch.mark()
         picks = pick(logits, batch.sampling, rows.seq.clamp(min=0), rows.positions + 1)
-        result = accept_path(tree, rows, picks, plan.max_depth)
+        result = accept_path(tree, rows, picks, draft.depth)
         self.target.commit(batch.at, result)
         self.drafter.extend(batch.at, rows, result, features)
         logprobs = self._path_logprobs(batch, rows, result, logits)
-        self._take(batch, plan, step_record(tree, result, plan.max_depth, logprobs))
+        num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs))
+        watch.mark()
+        self._learn(
+            Outcome(
+                plan,
+                len(batch),
+                batch.mean_context,
+                draft.depth,
+                draft.num_caught_up,
+                len(rows.tokens),
+                num_accepted,
+                watch.read(),
+            )
+        )
 
     def _path_logprobs(
         self, batch: Batch, rows: VerifyRows, result: VerifyResult, logits: Float[Tensor, "R V"]
@@ -137,17 +164,26 @@ class Engine:
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         return _logprobs(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
 
-    def _take(self, batch: Batch, plan: Plan, record: Int[Tensor, "B X"]) -> None:
-        """The step's only device-to-host copy, and what follows from it for each sequence."""
-        passes = self.drafter.num_passes(plan)
-        for sequence, row in zip(batch.sequences, record.tolist(), strict=True):
-            step = StepRecord.of(row, plan.max_depth)
+    def _take(self, batch: Batch, plan: Plan, draft: Draft, record: Int[Tensor, "B X"]) -> int:
+        """The step's only device-to-host copy, and what follows from it for each sequence; drafts accepted in all."""
+        members = set(range(len(batch)) if plan.members is None else plan.members)
+        num_accepted = 0
+        for i, (sequence, row) in enumerate(zip(batch.sequences, record.tolist(), strict=True)):
+            step = StepRecord.of(row, draft.depth)
             sequence.target_forwards += 1
-            sequence.draft_forwards += passes
+            sequence.draft_forwards += draft.num_passes if i in members else 0
             step.count(sequence.stats)
+            num_accepted += len(step.tokens) - 1
             if sequence.sampling.logprobs:
                 sequence.output_logprobs += step.logprobs
             self._append(sequence, step.tokens)
+        return num_accepted
+
+    def _learn(self, outcome: Outcome) -> None:
+        self.counters.num_plain_steps += not outcome.plan.drafts
+        self.counters.num_probes += outcome.plan.probe
+        self.counters.num_verify_rows += outcome.num_rows
+        self.planner.learn(outcome)
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> None:
         sequence.stats.num_discarded_tokens += sequence.append(tokens, self.target.eos_ids)

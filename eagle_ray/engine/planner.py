@@ -1,25 +1,89 @@
-"""UniformPlanner: what each step may spend, the same for every sequence at every step, as EAGLE-2 was published.
+"""Planner: what each step drafts and how much of it is verified; UniformPlanner, which always says the same.
 
-Does not know costs yet: the tree is the one that was configured.
+A planner never changes what is produced, only what it costs. `plan` decides before anything is drafted, `allocate`
+once the candidates' values are known, `learn` hears what came of it. Does not know models or requests.
 """
 
 from __future__ import annotations
 
-from eagle_ray.speculative.budget import Plan, uniform
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.speculative.budget import Budget, uniform
+from eagle_ray.speculative.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The candidates that will be verified.
+
+    keep: which nodes. num_nodes: at least the most of one tree, root included. num_rows: rows of the pass, at least
+    the number of nodes kept; what is more is padding.
+    """
+
+    keep: Bool[Tensor, "B N"]
+    num_nodes: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one step. context: tokens cached for a sequence, on average. num_accepted: of the whole batch."""
+
+    plan: Plan
+    batch_size: int
+    context: float
+    depth: int
+    num_caught_up: int
+    num_rows: int
+    num_accepted: int
+    seconds: Seconds
+
+
+@runtime_checkable
+class Planner(Protocol):
+    @property
+    def drafting(self) -> bool:
+        """Whether the next step will draft, as far as can be known now: new prompts are then read by the drafter."""
+
+    def plan(self, batch: Batch) -> Plan:
+        """What to draft for the running sequences."""
+
+    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+        """Which of the candidates to verify."""
+
+    def learn(self, outcome: Outcome) -> None:
+        """The step is over."""
 
 
 class UniformPlanner:
-    """max_nodes: drafted nodes per sequence, root excluded. max_depth: longest draft path. top_k: beam width.
+    """The same tree for every sequence at every step, as EAGLE-2 was published.
 
+    max_nodes: drafted nodes per sequence, root excluded. max_depth: longest draft path. top_k: beam width.
     All 0 is plain decoding. No path is longer than the number of nodes, so levels past max_nodes are not drafted.
     """
 
     def __init__(self, max_nodes: int, max_depth: int, top_k: int):
-        self._max_depth = min(max_depth, max_nodes)
-        self._width = top_k
-        num_candidates = top_k + (self._max_depth - 1) * top_k**2 if self._max_depth else 0
-        self._num_nodes = 1 + min(max_nodes, num_candidates)
+        self._plan = Plan(min(max_depth, max_nodes), top_k)
+        self._num_nodes = 1 + max_nodes
 
-    def plan(self, batch_size: int) -> Plan:
-        """The next step's plan for batch_size running sequences."""
-        return Plan(self._max_depth, self._width, self._num_nodes, batch_size * self._num_nodes, uniform)
+    @property
+    def drafting(self) -> bool:
+        return self._plan.drafts
+
+    def plan(self, batch: Batch) -> Plan:
+        return self._plan
+
+    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+        num_nodes = min(self._num_nodes, draft.tree.num_nodes)
+        num_rows = len(batch) * num_nodes
+        return Allocation(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
+
+    def learn(self, outcome: Outcome) -> None:
+        pass

@@ -21,13 +21,19 @@ from eagle_ray.speculative.sampling import BatchSampling
 class Batch:
     """The running sequences, in slot order, and the same as tensors.
 
-    roots: the last committed token of each.
+    roots: the last committed token of each. rooms: tokens that each may still produce.
     """
 
     sequences: list[Sequence]
     at: BatchSlots
     roots: Int[Tensor, " B"]
     sampling: BatchSampling
+    rooms: list[int]
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens cached for a sequence, on average."""
+        return sum(self.at.host_lengths) / len(self.at.host_lengths)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -78,7 +84,8 @@ class Scheduler:
             return None
         at = BatchSlots.of([s.slot for s in sequences], [s.num_cached for s in sequences], self._device)
         roots = torch.tensor([s.root for s in sequences], dtype=torch.int64, device=self._device)
-        return Batch(sequences, at, roots, self._sampling_of(sequences))
+        rooms = [s.max_tokens - len(s.output_ids) for s in sequences]
+        return Batch(sequences, at, roots, self._sampling_of(sequences), rooms)
 
     def retire(self) -> list[Sequence]:
         """Running -> finished: free the slots of sequences that are done, and return them."""

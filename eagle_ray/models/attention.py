@@ -82,6 +82,7 @@ class TreeLayout:
     cells: where the cache stores each of the R rows.
     depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
     row_of: the packed row of (b, i), None where rows are the rectangle B x N. unpack: its inverse, b * N + i of a row.
+    first: the first column that each sequence sees, None where that is 0.
     """
 
     cache: KVCache
@@ -92,6 +93,7 @@ class TreeLayout:
     column_depths: Int[Tensor, "B M"]
     row_of: Int[Tensor, "B N"] | None = None
     unpack: Int[Tensor, " R"] | None = None
+    first: Int[Tensor, " B"] | None = None
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     @property
@@ -127,7 +129,7 @@ class TreeLayout:
 
     def _hides_nothing(self, window: int | None) -> bool:
         """Plain decoding of sequences of one length needs no mask."""
-        one_length = self.batch.min_length == self.batch.max_length
+        one_length = self.first is None and self.batch.min_length == self.batch.max_length
         return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
 
     def _made_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
@@ -142,7 +144,8 @@ class TreeLayout:
         last = self.ancestors.shape[2] - 1
         index = in_tree.clamp(0, last)
         seen = self.ancestors.gather(2, index[:, None].expand(-1, self.ancestors.shape[1], -1))
-        seen = (seen & (in_tree <= last)[:, None]) | (in_tree < 0)[:, None]
+        committed = in_tree < 0 if self.first is None else (in_tree < 0) & (column >= self.first[:, None])
+        seen = (seen & ((in_tree >= 0) & (in_tree <= last))[:, None]) | committed[:, None]
         if window is None:
             return seen
         key_position = torch.where(in_tree < 0, column, lengths + self.column_depths.gather(1, index))

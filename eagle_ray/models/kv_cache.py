@@ -7,7 +7,8 @@ Does not know which slots are in use, nor what the tokens were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -21,14 +22,14 @@ class BatchSlots:
     """The slots of B sequences and how many tokens each of them holds.
 
     index: the same slots as a slice where they are neighbours (a read is then a view), else the tensor.
-    min_length, max_length: the smallest and the largest of lengths, known on the host.
+    host_slots, host_lengths: the same numbers on the host.
     """
 
     slots: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
     index: slice | Int[Tensor, " B"]
-    min_length: int
-    max_length: int
+    host_slots: list[int]
+    host_lengths: list[int]
 
     @classmethod
     def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> BatchSlots:
@@ -37,7 +38,24 @@ class BatchSlots:
         neighbours = slots == list(range(first, first + len(slots)))
         index = slice(first, first + len(slots)) if neighbours else tensor
         on_device = torch.tensor(lengths, dtype=torch.int64, device=device)
-        return cls(tensor, on_device, index, min(lengths), max(lengths))
+        return cls(tensor, on_device, index, slots, lengths)
+
+    @property
+    def min_length(self) -> int:
+        return min(self.host_lengths)
+
+    @property
+    def max_length(self) -> int:
+        return max(self.host_lengths)
+
+    def select(self, members: Sequence[int]) -> BatchSlots:
+        """The same for some of the sequences."""
+        slots, lengths = ([values[m] for m in members] for values in (self.host_slots, self.host_lengths))
+        return BatchSlots.of(slots, lengths, self.slots.device)
+
+    def advanced(self, columns: int) -> BatchSlots:
+        """The same slots with `columns` more tokens in each."""
+        return replace(self, lengths=self.lengths + columns, host_lengths=[n + columns for n in self.host_lengths])
 
 
 class KVCache:

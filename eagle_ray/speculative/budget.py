@@ -1,42 +1,148 @@
-"""Which nodes of which sequences are worth a verify row: the step's plan, and policies that give each tree a budget.
+"""Which nodes of which sequences are worth a verify row.
 
-A budget is the number of rows a sequence gets in the verify pass, its root included. ``DraftTree.rerank`` spends it
-on each tree's most valuable nodes. Does not know costs or time.
+A policy looks at the candidate trees of a batch and names the nodes to verify, under a budget of rows:
+
+    uniform        each tree's best, the same number for every sequence: EAGLE-2 as published
+    global_        the best of the whole batch, whoever they belong to
+    static(paths)  a fixed set of paths by rank: EAGLE-1
+
+Whatever a policy keeps holds the ancestors of everything it keeps: values never rise along a path and ties go to the
+earlier node. Does not know costs or time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.speculative.tree import DraftTree
 
-Policy = Callable[[DraftTree, int], Int[Tensor, " B"]]
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one verify pass may hold.
+
+    num_rows: rows of the whole pass, the B roots included. num_nodes: most rows of one sequence, its root included.
+    max_depths: deepest node worth having in each sequence; None where there is no such limit.
+    log_weights: added to the log values of each sequence's nodes; 0 is its fair share, None is 0 for all.
+    """
+
+    num_rows: int
+    num_nodes: int
+    max_depths: Int[Tensor, " B"] | None = None
+    log_weights: Float[Tensor, " B"] | None = None
+
+
+Policy = Callable[[DraftTree, Budget], Bool[Tensor, "B N"]]
+
+
+def uniform(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
+    """Each tree's num_nodes best; fewer only where a tree has fewer. num_rows is taken to be enough for that."""
+    return (ranks(tree.log_values) < budget.num_nodes) & tree.valid
+
+
+def global_(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
+    """The num_rows - B most valuable nodes of the whole batch, and every root."""
+    return Ranking.of(tree, budget).keep(budget.num_rows)
+
+
+def static(paths: Iterable[tuple[int, ...]]) -> Policy:
+    """The nodes on the given paths from the root, each step named by its rank among its siblings (EAGLE-1).
+
+    Paths are closed under prefixes here, whatever was listed. A path that the candidates lack is left out.
+    """
+    wanted = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+    longest = max((len(path) for path in wanted), default=0)
+    base = 2 + max((max(path) for path in wanted), default=0)
+    named = [0, *(_code(path, base) for path in wanted)]  # 0 is the root's
+
+    def keep(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
+        sibling_ranks, parents = _sibling_ranks(tree), tree.parents.clamp(min=0)
+        codes = torch.zeros_like(tree.tokens)
+        for _ in range(longest):
+            above = codes.gather(1, parents)
+            nameless = (above < 0) | (sibling_ranks >= base - 1)
+            codes = torch.where(nameless, -1, above * base + sibling_ranks + 1)
+            codes[:, 0] = 0
+        known = torch.isin(codes, torch.tensor(named, device=codes.device))
+        return known & (tree.depths <= longest) & tree.valid
+
+    return keep
+
+
+def _code(path: tuple[int, ...], base: int) -> int:
+    """A path as one number, its ranks as digits from 1."""
+    code = 0
+    for rank in path:
+        code = code * base + rank + 1
+    return code
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What one step may spend, decided on the host before anything is drafted.
+class Ranking:
+    """The candidates of a whole batch, most valuable first, cut to num_nodes - 1 of each tree.
 
-    max_depth: levels to draft; 0 is a step of plain decoding. width: nodes kept and children drawn at each level.
-    num_nodes: most verify rows of one sequence, root included. num_rows: rows of the whole verify pass.
+    log_values: of the candidates in that order, -inf past the last. owners, nodes: their tree and index in it.
+    shape: (B, N) of the trees.
     """
 
-    max_depth: int
-    width: int
-    num_nodes: int
-    num_rows: int
-    policy: Policy
+    log_values: Float[Tensor, " C"]
+    owners: Int[Tensor, " C"]
+    nodes: Int[Tensor, " C"]
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tree: DraftTree, budget: Budget) -> Ranking:
+        values = _worth(tree, budget)[:, 1:]
+        batch, num_candidates = values.shape
+        order = torch.arange(num_candidates, device=values.device).expand(batch, -1)
+        if batch > 1 or budget.num_nodes - 1 < num_candidates:
+            values, order = values.sort(dim=1, descending=True, stable=True)
+            values, order = values[:, : budget.num_nodes - 1], order[:, : budget.num_nodes - 1]
+        best, index = values.flatten().sort(descending=True, stable=True)
+        return cls(best, index // max(values.shape[1], 1), order.flatten()[index] + 1, tree.tokens.shape)
+
+    def expected_tokens(self) -> Float[Tensor, " C1"]:
+        """Entry m: draft tokens that the m best candidates are expected to yield; entry 0 is 0."""
+        total = self.log_values.exp().cumsum(0)
+        return torch.cat([total.new_zeros(1), total])
+
+    def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
+        """The roots and as many of the best candidates as num_rows has room for."""
+        batch, num_nodes = self.shape
+        chosen = slice(max(num_rows - batch, 0))
+        real = self.log_values[chosen] > -torch.inf
+        cells = torch.where(real, self.owners[chosen] * num_nodes + self.nodes[chosen], 0)  # cell 0 is a root
+        kept = torch.zeros(batch * num_nodes, dtype=torch.bool, device=cells.device).index_fill(0, cells, True)
+        kept = kept.view(batch, num_nodes)
+        kept[:, 0] = True
+        return kept
 
 
-def allocate(tree: DraftTree, plan: Plan) -> Int[Tensor, " B"]:
-    """Verify rows for each sequence, root included; their sum is at most plan.num_rows."""
-    return plan.policy(tree, plan.num_nodes)
+def ranks(values: Float[Tensor, "B N"]) -> Int[Tensor, "B N"]:
+    """Each node's place in its own tree, 0 the most valuable; ties go to the earlier node."""
+    order = values.sort(dim=1, descending=True, stable=True).indices
+    place = torch.arange(values.shape[1], device=values.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, place)
 
 
-def uniform(tree: DraftTree, num_nodes: int) -> Int[Tensor, " B"]:
-    """The same number of rows for every sequence, as EAGLE-2 was published; fewer only where a tree has fewer."""
-    return tree.valid.sum(1).clamp(max=num_nodes)
+def _worth(tree: DraftTree, budget: Budget) -> Float[Tensor, "B N"]:
+    """Log values as the budget weighs them; -inf for what it rules out."""
+    worth = tree.log_values
+    if budget.log_weights is not None:
+        worth = worth + budget.log_weights[:, None]
+    if budget.max_depths is not None:
+        worth = worth.masked_fill(tree.depths > budget.max_depths[:, None], -torch.inf)
+    return worth
+
+
+def _sibling_ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
+    """How many siblings stand before each node; siblings stand side by side, most probable first."""
+    node = torch.arange(tree.num_nodes, device=tree.tokens.device).expand_as(tree.parents)
+    parents = torch.where(tree.parents >= 0, tree.parents, tree.num_nodes)  # the root has no siblings
+    first = node.new_full((len(node), tree.num_nodes + 1), tree.num_nodes).scatter_reduce(1, parents, node, "amin")
+    return node - first.gather(1, parents)

@@ -42,11 +42,18 @@ class TreeBuilder:
         self._frontier_nodes = torch.zeros_like(tree.tokens)
         self._frontier_values = tree.log_values
         self._num_nodes = 1
+        self.levels: list[Float[Tensor, "B F K"]] = []
+
+    @property
+    def depth(self) -> int:
+        """Levels grown so far; `levels` has their log values."""
+        return len(self.levels)
 
     def grow(self, log_probs: Float[Tensor, "B F K"], tokens: Int[Tensor, "B F K"]) -> None:
         """Add K children to each frontier node, with their fp32 log-probabilities given that node."""
         values = self._frontier_values[:, :, None] + log_probs
         parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
+        self.levels.append(values)
         self._log_values.append(values.flatten(1))
         self._tokens.append(tokens.flatten(1))
         self._parents.append(parents.flatten(1))

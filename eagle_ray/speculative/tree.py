@@ -49,18 +49,32 @@ class DraftTree:
         """N, padding and root included."""
         return self.tokens.shape[1]
 
-    def rerank(self, budgets: Int[Tensor, " B"], num_nodes: int) -> DraftTree:
-        """Keep the budgets[b] most valuable nodes of each tree, root included, in [B, num_nodes].
+    def rerank(self, keep: Bool[Tensor, "B N"], num_nodes: int) -> DraftTree:
+        """The trees of the kept nodes in [B, num_nodes]; keep holds the root and the ancestors of all it holds.
 
-        Ties go to the earlier node and a child's value never exceeds its parent's, so ancestors of kept nodes are
-        kept (EAGLE-2, section 4.2). Budgets above num_nodes are cut to it.
+        num_nodes is at least the number of nodes kept of any tree (EAGLE-2, section 4.2).
         """
         if self.num_nodes == 1:
             return self
-        order = self.log_values.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-        rank = torch.arange(order.shape[1], device=order.device)
-        keep = (rank < budgets[:, None]) & self.valid.gather(1, order)
-        return self._select(torch.where(keep, order, self.num_nodes).sort(1).values)
+        index = torch.arange(self.num_nodes, device=keep.device)
+        return self._select(torch.where(keep, index, self.num_nodes).sort(1).values[:, :num_nodes])
+
+    def spread(self, members: Int[Tensor, " M"], roots: Int[Tensor, " B"]) -> DraftTree:
+        """These M trees as trees members[m] of a batch of B, whose other trees are their roots alone."""
+        batch = DraftTree.of_roots(roots)
+
+        def place(own: Tensor, alone: Tensor, padding: float) -> Tensor:
+            rows = own.new_full((len(roots), self.num_nodes), padding)
+            rows[:, 0] = alone[:, 0]
+            return rows.index_copy(0, members, own)
+
+        return DraftTree(
+            tokens=place(self.tokens, batch.tokens, 0),
+            parents=place(self.parents, batch.parents, -1),
+            depths=place(self.depths, batch.depths, 0),
+            log_values=place(self.log_values, batch.log_values, -torch.inf),
+            valid=place(self.valid, batch.valid, False),
+        )
 
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
         """The subtrees on the given nodes: ascending indices, N where there is none."""

@@ -5,7 +5,8 @@ import torch
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.budget import Plan, uniform
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
 from tests.toy import head, llama
 
 
@@ -19,9 +20,9 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
     packed = Prompts.of([2, 0], prompts)
     logits, features = target.prefill(packed)
     first = logits.argmax(-1)
-    drafter.prefill(packed, first, features)
-    plan = Plan(max_depth=4, width=3, num_nodes=9, num_rows=18, policy=uniform)
-    tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, plan)
+    drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
+    sampling = BatchSampling.of([SamplingParams()] * 2)
+    tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, Plan(max_depth=4, width=3), sampling).tree
     parts = features.split([5, 3])
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):

@@ -12,8 +12,9 @@ from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts, Target, load_target
-from eagle_ray.speculative.sampling import SamplingParams
-from tests.toy import run
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from tests.toy import best, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TRACE = json.loads((GOLDENS / "pair_fit_t16_d3_k4.json").read_text())
@@ -56,10 +57,12 @@ def test_trees_are_the_references():
         prompts = Prompts.of([0], [prompt["prompt"]])
         logits, features = engine.target.prefill(prompts)
         roots = logits.argmax(-1)
-        engine.drafter.prefill(prompts, roots, features)
-        plan = engine.planner.plan(1)
-        tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan)
-        tree = tree.rerank(plan.policy(tree, plan.num_nodes), plan.num_nodes)
+        next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, roots)
+        engine.drafter.prefill(prompts, next_tokens, features)
+        sampling = BatchSampling.of([SamplingParams()])
+        plan = Plan(MAX_DEPTH, TOP_K)
+        tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan, sampling).tree
+        tree = best(tree, [1 + MAX_NODES])
         assert tree.tokens[0].tolist() == step["tokens"]
         assert tree.parents[0].tolist() == step["parents"]
         assert tree.depths[0].tolist() == step["depths"]

@@ -20,7 +20,7 @@ from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.tree import DraftTree
 from eagle_ray.speculative.verify import VerifyResult
-from tests.toy import LLAMA, llama, random_tree
+from tests.toy import LLAMA, best, llama, random_tree
 
 FAMILIES = {
     "llama": LlamaConfig(**LLAMA),
@@ -71,7 +71,7 @@ def test_tree_logits_equal_plain_forwards(family, budgets, num_rows):
 
     trees = [random_tree(torch.Generator().manual_seed(b), 9, vocab=97) for b in range(3)]
     tree = DraftTree(*(torch.cat([getattr(t, f) for t in trees]) for f in DraftTree.__slots__))
-    tree = tree.rerank(torch.tensor(budgets), 9)
+    tree = best(tree, budgets)
     batch = BatchSlots.of([3, 0, 4], [len(ids) for ids in PROMPTS])
     rows = tree.pack(batch.lengths, num_rows)
     logits, _ = target.verify(tree, rows, batch, max_depth=8)

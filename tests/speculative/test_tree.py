@@ -1,13 +1,13 @@
 """The tree laws, over random trees with many exact ties, against slow and obvious references."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.speculative.budget import Plan, allocate, uniform
+from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.tree import DraftTree
+from tests.toy import best
 
 
 def grown(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTree:
@@ -66,7 +66,7 @@ def test_rerank_keeps_the_best_nodes_and_their_ancestors(data, seed, batch, dept
     tree = grown(seed, batch, depth, width, ties)
     num_nodes = data.draw(st.integers(1, tree.num_nodes))
     budgets = data.draw(st.lists(st.integers(1, tree.num_nodes), min_size=batch, max_size=batch))
-    kept = tree.rerank(torch.tensor(budgets), num_nodes)
+    kept = tree.rerank(ranks(tree.log_values) < torch.tensor(budgets).clamp(max=num_nodes)[:, None], num_nodes)
     check_laws(kept)
     for b, budget in enumerate(budgets):
         best = sorted(range(tree.num_nodes), key=lambda i: (-tree.log_values[b, i].item(), i))  # ties: the earlier
@@ -80,8 +80,8 @@ def test_rerank_keeps_the_best_nodes_and_their_ancestors(data, seed, batch, dept
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), **shapes)
 def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
-    tree = grown(seed, batch, depth, width, ties).rerank(
-        torch.tensor(data.draw(st.lists(st.integers(1, 30), min_size=batch, max_size=batch))), 30
+    tree = best(
+        grown(seed, batch, depth, width, ties), data.draw(st.lists(st.integers(1, 30), min_size=batch, max_size=batch))
     )
     reach = tree.ancestors(depth)
     for b in range(batch):
@@ -97,7 +97,7 @@ def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
 @given(data=st.data(), **shapes)
 def test_packing_loses_no_node_and_pads_with_nobody(data, seed, batch, depth, width, ties):
     budgets = data.draw(st.lists(st.integers(1, 12), min_size=batch, max_size=batch))
-    tree = grown(seed, batch, depth, width, ties).rerank(torch.tensor(budgets), 12)
+    tree = best(grown(seed, batch, depth, width, ties), budgets)
     count = int(tree.valid.sum())
     num_rows = count + data.draw(st.integers(0, 5))
     lengths = torch.arange(10, 10 + batch)
@@ -125,7 +125,7 @@ def test_half_precision_ties_would_orphan_nodes():
         if token > 5:
             builder.frontier()
         builder.grow(torch.zeros(1, 1, 1), torch.tensor([[[token]]]))
-    kept = builder.build().rerank(torch.tensor([3]), 3)
+    kept = best(builder.build(), [3])
     assert kept.tokens.tolist() == [[1, 5, 6]]
 
 
@@ -135,11 +135,3 @@ def test_confidences_are_conditional_probabilities():
     builder.frontier()
     builder.grow(torch.tensor([[[0.8, 0.1], [0.4, 0.2]]]).log(), torch.tensor([[[7, 8], [7, 8]]]))
     torch.testing.assert_close(builder.build().confidences(), torch.tensor([[1.0, 0.5, 0.25, 0.8, 0.1, 0.4, 0.2]]))
-
-
-@pytest.mark.parametrize("max_nodes", [1, 5, 60])
-def test_uniform_gives_every_sequence_the_same_rows(max_nodes):
-    tree = grown(3, 4, 3, 2, False)
-    num_nodes = min(max_nodes + 1, tree.num_nodes)
-    plan = Plan(max_depth=3, width=2, num_nodes=num_nodes, num_rows=4 * num_nodes, policy=uniform)
-    assert allocate(tree, plan).tolist() == [num_nodes] * 4

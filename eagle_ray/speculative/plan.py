@@ -1,0 +1,34 @@
+"""Plan: what one step may draft, decided before anything is drafted.
+
+Does not know which of the drafted nodes will be verified: that is the budget's, once their values are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eagle_ray.speculative.expand import TreeBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """max_depth: most levels to draft; 0 is a step of plain decoding, in which no drafter runs.
+
+    width: nodes kept and children drawn at each level. members: the sequences of the batch to draft for, ascending;
+    None is all of them. enough: asked before each level after the first; True ends the drafting there.
+    probe: whether this is drafted in order to learn what drafts are worth.
+    """
+
+    max_depth: int
+    width: int
+    members: tuple[int, ...] | None = None
+    enough: Callable[[TreeBuilder], bool] | None = None
+    probe: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        return self.max_depth > 0
+
+
+PLAIN = Plan(max_depth=0, width=0)
