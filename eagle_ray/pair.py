@@ -28,6 +28,8 @@ from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
 from eagle_ray.models.target import Target, load_config, load_target
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.text import Text
 
 ASSETS = Path(__file__).parent / "assets"
@@ -168,7 +170,13 @@ def _tensor_names(path: Path) -> Iterable[str]:
 def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target, max_model_len: int) -> Drafter:
     head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
     levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
-    return EagleDrafter(head, target, capacity=max_model_len + max(levels, speculative.max_depth + 1))
+    return EagleDrafter(
+        head,
+        target,
+        capacity=max_model_len + max(levels, speculative.max_depth + 1),
+        calibration=Calibration(speculative.max_depth, target.device),
+        coupling=Coupling(speculative.max_depth, target.device) if speculative.coupled else None,
+    )
 
 
 def _planner(speculative: SpeculativeConfig) -> UniformPlanner:

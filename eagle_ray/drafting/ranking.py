@@ -59,9 +59,14 @@ class Ranking:
         self._turn = 0
         self._levels: list[_Level] = []
 
-    def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"]) -> None:
-        """A new step's trees. lengths: tokens in the target's cache, the roots' positions."""
-        self._sampling, self._lengths, self._levels = sampling, lengths, []
+    def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " M"], members: list[int] | None = None) -> None:
+        """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
+
+        members: their indices in the batch that sampling describes; None for all of it.
+        """
+        self._members = slice(None) if members is None else torch.tensor(members, device=lengths.device)
+        self._sampling = sampling if members is None else sampling.select(members)
+        self._lengths, self._levels = lengths, []
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
         """The `width` likeliest children of every node of the next level's frontier."""
@@ -83,27 +88,30 @@ class Ranking:
         if not self._levels or (self.calibration is None and self.coupling is None):
             return
         self._turn = (self._turn + 1) % len(self._levels)
-        level = self._levels[self._turn]
-        node, reached = self._node_on_path(self._turn, result)
-        picks = result.tokens[:, self._turn]
+        level, accepted = self._levels[self._turn], result.num_accepted[self._members]
+        tokens = result.tokens[self._members]
+        node, reached = self._node_on_path(self._turn, tokens, accepted)
+        picks = tokens[:, self._turn]
         if self.calibration is not None:
-            scores, tokens = (
-                x.gather(1, node[:, None, None].expand(-1, 1, x.shape[2]))[:, 0] for x in (level.scores, level.tokens)
-            )
-            self.calibration.learn(self._turn, self._kinds(), scores, tokens == picks[:, None], reached)
+            row = torch.arange(len(node), device=node.device)
+            picked = level.tokens[row, node] == picks[:, None]
+            self.calibration.learn(self._turn, self._kinds(), level.scores[row, node], picked, reached)
         if self.coupling is not None and self._sampling.any_sampled:
             rows = self._sampling.sampled_rows
             logits = self._logits_of(level.features[rows, node[rows]]).float()
             positions = self._positions(self._turn, rows)
             self.coupling.learn(self._turn, logits, self._sampling, rows, positions, picks[rows], reached[rows])
+        self._levels = []
 
-    def _node_on_path(self, level: int, result: VerifyResult) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
+    def _node_on_path(
+        self, level: int, tokens: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]
+    ) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
         """Which node of this level's frontier the target's picks lead to; whether they do, and its pick is known."""
-        node = torch.zeros_like(result.num_accepted)
-        reached = result.num_accepted >= level
+        node = torch.zeros_like(num_accepted)
+        reached = num_accepted >= level
         for depth in range(level):
             frontier = self._levels[depth + 1].frontier
-            found = (frontier.parent_rows == node[:, None]) & (frontier.tokens == result.tokens[:, depth, None])
+            found = (frontier.parent_rows == node[:, None]) & (frontier.tokens == tokens[:, depth, None])
             node, reached = found.long().argmax(1), reached & found.any(1)
         return node, reached
 
