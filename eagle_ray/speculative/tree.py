@@ -119,6 +119,10 @@ class DraftTree:
         ratio = (self.log_values - torch.where(self.parents >= 0, parent_values, 0.0)).exp()
         return torch.where(self.valid, ratio, 0.0)
 
+    def draft_confidences(self) -> Float[Tensor, "B N"]:
+        """The same as the drafter said, before calibration."""
+        return self.draft_log_probs.exp()
+
     def pack(self, lengths: Int[Tensor, " B"], num_rows: int) -> VerifyRows:
         """Lay the valid nodes out as num_rows rows of one pass; num_rows is at least their number.
 
