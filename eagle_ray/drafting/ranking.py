@@ -7,13 +7,13 @@
     ranking.learn(result)                                        # once the target has picked
 
 Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling the
-sampled rows' children are those that the target, reading the same noise, most likely picks. Learns from one level a
-step, in turn, and only where a node of that level was reached. Does not know heads, caches or budgets.
+sampled rows' children are those that the target, reading the same noise, most likely picks. Learns from the picks after
+every node that was reached. Does not know heads, caches or budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ from eagle_ray.speculative.expand import Frontier
 from eagle_ray.speculative.sampling import BatchSampling
 from eagle_ray.speculative.verify import VerifyResult
 
+EAGER_STEPS = 100  # steps that teach every level; from then on each teaches one, which costs little
+PICKS_A_STEP = 16  # picks that coupling learns from in one step: more would cost memory and teach little
 LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N V"]]
 
 
@@ -56,10 +58,10 @@ class Ranking:
 
     def __init__(self, logits_of: LogitsOf, calibration: Calibration | None, coupling: Coupling | None):
         self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
-        self._turn = 0
+        self._step = 0
         self._levels: list[_Level] = []
 
-    def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " M"], members: list[int] | None = None) -> None:
+    def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
         """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
 
         members: their indices in the batch that sampling describes; None for all of it.
@@ -84,24 +86,37 @@ class Ranking:
         return Children(tokens, log_probs, own.gather(-1, tokens))
 
     def learn(self, result: VerifyResult) -> None:
-        """What the target picked on the trees that were just drafted."""
-        if not self._levels or (self.calibration is None and self.coupling is None):
+        """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
+        if not self._levels:
             return
-        self._turn = (self._turn + 1) % len(self._levels)
-        level, accepted = self._levels[self._turn], result.num_accepted[self._members]
-        tokens = result.tokens[self._members]
-        node, reached = self._node_on_path(self._turn, tokens, accepted)
-        picks = tokens[:, self._turn]
-        if self.calibration is not None:
-            row = torch.arange(len(node), device=node.device)
-            picked = level.tokens[row, node] == picks[:, None]
-            self.calibration.learn(self._turn, self._kinds(), level.scores[row, node], picked, reached)
-        if self.coupling is not None and self._sampling.any_sampled:
-            rows = self._sampling.sampled_rows
-            logits = self._logits_of(level.features[rows, node[rows]]).float()
-            positions = self._positions(self._turn, rows)
-            self.coupling.learn(self._turn, logits, self._sampling, rows, positions, picks[rows], reached[rows])
+        tokens, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
+        self._step += 1
+        num_levels = min(len(self._levels), tokens.shape[1])
+        for level in range(num_levels) if self._step <= EAGER_STEPS else [self._step % num_levels]:
+            node, reached = self._node_on_path(level, tokens, num_accepted)
+            if self.calibration is not None:
+                self._calibrate(level, node, tokens[:, level], reached)
+            if self.coupling is not None and self._sampling.any_sampled:
+                self._couple(level, node, tokens[:, level], reached)
         self._levels = []
+
+    def _calibrate(
+        self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
+    ) -> None:
+        seen, row = self._levels[level], torch.arange(len(node), device=node.device)
+        picked = seen.tokens[row, node] == picks[:, None]
+        self.calibration.learn(level, self._kinds(), seen.scores[row, node], picked, reached)
+
+    def _couple(
+        self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
+    ) -> None:
+        """From PICKS_A_STEP sequences at most, others at the next step: their logits are made once more."""
+        sampled = self._sampling.sampled_rows
+        turns = -(-len(sampled) // PICKS_A_STEP)
+        rows = sampled[self._step // len(self._levels) % turns :: turns]
+        logits = self._logits_of(self._levels[level].features[rows, node[rows]]).float()
+        positions = self._positions(level, rows)
+        self.coupling.learn(level, logits, self._sampling, rows, positions, picks[rows], reached[rows])
 
     def _node_on_path(
         self, level: int, tokens: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]

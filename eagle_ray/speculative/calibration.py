@@ -27,7 +27,7 @@ class Calibration:
 
     def __init__(self, levels: int, device: torch.device | str = "cpu"):
         self.fit = OnlineFit(
-            [1.0, 0.0], [0.1, -6.0], [6.0, 6.0], levels=levels, sets=KINDS, precision=10.0, device=device
+            [1.0, 0.0], [0.1, -12.0], [6.0, 12.0], levels=levels, sets=KINDS, precision=10.0, device=device
         )
 
     def apply(self, level: int, kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
