@@ -30,7 +30,7 @@ class Draft:
     """
 
     tree: DraftTree
-    levels: list[Float[Tensor, "M F K"]]
+    levels: list[Float[Tensor, "M _ K"]]
     num_passes: int
     num_caught_up: int
 

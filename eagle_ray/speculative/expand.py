@@ -43,7 +43,7 @@ class TreeBuilder:
         self._frontier_nodes = torch.zeros_like(tree.tokens)
         self._frontier_values = tree.log_values
         self._num_nodes = 1
-        self.levels: list[Float[Tensor, "B F K"]] = []
+        self.levels: list[Float[Tensor, "B _ K"]] = []
 
     @property
     def depth(self) -> int:

@@ -1,0 +1,68 @@
+"""What a machine's steps cost, kept between runs: one small JSON file per pair, device, dtype and number of threads.
+
+    ~/.cache/eagle_ray/costs/1f0c...json        (EAGLE_RAY_CACHE names another place for ~/.cache/eagle_ray)
+
+A file that cannot be read or written is as good as none: the costs are measured again. Does not know how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from eagle_ray.engine.costs import CostCurve, StepCosts
+
+log = logging.getLogger("eagle_ray")
+VERSION = 1  # of the files; another version is measured anew
+CURVES = ("verify", "read", "level", "plain_rest", "draft_rest")
+
+
+def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
+    """The costs kept for exactly these parts, else measured now and kept."""
+    path = cache_path(parts)
+    costs = _read(path)
+    if costs is None:
+        costs = measure()
+        _write(path, parts, costs)
+    return costs
+
+
+def cache_path(parts: dict[str, object]) -> Path:
+    """parts: whatever the costs depend on, by name."""
+    home = os.environ.get("EAGLE_RAY_CACHE") or Path.home() / ".cache" / "eagle_ray"
+    text = json.dumps(parts | {"version": VERSION}, sort_keys=True, default=str)
+    return Path(home) / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def costs_json(costs: StepCosts) -> dict[str, object]:
+    """Curves as lists of rows and seconds."""
+    curves = {name: getattr(costs, name) for name in CURVES}
+    return {name: {"rows": c.rows, "seconds": c.seconds} for name, c in curves.items()} | {"attend": costs.attend}
+
+
+def _read(path: Path) -> StepCosts | None:
+    try:
+        kept = json.loads(path.read_text("utf-8"))["costs"]
+        curves = {name: CostCurve(**{f.name: kept[name][f.name] for f in fields(CostCurve)}) for name in CURVES}
+        return StepCosts(**curves, attend=float(kept["attend"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("the costs kept in %s cannot be read (%s): measuring again", path, error)
+        return None
+
+
+def _write(path: Path, parts: dict[str, object], costs: StepCosts) -> None:
+    """Whole or not at all, so that several workers may do it at once."""
+    mine = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine.write_text(json.dumps({"of": parts, "costs": costs_json(costs)}, default=str, indent=1), "utf-8")
+        os.replace(mine, path)
+    except OSError as error:
+        log.warning("the costs cannot be kept in %s (%s): the next start measures again", path, error)

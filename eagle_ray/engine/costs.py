@@ -1,0 +1,113 @@
+"""StepCosts: what the parts of a step cost in seconds, by the rows that they run.
+
+Measured before the first request (`measure.py`) and corrected by every step that is taken. What matters is how the
+costs compare: a machine that slows down as a whole changes no decision, and is kept out of the corrections.
+Does not know values, budgets or how anything is run.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from eagle_ray.engine.planner import Outcome
+
+# Rows of a pass that are measured and offered to the budget: the buckets.
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+LEARNING_RATE = 0.1  # how far one step's time moves what was measured
+PACE_RATE = 0.05
+STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
+
+
+@dataclass(slots=True)
+class CostCurve:
+    """Seconds of one pass by its number of rows: measured at some numbers, a line between them, never falling.
+
+    seconds: as measured; where they fall, neighbours are pooled (isotonic regression on their logarithms).
+    """
+
+    rows: list[int]
+    seconds: list[float]
+    _rising: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rising = never_falling(self.seconds)
+
+    def __call__(self, rows: float) -> float:
+        """Seconds at `rows`; past the last measured number the line goes on."""
+        if len(self.rows) == 1:
+            return self._rising[0]
+        right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        a, b, x, y = self.rows[right - 1], self.rows[right], self._rising[right - 1], self._rising[right]
+        return x + (y - x) * max(rows - a, 0) / (b - a)
+
+    def correct(self, rows: float, ratio: float) -> None:
+        """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it."""
+        right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+        left = right if self.rows[right] <= rows else max(right - 1, 0)
+        for place in {left, right}:
+            share = 1.0 if left == right else 1 - abs(self.rows[place] - rows) / (self.rows[right] - self.rows[left])
+            told = self._rising[place] * ratio
+            self.seconds[place] += LEARNING_RATE * share * (told - self.seconds[place])
+        self._rising = never_falling(self.seconds)
+
+
+def never_falling(seconds: list[float]) -> list[float]:
+    """The nearest sequence that never falls: wherever one would, neighbours share their geometric mean."""
+    pools: list[tuple[float, int]] = []  # mean logarithm and number of what shares it
+    for value in seconds:
+        mean, count = math.log(value), 1
+        while pools and pools[-1][0] > mean:
+            before, number = pools.pop()
+            mean, count = (before * number + mean * count) / (number + count), number + count
+        pools.append((mean, count))
+    return [math.exp(mean) for mean, count in pools for _ in range(count)]
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """All in seconds.
+
+    verify: the target's pass by rows, without a context. attend: more of it for each row and token of its context.
+    read: the drafter's first pass by the pairs it catches up, level 1 included. level: one further level by rows.
+    plain_rest, draft_rest: everything else of a plain step and of one that drafts, by sequences.
+    """
+
+    verify: CostCurve
+    attend: float
+    read: CostCurve
+    level: CostCurve
+    plain_rest: CostCurve
+    draft_rest: CostCurve
+    _pace: float = field(default=1.0)
+
+    def verified(self, num_rows: int, context: float) -> float:
+        return self.verify(num_rows) + self.attend * num_rows * context
+
+    def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
+        """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""
+        return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
+
+    def plain_step(self, batch_size: int, context: float) -> float:
+        return self.verified(batch_size, context) + self.plain_rest(batch_size)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Correct what this step has shown to be wrong."""
+        seconds, plan = outcome.seconds, outcome.plan
+        ratio = _tamed(seconds.verify / self.verified(outcome.num_rows, outcome.context))
+        self._pace += PACE_RATE * (ratio - self._pace)
+        self.verify.correct(outcome.num_rows, ratio / self._pace)
+        if not outcome.depth:
+            rest = self.plain_rest
+        else:
+            rest, members = self.draft_rest, len(plan.members or range(outcome.batch_size))
+            foreseen = self.drafted(outcome.num_caught_up, members, plan.width, outcome.depth)
+            ratio = _tamed(seconds.draft / foreseen) / self._pace
+            self.read.correct(outcome.num_caught_up, ratio)
+            self.level.correct(members * plan.width, ratio)
+        rest.correct(outcome.batch_size, _tamed(seconds.rest / rest(outcome.batch_size)) / self._pace)
+
+
+def _tamed(ratio: float) -> float:
+    return min(max(ratio, 1 / STRANGE), STRANGE)

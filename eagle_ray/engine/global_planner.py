@@ -1,0 +1,191 @@
+"""GlobalPlanner: one budget for the whole batch, spent where a second buys most tokens.
+
+A step is worth (sequences + drafts expected to be accepted) / (seconds to draft + seconds to verify + the rest).
+
+    before drafting   the width and depth with the best such rate by recent acceptance, or none at all: a plain step
+    between levels    stop once the next level's nodes would not pay for drafting them
+    after drafting    as many of the batch's best candidates as make the rate best, over the buckets of the cost curve
+
+While nothing is drafted nothing is learnt about drafts, so now and then one sequence is drafted for all the same: a
+probe. Probes, and drafts wider than needed, may take PROBE_SHARE of the time. Knows values and seconds; does not know
+models, requests or who drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.costs import BUCKETS, StepCosts
+from eagle_ray.engine.planner import Allocation, Outcome
+from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.value_curves import ValueCurves
+from eagle_ray.speculative.budget import Budget, Ranking
+from eagle_ray.speculative.expand import TreeBuilder
+from eagle_ray.speculative.plan import PLAIN, Plan
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 10)
+PROBE_SHARE = 0.01  # of the time
+FIRST_PROBES = 4  # drafts from which the first opinion is formed
+FIRST_MEMBERS = 4  # sequences of each of them
+OBSERVE_EVERY = 8  # drafting steps
+REVIEW_EVERY = 8  # steps for which a decision about width and depth holds, the batch being the same
+HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
+MEMORY = 0.98  # per step, of how far expectations came true
+PRIOR = 2.0  # tokens that expectations are taken to have been right about before anything was seen
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A kind of step and what it is expected to yield. rate: tokens a second. depth 0 is a plain step."""
+
+    rate: float
+    width: int = 0
+    depth: int = 0
+
+
+class GlobalPlanner:
+    """max_nodes, max_depth, top_k: bounds on each sequence's tree, as for UniformPlanner, and not more than it needs.
+
+    can_look: whether asking the device between levels is cheap, as on a CPU; otherwise depth is decided beforehand.
+    """
+
+    def __init__(self, max_nodes: int, max_depth: int, top_k: int, costs: StepCosts, can_look: bool = True):
+        widths = (*(w for w in WIDTHS if w < top_k), top_k)
+        self._max_nodes, self._widest = max_nodes, Plan(min(max_depth, max_nodes), top_k, probe=True)
+        self._costs, self._can_look = costs, can_look
+        self._curves = ValueCurves(widths, self._widest.max_depth)
+        self._best = Prospect(0.0)
+        self._drafting = True
+        self._num_steps = self._num_off = self._num_drafts = 0
+        self._debt = 0.0  # seconds of probes not yet made up for by PROBE_SHARE of the time since
+        self._reviewed = (0, 0)  # batch size and step of the last decision
+        self._accepted = self._expected = PRIOR
+        self._foreseen = 0.0  # drafts that this step's budget is expected to yield
+        self._margin = 0.0  # value of the last node that was bought
+
+    @property
+    def drafting(self) -> bool:
+        return self._drafting
+
+    def plan(self, batch: Batch) -> Plan:
+        if self._curves.num_observations < FIRST_PROBES:
+            return self._probe(batch, FIRST_MEMBERS)
+        self._review(batch)
+        if self._debt <= 0 and self._may_learn():
+            return self._probe(batch, len(batch) if self._drafting else 1)
+        if not self._drafting:
+            return PLAIN
+        if not self._can_look:
+            return Plan(self._best.depth, self._best.width)
+        return Plan(self._widest.max_depth, self._best.width, enough=lambda builder: not self._pays(builder))
+
+    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+        """The bucket with the best rate, filled with the most valuable nodes of the batch."""
+        size = len(batch)
+        self._foreseen = 0.0
+        if not draft.depth:
+            return Allocation(draft.tree.valid, 1, size)
+        if plan.probe or self._num_drafts % OBSERVE_EVERY == 0:
+            self._curves.observe(draft.levels, plan.width)
+        self._num_drafts += 1
+        ranking = Ranking.of(draft.tree, self._budget(draft, batch))
+        num_candidates = len(ranking.log_values)
+        rows = [size, *(n for n in BUCKETS if size < n < size + num_candidates), size + num_candidates]
+        gains, margins = ranking.at([n - size for n in rows])
+        members = len(plan.members or range(size))
+        drafted = self._costs.drafted(draft.num_caught_up, members, plan.width, draft.depth)
+        spent = drafted + self._costs.draft_rest(size)
+        rates = [self._rate(size, gain, spent, n, batch) for n, gain in zip(rows, gains, strict=True)]
+        best = max(range(len(rows)), key=rates.__getitem__)
+        self._foreseen, self._margin = gains[best], margins[best]
+        keep = ranking.keep(rows[best])
+        return Allocation(keep, int(keep.sum(1).max().item()), rows[best])
+
+    def learn(self, outcome: Outcome) -> None:
+        self._costs.learn(outcome)
+        self._num_steps += 1
+        self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
+        self._debt -= PROBE_SHARE * outcome.seconds.total
+        if outcome.plan.probe:
+            self._debt = self._price_of(outcome)
+        self._accepted = MEMORY * self._accepted + outcome.num_accepted
+        self._expected = MEMORY * self._expected + self._foreseen
+
+    @property
+    def _trust(self) -> float:
+        """How far recent expectations came true: accepted over expected draft tokens."""
+        return (self._accepted + PRIOR) / (self._expected + PRIOR)
+
+    def _rate(self, size: int, gain: float, spent: float, num_rows: int, batch: Batch) -> float:
+        return (size + self._trust * gain) / (spent + self._costs.verified(num_rows, batch.mean_context))
+
+    def _budget(self, draft: Draft, batch: Batch) -> Budget:
+        """Every tree within its bounds; nodes deeper than a sequence has tokens to go are worth nothing."""
+        max_depths = None
+        if min(batch.rooms) <= draft.depth:
+            max_depths = torch.tensor(batch.rooms, device=draft.tree.tokens.device) - 1
+        return Budget(num_rows=0, num_nodes=1 + self._max_nodes, max_depths=max_depths)
+
+    def _review(self, batch: Batch) -> None:
+        """Decide anew whether to draft, and how wide and deep."""
+        size, step = self._reviewed
+        if size == len(batch) and self._num_steps < step + REVIEW_EVERY:
+            return
+        self._reviewed = len(batch), self._num_steps
+        plain = len(batch) / self._costs.plain_step(len(batch), batch.mean_context)
+        self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
+        hurdle = 1.0
+        if not self._drafting:
+            backlog = min(self._num_off, HORIZON) * len(batch)
+            hurdle += self._costs.read(backlog) / (HORIZON * len(batch) / plain)
+        self._drafting = self._best.rate > plain * hurdle
+
+    def _prospects(self, batch: Batch) -> list[Prospect]:
+        """The best rate of every width and depth, by what such drafts have lately been worth."""
+        size, costs = len(batch), self._costs
+        rows = [size, *(n for n in BUCKETS if size < n < size * (1 + self._max_nodes)), size * (1 + self._max_nodes)]
+        verify = {n: costs.verified(n, batch.mean_context) for n in rows}
+        prospects = []
+        for width in self._curves.widths:
+            for depth in range(1, self._widest.max_depth + 1):
+                gains = {n: size * self._curves.expected(width, depth, n / size - 1) for n in rows}
+                spent = costs.draft_rest(size) + costs.drafted(size * (1 + self._per_sequence), size, width, depth)
+                rate = max((size + self._trust * gains[n]) / (spent + verify[n]) for n in rows)
+                prospects.append(Prospect(rate, width, depth))
+        return prospects
+
+    @property
+    def _per_sequence(self) -> float:
+        """Draft tokens that a sequence has lately been expected to yield in a step."""
+        return self._foreseen / max(self._reviewed[0], 1)
+
+    def _pays(self, builder: TreeBuilder) -> bool:
+        """Whether one more level is expected to yield more tokens than its seconds would elsewhere."""
+        level = builder.levels[-1].flatten(1)
+        width = min(self._best.width, level.shape[1])
+        beam = level.topk(width, dim=1).values.exp()
+        children = torch.tensor(self._curves.children[builder.depth][:width], device=beam.device)
+        worth = (self._trust * beam[:, :, None] * children - self._trust * self._margin).clamp(min=0).sum().item()
+        return worth > self._best.rate * self._costs.level(beam.numel())
+
+    def _may_learn(self) -> bool:
+        """Whether a probe could teach anything: nothing is drafted, or not as wide as it could be."""
+        return not self._drafting or self._best.width < self._widest.width
+
+    def _probe(self, batch: Batch, num_members: int) -> Plan:
+        """The widest draft for some of the sequences, by turns."""
+        if num_members >= len(batch):
+            return self._widest
+        first = self._num_drafts * num_members % len(batch)
+        members = sorted((first + i) % len(batch) for i in range(num_members))
+        return Plan(self._widest.max_depth, self._widest.width, tuple(members), probe=True)
+
+    def _price_of(self, probe: Outcome) -> float:
+        """Seconds that a probe took beyond the step that would have been taken without it."""
+        instead = self._costs.plain_step(probe.batch_size, probe.context)
+        if self._drafting and self._best.rate > 0:
+            instead = (probe.batch_size + probe.num_accepted) / self._best.rate
+        return max(probe.seconds.total - instead, 0.0)

@@ -1,0 +1,194 @@
+"""Measuring what the parts of a step cost on this machine, by taking real steps of set sizes with the engine itself.
+
+    costs = measure(engine, max_nodes=60, top_k=10)
+
+The sequences are made up and forgotten. Every size is run REPLAYS times, fewer where one step is long, in turn with
+the others, and the lower quartile of its times taken. Does not know how the costs will be used.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import mean
+
+from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
+from eagle_ray.engine.engine import Engine, EngineCounters
+from eagle_ray.engine.planner import Allocation, Outcome
+from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.speculative.budget import Budget, uniform
+from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.speculative.sampling import SamplingParams
+
+REPLAYS = 7
+LONG_S = 0.25  # a step this long is replayed LONG_REPLAYS times
+LONG_REPLAYS = 3
+ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
+BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
+SHORT_PROMPT, LONG_PROMPT = 8, 512  # tokens
+LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """num_nodes of each of batch_size sequences are verified, roots included; width and depth of what is drafted."""
+
+    batch_size: int
+    num_nodes: int
+    width: int
+    depth: int
+
+
+class SetPlanner:
+    """Does what it is set to, and keeps what came of it."""
+
+    drafting = True
+
+    def __init__(self) -> None:
+        self.setting = Setting(1, 1, 0, 0)
+        self.outcome: Outcome | None = None
+
+    def plan(self, batch: Batch) -> Plan:
+        return Plan(self.setting.depth, self.setting.width) if self.setting.depth else PLAIN
+
+    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+        num_nodes = min(self.setting.num_nodes, draft.tree.num_nodes)
+        num_rows = len(batch) * num_nodes
+        return Allocation(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
+
+    def learn(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+
+def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepCosts:
+    """The costs of an idle engine's steps, up to trees of max_nodes nodes for every slot. Leaves it idle, uncounted."""
+    assert not engine.has_work, "an engine at work cannot be measured"
+    planner, engine.planner = engine.planner, SetPlanner()
+    counters, engine.counters = engine.counters, EngineCounters(engine.counters.num_slots)
+    bench = _Bench(engine)
+    for settings in _rounds(counters.num_slots, max_nodes, max_depth, top_k):
+        bench.run(settings)
+    costs = bench.costs()
+    bench.clear()
+    engine.planner, engine.counters = planner, counters
+    return costs
+
+
+def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[list[Setting]]:
+    """For each batch size: a plain step, one level, a small tree, and trees whose rows no smaller batch has."""
+    depth, limit = min(2, max_depth), max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
+    most_rows = 0
+    for batch_size in [*(n for n in BUCKETS if n < num_slots and n & (n - 1) == 0), num_slots]:
+        trees = [Setting(batch_size, 1, 0, 0), Setting(batch_size, 2, 1, 1)]
+        for n in BUCKETS:
+            width = next((w for w in range(1, top_k + 1) if w + (depth - 1) * w**2 >= n - 1), 0)
+            new = most_rows < batch_size * n <= limit
+            if 1 < n <= 1 + max_nodes and width and (n == 4 or new):
+                trees.append(Setting(batch_size, n, width, depth))
+        most_rows = max(most_rows, *(tree.batch_size * tree.num_nodes for tree in trees))
+        yield trees
+
+
+class _Bench:
+    """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._planner = engine, engine.planner
+        self._num_added = 0
+        self._running: list[Sequence] = []
+        self._verify: dict[int, list[float]] = defaultdict(list)
+        self._read: dict[int, list[Outcome]] = defaultdict(list)
+        self._level: dict[int, list[Outcome]] = defaultdict(list)
+        self._rest: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
+
+    def run(self, settings: list[Setting]) -> None:
+        """Replay steps of some sizes, by turns, so that a busy moment of the machine hits none of them alone."""
+        first = [self._take(setting) for setting in settings]  # pays for what is made once
+        replays = REPLAYS if max(o.seconds.total for o in first) < LONG_S else LONG_REPLAYS
+        for turn in range(replays):
+            for setting in settings:
+                self._note(setting, self._take(setting))
+            if turn < LONG_REPLAYS:
+                self._run_backlog(settings[0])
+
+    def _run_backlog(self, plain: Setting) -> None:
+        for _ in range(BACKLOG):
+            self._note(plain, self._take(plain))
+        shallow = Setting(plain.batch_size, 2, 1, 1)
+        self._note(shallow, self._take(shallow))
+
+    def _note(self, setting: Setting, outcome: Outcome) -> None:
+        self._verify[outcome.num_rows].append(outcome.seconds.verify)
+        self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
+        if setting.depth == 1:
+            self._read[bisect_left(BUCKETS, outcome.num_caught_up)].append(outcome)
+        elif setting.depth > 1:
+            self._level[setting.batch_size * setting.width].append(outcome)
+
+    def costs(self) -> StepCosts:
+        verify, read, level = _curve(self._verify), self._read_curve(), defaultdict(list)
+        for rows, outcomes in self._level.items():
+            level[rows] = [(o.seconds.draft - read(o.num_caught_up)) / (o.depth - 1) for o in outcomes]
+        level = _curve(level) if level else read  # drafts of one level have no further ones to price
+        plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
+        return StepCosts(verify, self._attend(verify), read, level, plain_rest, draft_rest)
+
+    def _read_curve(self) -> CostCurve:
+        """Caught-up pairs vary from step to step: bucket by bucket, at their mean number."""
+        seconds = {}
+        for outcomes in self._read.values():
+            rows = round(mean(o.num_caught_up for o in outcomes))
+            seconds[rows] = [o.seconds.draft for o in outcomes]
+        return _curve(seconds)
+
+    def clear(self) -> None:
+        for sequence in self._running:
+            self._engine.abort(sequence)
+        self._running = []
+
+    def _attend(self, verify: CostCurve) -> float:
+        """Seconds for each row and token of context, from plain steps behind a long prompt."""
+        self.clear()
+        length = min(LONG_PROMPT, self._engine.max_model_len // 2)
+        self._add(length)
+        outcomes = [self._take(Setting(1, 1, 0, 0)) for _ in range(1 + REPLAYS)][1:]
+        more = _typical([o.seconds.verify for o in outcomes]) - verify(1)
+        return max(more, 0.0) / length
+
+    def _take(self, setting: Setting) -> Outcome:
+        """One step of exactly setting.batch_size sequences."""
+        while True:
+            self._running = [s for s in self._running if s.finish_reason is None]
+            for sequence in self._running[setting.batch_size :]:
+                self._engine.abort(sequence)
+            del self._running[setting.batch_size :]
+            while len(self._running) < setting.batch_size:
+                self._add(SHORT_PROMPT)
+            self._planner.setting, self._planner.outcome = setting, None
+            self._engine.step()
+            outcome = self._planner.outcome
+            if outcome is not None and outcome.batch_size == setting.batch_size:
+                return outcome
+
+    def _add(self, length: int) -> None:
+        self._num_added += 1
+        length = max(min(length, self._engine.max_model_len // 2), 1)
+        prompt = [(7 * i + self._num_added) % self._engine.target.vocab_size for i in range(length)]
+        params = SamplingParams(max_tokens=self._engine.max_model_len, ignore_eos=True)
+        sequence = Sequence(f"measure-{self._num_added}", prompt, params)
+        self._engine.add(sequence)
+        self._running.append(sequence)
+
+
+def _curve(seconds: dict[int, list[float]]) -> CostCurve:
+    rows = sorted(seconds)
+    return CostCurve(rows, [max(_typical(seconds[n]), LEAST_S) for n in rows])
+
+
+def _typical(seconds: list[float]) -> float:
+    """The lower quartile: other work on the machine only ever makes a step longer."""
+    return sorted(seconds)[len(seconds) // 4]
