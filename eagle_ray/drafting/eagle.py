@@ -122,6 +122,9 @@ class EagleDrafter:
             slots.flatten(), columns.flatten(), result.tokens.flatten(), features[path_rows.flatten()], valid.flatten()
         )
 
+    def forget(self) -> None:
+        self.ranking.forget()
+
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""
         for slot, length in zip(batch.host_slots, batch.host_lengths, strict=True):

@@ -33,10 +33,16 @@ class OnlineFit:
         precision: float,
         device: torch.device | str,
     ):
-        self.parameters = torch.tensor(start, device=device).repeat(levels, sets, 1)
+        self._start = torch.tensor(start, device=device)
         self._low, self._high = torch.tensor(low, device=device), torch.tensor(high, device=device)
         self._prior = precision * torch.eye(len(start), device=device)
+        self.parameters = self._start.repeat(levels, sets, 1)
         self._information = torch.zeros(levels, sets, len(start), len(start), device=device)
+
+    def forget(self) -> None:
+        """Back to the start."""
+        self.parameters[:] = self._start
+        self._information.zero_()
 
     def update(
         self, level: int, gradient: Float[Tensor, "S P"], fisher: Float[Tensor, "S P P"], picks: Float[Tensor, " S"]

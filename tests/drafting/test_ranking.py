@@ -89,6 +89,20 @@ def test_learning_follows_the_targets_picks_down_the_drafted_levels():
     assert told == {0: ([False, True, False, False], True), 1: ([True, False, False, False], True), 2: (none, True)}
 
 
+def test_what_was_learned_can_be_forgotten():
+    ranking = Ranking(lambda features: features, Calibration(1), Coupling(1))
+    for _ in range(3):
+        ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
+        before = ranking.children(FEATURES, None, WIDTH)
+        ranking.learn(VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7)))
+    ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
+    assert (ranking.children(FEATURES, None, WIDTH).log_probs != before.log_probs).any()
+    ranking.forget()
+    ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
+    fresh = ranked(Coupling(1), Calibration(1))
+    assert (ranking.children(FEATURES, None, WIDTH).log_probs == fresh.log_probs).all()
+
+
 def test_a_path_that_ended_earlier_teaches_nothing_below():
     ranking = Ranking(lambda features: features, noted := Noted(2), None)
     ranking.begin(BatchSampling.of([SamplingParams()]), torch.tensor([4]))
