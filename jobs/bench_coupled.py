@@ -27,6 +27,7 @@ from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.training.prompts import prompt_rows
 from eagle_ray.training.tau import PAPER_TREE, SMALL_TREE, TreeShape
 
+TREES = {"paper": PAPER_TREE, "small": SMALL_TREE}
 PROMPTS_SEED = 77
 RESAMPLES = 4000
 HEADER = "| T | top-p | category | tau plain | tau coupled | difference [95 %] | per node plain | coupled |"
@@ -55,7 +56,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = list(prompt_rows(args.per_category, PROMPTS_SEED))
     print(f"{provenance()}; {len(rows)} prompts, at most {args.max_tokens} tokens each, {args.slots} slots, fp32\n")
-    for shape in (PAPER_TREE, SMALL_TREE):
+    for shape in (TREES[name] for name in args.trees):
         print(f"### {shape}\n\n{HEADER}\n{'|---' * 8}|")
         for temperature in args.temperatures:
             for top_p in args.top_p if temperature else [1.0]:
@@ -67,7 +68,8 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--per-category", type=int, default=24)
+    parser.add_argument("--trees", nargs="+", choices=TREES, default=list(TREES))
+    parser.add_argument("--per-category", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0, 1.5])
     parser.add_argument("--top-p", type=float, nargs="+", default=[1.0, 0.9])

@@ -93,7 +93,7 @@ class Ranking:
 
     def learn(self, result: VerifyResult) -> None:
         """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
-        if not self._levels:
+        if not self._levels or (self.calibration is None and self.coupling is None):
             return
         tokens, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
         self._step += 1

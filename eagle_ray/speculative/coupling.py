@@ -23,7 +23,7 @@ from eagle_ray.speculative.online_fit import OnlineFit
 from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise, process
 
 LARGE_NOISE = 4.0  # 1.8 % of tokens draw more
-NUM_CUT = 128  # how many of the best tokens the draft's own top-k, top-p and min-p are worked out on
+NUM_CUT = 64  # how many of the best tokens the draft's own top-k, top-p and min-p are worked out on
 
 
 class Coupling:
@@ -31,7 +31,7 @@ class Coupling:
 
     def __init__(self, levels: int, device: torch.device | str = "cpu"):
         self.fit = OnlineFit(
-            [1.2, 0.4, 0.3, 0.0],
+            [1.2, 0.3, 0.3, 0.0],
             [0.1, 0.0, 0.0, -20.0],
             [20.0, 20.0, 20.0, 5.0],
             levels=levels,
