@@ -18,15 +18,17 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
+from eagle_ray.models.heads import EagleHead
+from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.target import Target, load_config, load_target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -64,14 +66,32 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     causal_lm = load_target(path, _dtype(model.dtype, device), device)
-    max_model_len = limits_of(model).max_model_len
-    plain = speculative.method == "none"
-    max_nodes = 0 if plain else speculative.max_nodes
-    target = Target(causal_lm, slots, capacity=max_model_len + max_nodes + 1)
-    drafter = NoDrafter() if plain else _eagle(model, speculative, target, max_model_len)
-    planner = UniformPlanner(0, 0, 0) if plain else _planner(speculative)
-    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=0 if plain else speculative.max_depth)
-    return Pair(engine, Text.load(path, model.chat_template), model.target, None if plain else model.draft)
+    pack_linears(causal_lm)
+    head = None if speculative.method == "none" else _load_head(model, causal_lm)
+    engine = build_engine(causal_lm, head, speculative, slots, limits_of(model).max_model_len)
+    return Pair(engine, Text.load(path, model.chat_template), model.target, None if head is None else model.draft)
+
+
+def build_engine(
+    causal_lm: nn.Module, head: EagleHead | None, speculative: SpeculativeConfig, slots: int, max_model_len: int
+) -> Engine:
+    """An engine over models in memory, with caches of its own: several engines may share the weights.
+
+    head: None is plain decoding, whatever `speculative` says.
+    """
+    if head is None:
+        target = Target(causal_lm, slots, capacity=max_model_len + 1)
+        return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
+    target = Target(causal_lm, slots, capacity=max_model_len + speculative.max_nodes + 1)
+    levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
+    drafter = EagleDrafter(
+        head,
+        target,
+        capacity=max_model_len + max(levels, speculative.max_depth + 1),
+        calibration=Calibration(speculative.max_depth, target.device),
+        coupling=Coupling(speculative.max_depth, target.device) if speculative.coupled else None,
+    )
+    return Engine(target, drafter, _planner(speculative), max_model_len, num_spec_tokens=speculative.max_depth)
 
 
 def limits_of(model: ModelConfig) -> Limits:
@@ -167,16 +187,11 @@ def _tensor_names(path: Path) -> Iterable[str]:
         raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
 
 
-def _eagle(model: ModelConfig, speculative: SpeculativeConfig, target: Target, max_model_len: int) -> Drafter:
-    head = load_head(_draft_path(model), target.hidden_size, target.vocab_size)
-    levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
-    return EagleDrafter(
-        head,
-        target,
-        capacity=max_model_len + max(levels, speculative.max_depth + 1),
-        calibration=Calibration(speculative.max_depth, target.device),
-        coupling=Coupling(speculative.max_depth, target.device) if speculative.coupled else None,
-    )
+def _load_head(model: ModelConfig, causal_lm: nn.Module) -> EagleHead:
+    config = causal_lm.config.get_text_config(decoder=True)
+    head = load_head(_draft_path(model), config.hidden_size, config.vocab_size).to(causal_lm.device, causal_lm.dtype)
+    pack_linears(head)
+    return head
 
 
 def _planner(speculative: SpeculativeConfig) -> UniformPlanner:

@@ -18,6 +18,7 @@ LEVEL = {
     "drafting": 3,
     "engine": 4,
     "pair": 5,
+    "benchmark": 6,
     "data": 6,
     "serve": 6,
     "training": 6,
@@ -30,7 +31,7 @@ LEVEL = {
 HEAVY = {
     "ray": {"data", "serve", "training", "job", "demo", "cli"},
     "transformers": {"models", "text"},
-    "torch": {"speculative", "models", "drafting", "engine", "pair", "data", "serve", "training"},
+    "torch": {"speculative", "models", "drafting", "engine", "pair", "benchmark", "data", "serve", "training"},
     "pydantic": {"config", "serve"},
 }
 ENGINE_ROOMS = {"speculative", "models", "drafting", "engine"}

@@ -28,6 +28,7 @@ from eagle_ray.data.ray_environment import LOCAL
 from eagle_ray.data.stops import ClusterError
 
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
 LOCAL_OPTIONS = {
     "include_dashboard": False,
@@ -108,10 +109,17 @@ def _core_unheard() -> Iterator[None]:
         os.close(nowhere)
 
 
-def plan_workers(execution: ExecutionConfig, device: str, resources: Mapping[str, float], num_rows: int) -> Workers:
-    """resources: the cluster's, as Ray counts them. num_rows: more actors than rows would be idle.
+def plan_workers(
+    execution: ExecutionConfig,
+    device: str,
+    resources: Mapping[str, float],
+    num_rows: int,
+    most_threads: int | None = None,
+) -> Workers:
+    """The cores are shared out among the workers.
 
-    Raises ClusterError where the job wants GPUs that are not there.
+    resources: the cluster's, as Ray counts them. num_rows: more actors than rows would be idle. most_threads: of one
+    worker, where the user set it. Raises ClusterError where the job wants GPUs that are not there.
     """
     cpus, gpus = max(1, int(resources.get("CPU", 1))), resources.get("GPU", 0)
     num_gpus = _gpus_per_worker(execution, device, gpus)
@@ -127,7 +135,14 @@ def plan_workers(execution: ExecutionConfig, device: str, resources: Mapping[str
             "(execution.actors, execution.gpus_per_actor)"
         )
     most = max(1, min(most, num_rows))
-    return Workers(min(fewest, most), most, num_gpus, threads=max(1, cpus // most))
+    share = max(1, cpus // most)
+    return Workers(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
+
+
+def threads_wanted(environ: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS where the user set it; a Ray job's driver finds Ray's own 1 there, whatever was wanted."""
+    wanted = environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB not in environ else None
 
 
 def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:

@@ -8,6 +8,7 @@ Does not know configuration files, exit codes or what stood there before; ``eagl
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Set as AbstractSet
 
@@ -17,7 +18,7 @@ from ray.exceptions import RayError
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.actor import EngineActor
-from eagle_ray.data.cluster import Workers, plan_workers
+from eagle_ray.data.cluster import Workers, plan_workers, threads_wanted
 from eagle_ray.data.input.plan import InputPlan
 from eagle_ray.data.progress import start_progress
 from eagle_ray.data.progress_lines import Limits, ProgressLines
@@ -40,7 +41,8 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip_ids: AbstractSet
 
     num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or ConfigError for a missing model.
     """
-    workers = plan_workers(config.execution, config.model.device, ray.cluster_resources(), num_rows)
+    resources, most_threads = ray.cluster_resources(), threads_wanted(os.environ)
+    workers = plan_workers(config.execution, config.model.device, resources, num_rows, most_threads)
     progress = start_progress()
     limits = Limits(config.execution.max_error_rate, max_starts=workers.most * (1 + DEATHS_PER_WORKER))
     schema, rows_per_file = output_schema(plan.passthrough), _rows_per_file(config.execution.rows_per_file, num_rows)

@@ -14,6 +14,8 @@ import queue
 import threading
 from dataclasses import dataclass, replace
 
+import torch
+
 from eagle_ray.engine.engine import Engine, EngineCounters
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError, RequestError
@@ -80,6 +82,7 @@ class AsyncEngine:
         self._thread.join()
 
     def _run(self) -> None:
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP counts by thread: this one would take them all
         error = EngineError("the engine was closed")
         try:
             while self._receive():

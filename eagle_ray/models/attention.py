@@ -207,10 +207,18 @@ def masked_attention(
     batch, heads, num_nodes, head_dim = query.shape
     folded = query.reshape(batch, keys.shape[1], -1, head_dim)
     if attention.softcap is None and attention.sinks is None:
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=attention.scaling)
+        rows = _in_company(folded)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=attention.scaling)
+        out = out[:, :, : folded.shape[2]]
     else:
         out = _explicit_attention(folded, keys, values, mask, attention)
     return out.reshape(batch, heads, num_nodes, head_dim)
+
+
+def _in_company(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_heads N2 d"]:
+    """A single bf16 row twice: on a CPU torch's attention takes five to ten times as long over one as over two."""
+    alone = query.shape[2] == 1 and query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    return query.expand(-1, -1, 2, -1) if alone else query
 
 
 def _explicit_attention(

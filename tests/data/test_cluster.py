@@ -1,13 +1,14 @@
 """How many engines a cluster carries, and how rows are shared out among them."""
 
 import socket
+from functools import partial
 
 import pytest
 from ray.exceptions import RayError
 
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.data.actor import SMALLER, _for_the_user
-from eagle_ray.data.cluster import Workers, _check_answers, plan_workers
+from eagle_ray.data.cluster import RAY_JOB, Workers, _check_answers, plan_workers, threads_wanted
 from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
 from eagle_ray.data.stops import ClusterError
 
@@ -34,6 +35,24 @@ def test_actors_follow_the_clusters_devices(settings, device, resources, wanted)
 
 def test_there_are_never_more_actors_than_rows():
     assert plan_workers(ExecutionConfig(actors=4), "cpu", {"CPU": 4}, num_rows=3).most == 3
+
+
+def test_the_users_threads_are_a_ceiling():
+    two_cores = partial(plan_workers, ExecutionConfig(actors=1), "cpu", {"CPU": 2}, num_rows=9)
+    assert [two_cores(most_threads=n).threads for n in (None, 1, 2, 8)] == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "4,2"}, None),
+        ({"OMP_NUM_THREADS": "1", RAY_JOB: "{}"}, None),
+    ],
+)
+def test_threads_are_the_users_word_and_not_rays(environ, threads):
+    assert threads_wanted(environ) == threads
 
 
 @pytest.mark.parametrize(("settings", "device"), [({}, "cuda"), ({"gpus_per_actor": 1}, "auto")])

@@ -1,0 +1,110 @@
+"""A widened pair computes what the small pair computes: logits, features, head outputs, tokens and acceptance."""
+
+import pytest
+import torch
+
+from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.errors import EngineError
+from eagle_ray.models.target import Target
+from eagle_ray.models.widening import BENCH, Shape, widen_pair
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.toy import head, llama, run
+
+TOLERANCE = 1e-4
+VOCAB = 97
+SHAPES = {
+    "same groups": Shape(64, 3, 4, 2, 16, 80, 128),
+    "same head size": Shape(48, 2, 8, 2, 8, 48, 97),
+    "no groups": Shape(75, 4, 5, 5, 24, 64, 101),
+    "one more layer only": Shape(36, 3, 4, 2, 8, 48, 97),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def pairs(request):
+    small = llama(), head(rms_norm_eps=1e-5)
+    return small, widen_pair(*small, SHAPES[request.param])
+
+
+def some_ids(count: int = 3, length: int = 20) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_features_and_logits_stay(pairs):
+    (small, _), (wide, _) = pairs
+    ids = some_ids()
+    wanted, got = (model.model(ids, use_cache=False).last_hidden_state for model in (small, wide))
+    width = wanted.shape[-1]
+    assert (got[..., :width] - wanted).abs().max() < TOLERANCE
+    assert not got[..., width + 1 :].any()
+    logits = wide.lm_head(got)
+    assert (logits[..., :VOCAB] - small.lm_head(wanted)).abs().max() < TOLERANCE
+    assert (logits[..., VOCAB:] < -100).all()
+
+
+@torch.no_grad()
+def test_the_heads_outputs_stay(pairs):
+    (small, small_head), (wide, wide_head) = pairs
+    ids, positions = some_ids(), torch.arange(19).expand(3, -1)
+    logits = []
+    for model, eagle in ((small, small_head), (wide, wide_head)):
+        features = model.model(ids, use_cache=False).last_hidden_state[:, :-1]
+        embeddings = model.model.embed_tokens(ids[:, 1:])
+        once = eagle(embeddings, features, positions)
+        twice = eagle(embeddings, once, positions)  # as in drafting: on the head's own output
+        logits.append(model.lm_head(torch.cat([once, twice])))
+    assert (logits[1][..., :VOCAB] - logits[0]).abs().max() < TOLERANCE
+    assert (logits[1][..., VOCAB:] < -100).all()
+
+
+def outputs(model, eagle, tree=(12, 4, 4)) -> list[tuple[list[int], list[int]]]:
+    """Greedy ids and acceptance histograms of a few prompts."""
+    target = Target(model, num_slots=3, capacity=128 + tree[0] + 1)
+    drafter = EagleDrafter(eagle, target, capacity=128 + tree[1] * tree[2])
+    engine = Engine(target, drafter, UniformPlanner(*tree), max_model_len=128, num_spec_tokens=tree[1])
+    prompts = [ids[: 5 + i].tolist() for i, ids in enumerate(some_ids(count=6))]
+    sequences = run(engine, prompts, [SamplingParams(max_tokens=24)] * len(prompts))
+    return [(s.output_ids, s.stats.histogram) for s in sequences]
+
+
+def test_ids_and_acceptance_stay(pairs):
+    small, wide = pairs
+    assert outputs(*wide) == outputs(*small)
+
+
+@torch.no_grad()
+def test_an_embedding_and_biases_of_the_heads_own_are_widened():
+    from eagle_ray.models.heads import EagleHead
+
+    small = llama()
+    own = EagleHead(head().config, bias=True, own_embedding=True)
+    wide, wide_own = widen_pair(small, own, SHAPES["same groups"])
+    assert torch.equal(wide_own.embed_tokens.weight[:VOCAB, :32], own.embed_tokens.weight)
+    assert torch.equal(wide_own.fc.bias[:32], own.fc.bias) and not wide_own.fc.bias[32:].any()
+    assert wide_own.embed_tokens.weight[0, 32] == wide.model.embed_tokens.weight[0, 32] != 0
+
+
+def test_few_weights_are_zero(pairs):
+    """Kernels must find no zeros to profit from; those that there are face live inputs that they must not pass on."""
+    _, (wide, _) = pairs
+    extra = [p for layer in wide.model.layers[2:] for p in layer.parameters() if p.ndim == 2]
+    assert all((p != 0).float().mean() > 0.99 for p in extra)
+
+
+def test_the_bench_shape_costs_what_it_says():
+    size, width = BENCH, BENCH.hidden_size
+    attention = 2 * width * size.head_dim * (size.num_heads + size.num_kv_heads)
+    layer = attention + 3 * width * size.intermediate_size
+    lm_head = width * size.vocab_size
+    draft, target = 2 * width**2 + layer + lm_head, size.num_layers * layer + lm_head
+    assert 0.09 < draft / target < 0.10
+    assert 130e6 < target + lm_head < 300e6
+
+
+def test_a_shape_that_is_too_small_is_refused():
+    for shape in (Shape(32, 2, 4, 2, 8, 48, 97), Shape(64, 1, 4, 2, 8, 48, 97), Shape(64, 2, 2, 2, 8, 48, 97)):
+        with pytest.raises(EngineError):
+            widen_pair(llama(), head(), shape)
