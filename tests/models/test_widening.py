@@ -63,7 +63,7 @@ def test_the_heads_outputs_stay(pairs):
 def outputs(model, eagle, tree=(12, 4, 4)) -> list[tuple[list[int], list[int]]]:
     """Greedy ids and acceptance histograms of a few prompts."""
     target = Target(model, num_slots=3, capacity=128 + tree[0] + 1)
-    drafter = EagleDrafter(eagle, target, capacity=128 + tree[1] * tree[2])
+    drafter = EagleDrafter(eagle, target)
     engine = Engine(target, drafter, UniformPlanner(*tree), max_model_len=128, num_spec_tokens=tree[1])
     prompts = [ids[: 5 + i].tolist() for i, ids in enumerate(some_ids(count=6))]
     sequences = run(engine, prompts, [SamplingParams(max_tokens=24)] * len(prompts))
