@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
@@ -62,7 +62,7 @@ def test_the_heads_outputs_stay(pairs):
 
 def outputs(model, eagle, tree=(12, 4, 4)) -> list[tuple[list[int], list[int]]]:
     """Greedy ids and acceptance histograms of a few prompts."""
-    target = Target(model, num_slots=3, capacity=128 + tree[0] + 1)
+    target = Target(model, num_slots=3, capacity=128 + tree_columns(*tree))
     drafter = EagleDrafter(eagle, target)
     engine = Engine(target, drafter, UniformPlanner(*tree), max_model_len=128, num_spec_tokens=tree[1])
     prompts = [ids[: 5 + i].tolist() for i, ids in enumerate(some_ids(count=6))]
