@@ -12,7 +12,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 from eagle_ray.engine.costs import CostCurve, StepCosts
@@ -48,7 +47,7 @@ def costs_json(costs: StepCosts) -> dict[str, object]:
 def _read(path: Path) -> StepCosts | None:
     try:
         kept = json.loads(path.read_text("utf-8"))["costs"]
-        curves = {name: CostCurve(**{f.name: kept[name][f.name] for f in fields(CostCurve)}) for name in CURVES}
+        curves = {name: CostCurve(kept[name]["rows"], kept[name]["seconds"]) for name in CURVES}
         return StepCosts(**curves, attend=float(kept["attend"]))
     except FileNotFoundError:
         return None

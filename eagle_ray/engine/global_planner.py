@@ -29,7 +29,7 @@ from eagle_ray.speculative.plan import PLAIN, Plan
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 PROBE_SHARE = 0.01  # of the time
 FIRST_PROBES = 4  # drafts from which the first opinion is formed
-FIRST_MEMBERS = 4  # sequences of each of them
+FIRST_MEMBERS = 2  # sequences of each of them
 OBSERVE_EVERY = 8  # drafting steps
 REVIEW_EVERY = 8  # steps for which a decision about width and depth holds, the batch being the same
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
@@ -54,9 +54,9 @@ class GlobalPlanner:
 
     def __init__(self, max_nodes: int, max_depth: int, top_k: int, costs: StepCosts, can_look: bool = True):
         widths = (*(w for w in WIDTHS if w < top_k), top_k)
-        self._max_nodes, self._widest = max_nodes, Plan(min(max_depth, max_nodes), top_k, probe=True)
+        self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
         self._costs, self._can_look = costs, can_look
-        self._curves = ValueCurves(widths, self._widest.max_depth)
+        self._curves = ValueCurves(widths, self._max_depth)
         self._best = Prospect(0.0)
         self._drafting = True
         self._num_steps = self._num_off = self._num_drafts = 0
@@ -64,7 +64,6 @@ class GlobalPlanner:
         self._reviewed = (0, 0)  # batch size and step of the last decision
         self._accepted = self._expected = PRIOR
         self._foreseen = 0.0  # drafts that this step's budget is expected to yield
-        self._margin = 0.0  # value of the last node that was bought
 
     @property
     def drafting(self) -> bool:
@@ -80,7 +79,7 @@ class GlobalPlanner:
             return PLAIN
         if not self._can_look:
             return Plan(self._best.depth, self._best.width)
-        return Plan(self._widest.max_depth, self._best.width, enough=lambda builder: not self._pays(builder))
+        return Plan(self._max_depth, self._best.width, enough=lambda builder: not self._pays(builder, batch))
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
         """The bucket with the best rate, filled with the most valuable nodes of the batch."""
@@ -93,14 +92,14 @@ class GlobalPlanner:
         self._num_drafts += 1
         ranking = Ranking.of(draft.tree, self._budget(draft, batch))
         num_candidates = len(ranking.log_values)
-        rows = [size, *(n for n in BUCKETS if size < n < size + num_candidates), size + num_candidates]
-        gains, margins = ranking.at([n - size for n in rows])
+        rows = [size, *self._buckets(size, num_candidates)]
+        gains = ranking.expected([n - size for n in rows])
         members = len(plan.members or range(size))
         drafted = self._costs.drafted(draft.num_caught_up, members, plan.width, draft.depth)
         spent = drafted + self._costs.draft_rest(size)
-        rates = [self._rate(size, gain, spent, n, batch) for n, gain in zip(rows, gains, strict=True)]
+        rates = [self._rate(batch, gain, spent, n) for n, gain in zip(rows, gains, strict=True)]
         best = max(range(len(rows)), key=rates.__getitem__)
-        self._foreseen, self._margin = gains[best], margins[best]
+        self._foreseen = gains[best]
         keep = ranking.keep(rows[best])
         return Allocation(keep, int(keep.sum(1).max().item()), rows[best])
 
@@ -119,8 +118,15 @@ class GlobalPlanner:
         """How far recent expectations came true: accepted over expected draft tokens."""
         return (self._accepted + PRIOR) / (self._expected + PRIOR)
 
-    def _rate(self, size: int, gain: float, spent: float, num_rows: int, batch: Batch) -> float:
-        return (size + self._trust * gain) / (spent + self._costs.verified(num_rows, batch.mean_context))
+    def _rate(self, batch: Batch, gain: float, spent: float, num_rows: int) -> float:
+        """Tokens a second of a step that has spent some seconds and verifies num_rows rows."""
+        return (len(batch) + self._trust * gain) / (spent + self._costs.verified(num_rows, batch.mean_context))
+
+    @staticmethod
+    def _buckets(size: int, num_candidates: int) -> list[int]:
+        """Rows that a pass may have beyond the roots of `size` sequences."""
+        most = size + num_candidates
+        return [*(n for n in BUCKETS if size < n < most), most]
 
     def _budget(self, draft: Draft, batch: Batch) -> Budget:
         """Every tree within its bounds; nodes deeper than a sequence has tokens to go are worth nothing."""
@@ -146,11 +152,11 @@ class GlobalPlanner:
     def _prospects(self, batch: Batch) -> list[Prospect]:
         """The best rate of every width and depth, by what such drafts have lately been worth."""
         size, costs = len(batch), self._costs
-        rows = [size, *(n for n in BUCKETS if size < n < size * (1 + self._max_nodes)), size * (1 + self._max_nodes)]
+        rows = [size, *self._buckets(size, size * self._max_nodes)]
         verify = {n: costs.verified(n, batch.mean_context) for n in rows}
         prospects = []
         for width in self._curves.widths:
-            for depth in range(1, self._widest.max_depth + 1):
+            for depth in range(1, self._max_depth + 1):
                 gains = {n: size * self._curves.expected(width, depth, n / size - 1) for n in rows}
                 spent = costs.draft_rest(size) + costs.drafted(size * (1 + self._per_sequence), size, width, depth)
                 rate = max((size + self._trust * gains[n]) / (spent + verify[n]) for n in rows)
@@ -162,26 +168,45 @@ class GlobalPlanner:
         """Draft tokens that a sequence has lately been expected to yield in a step."""
         return self._foreseen / max(self._reviewed[0], 1)
 
-    def _pays(self, builder: TreeBuilder) -> bool:
-        """Whether one more level is expected to yield more tokens than its seconds would elsewhere."""
+    def _pays(self, builder: TreeBuilder, batch: Batch) -> bool:
+        """Whether the best rate with one more level is expected to beat the best rate with those there are."""
+        now = torch.cat([level.flatten() for level in builder.levels]).exp()
         level = builder.levels[-1].flatten(1)
-        width = min(self._best.width, level.shape[1])
-        beam = level.topk(width, dim=1).values.exp()
-        children = torch.tensor(self._curves.children[builder.depth][:width], device=beam.device)
-        worth = (self._trust * beam[:, :, None] * children - self._trust * self._margin).clamp(min=0).sum().item()
-        return worth > self._best.rate * self._costs.level(beam.numel())
+        beam = level.topk(min(self._best.width, level.shape[1]), dim=1).values.exp()
+        children = torch.tensor(self._curves.children(builder.depth + 1)[: self._best.width], device=beam.device)
+        more = torch.cat([now, (beam[:, :, None] * children).flatten()])
+        rows = self._buckets(len(batch), now.numel())
+        places = torch.tensor(rows, device=now.device) - len(batch) - 1
+        most = rows[-1] - len(batch)
+        totals = torch.stack([values.topk(most).values.cumsum(0)[places] for values in (now, more)])
+        spent = self._costs.draft_rest(len(batch)) + self._costs.drafted(
+            len(batch), len(batch), self._best.width, builder.depth
+        )
+        rates = [
+            max(self._rate(batch, gain, seconds, n) for gain, n in zip(gains, rows, strict=True))
+            for gains, seconds in zip(totals.tolist(), (spent, spent + self._costs.level(beam.numel())), strict=True)
+        ]
+        return rates[1] > rates[0]
 
     def _may_learn(self) -> bool:
         """Whether a probe could teach anything: nothing is drafted, or not as wide as it could be."""
-        return not self._drafting or self._best.width < self._widest.width
+        return not self._drafting or self._best.width < self._top_k
 
     def _probe(self, batch: Batch, num_members: int) -> Plan:
         """The widest draft for some of the sequences, by turns."""
-        if num_members >= len(batch):
-            return self._widest
-        first = self._num_drafts * num_members % len(batch)
-        members = sorted((first + i) % len(batch) for i in range(num_members))
-        return Plan(self._widest.max_depth, self._widest.width, tuple(members), probe=True)
+        members = None
+        if num_members < len(batch):
+            first = self._num_drafts * num_members
+            members = tuple(sorted((first + i) % len(batch) for i in range(num_members)))
+        enough = (lambda builder: self._is_hopeless(builder, batch)) if self._can_look else None
+        return Plan(self._max_depth, self._top_k, members, enough, probe=True)
+
+    def _is_hopeless(self, builder: TreeBuilder, batch: Batch) -> bool:
+        """Whether no further level could pay, even if every child were as good as its parent."""
+        level = builder.levels[-1].flatten(1)
+        beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
+        rate = len(batch) / self._costs.plain_step(len(batch), batch.mean_context)
+        return beam.exp().sum().item() < rate * self._costs.level(beam.numel())
 
     def _price_of(self, probe: Outcome) -> float:
         """Seconds that a probe took beyond the step that would have been taken without it."""

@@ -17,28 +17,39 @@ from torch import Tensor
 SIZES = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 RATE = 0.2  # how far one observation of many sequences moves a curve
 ENOUGH = 8  # sequences that make a full observation
+SMALLEST = 1e-30
 
 
 class ValueCurves:
-    """Means over recent drafts; widths and depths are the kinds of draft that a planner may ask for.
-
-    children[d][r]: conditional probability of the child of rank r of a beam node at depth d + 1.
-    """
+    """Means over recent drafts; widths and depths are the kinds of draft that a planner may ask for."""
 
     def __init__(self, widths: tuple[int, ...], max_depth: int):
         self.widths, self.max_depth = widths, max_depth
         self.num_observations = 0
-        self._values = {(w, d): [0.0] * len(SIZES) for w in widths for d in range(1, max_depth + 1)}
-        self.children = [[0.0] * max(widths) for _ in range(max_depth)]
+        self._values: dict[tuple[int, int], list[float]] = {}
+        self._children: list[list[float]] = []
 
     def expected(self, width: int, depth: int, size: float) -> float:
-        """Draft tokens of one sequence when its batch verifies `size` nodes a sequence of such a draft."""
-        curve = self._values[width, depth]
+        """Draft tokens of one sequence when its batch verifies `size` nodes a sequence of such a draft.
+
+        Of a draft wider or deeper than any yet: at least what the widest and deepest of those yields.
+        """
+        known = [arm for arm in self._values if arm[0] <= width and arm[1] <= depth]
+        if not known:
+            return 0.0
+        curve = self._values[max(known)]
         right = bisect_right(SIZES, size)
         if right == len(SIZES):
             return curve[-1]
         a, x = (SIZES[right - 1], curve[right - 1]) if right else (0.0, 0.0)
         return x + (curve[right] - x) * (size - a) / (SIZES[right] - a)
+
+    def children(self, depth: int) -> list[float]:
+        """By rank: conditional probability of the children, at `depth`, of the nodes that are worth any.
+
+        Deeper than any draft yet: as at the deepest level there was.
+        """
+        return self._children[min(depth, len(self._children)) - 1]
 
     def observe(self, levels: list[Float[Tensor, "M _ K"]], width: int) -> None:
         """The log values of one draft's candidates, level by level; one look at the device."""
@@ -49,11 +60,8 @@ class ValueCurves:
         rate = self._rate(len(levels[0]))
         growth = self._move(seen, flat, rate)
         self._carry(seen, growth)
-        num_children = levels[0].shape[2]
-        for depth in range(children.shape[0]):
-            fresh = flat[curves.numel() + depth * num_children :][:num_children]
-            for rank, value in enumerate(fresh):
-                self.children[depth + 1][rank] += rate * (value - self.children[depth + 1][rank])
+        for depth, place in enumerate(range(curves.numel(), len(flat), children.shape[1])):
+            self._move_children(depth, flat[place : place + children.shape[1]], rate)
         self.num_observations += 1
 
     def _rate(self, num_members: int) -> float:
@@ -62,16 +70,27 @@ class ValueCurves:
 
     def _move(self, seen: list[tuple[int, int]], flat: list[float], rate: float) -> list[float]:
         """Move the curves that were seen; how many times larger the widest and deepest of them has become."""
-        before = self._values[seen[-1]]
+        before = self._values.get(seen[-1], [0.0] * len(SIZES))
         for place, arm in enumerate(seen):
             fresh = flat[place * len(SIZES) :][: len(SIZES)]
-            self._values[arm] = [x + rate * (y - x) for x, y in zip(self._values[arm], fresh, strict=True)]
+            self._values[arm] = _moved(self._values.get(arm, fresh), fresh, rate)
         return [y / x if x > 0 else 1.0 for x, y in zip(before, self._values[seen[-1]], strict=True)]
+
+    def _move_children(self, depth: int, fresh: list[float], rate: float) -> None:
+        if depth == len(self._children):
+            self._children.append([0.0] * max(self.widths))
+            rate = 1.0
+        old = self._children[depth]
+        old[: len(fresh)] = _moved(old[: len(fresh)], fresh, rate)
 
     def _carry(self, seen: list[tuple[int, int]], growth: list[float]) -> None:
         """Curves that were not seen change as the widest and deepest one that was."""
         for arm in self._values.keys() - set(seen):
             self._values[arm] = [x * g for x, g in zip(self._values[arm], growth, strict=True)]
+
+
+def _moved(old: list[float], fresh: list[float], rate: float) -> list[float]:
+    return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
 
 
 def _curve(levels: list[Float[Tensor, "M _ _"]]) -> Float[Tensor, " S"]:
@@ -87,10 +106,10 @@ def _curve(levels: list[Float[Tensor, "M _ _"]]) -> Float[Tensor, " S"]:
     return total[below] + (places - below) * (total[above] - total[below])
 
 
-def _child_probabilities(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D1 K"]:
-    """By depth from 2 and rank: the mean probability of a child given its parent, parents weighed by their values."""
-    rows = []
+def _child_probabilities(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K"]:
+    """By depth and rank: the mean probability of a child given its parent, parents weighed by their values."""
+    rows = [levels[0].exp().mean((0, 1))]
     for above, level in pairwise(levels):
         parents = above.flatten(1).topk(level.shape[1], dim=1).values.exp()
-        rows.append(level.exp().sum((0, 1)) / parents.sum())
-    return torch.stack(rows) if rows else levels[0].new_zeros(0, levels[0].shape[2])
+        rows.append(level.exp().sum((0, 1)) / parents.sum().clamp(min=SMALLEST))
+    return torch.stack(rows)

@@ -106,17 +106,11 @@ class Ranking:
         best, index = values.flatten().sort(descending=True, stable=True)
         return cls(best, index // max(values.shape[1], 1), order.flatten()[index] + 1, tree.tokens.shape)
 
-    def at(self, sizes: list[int]) -> tuple[list[float], list[float]]:
-        """Draft tokens that the m best candidates are expected to yield, and the value of the m-th; one look for all.
-
-        A size of 0 yields 0 and its last value is taken to be 1.
-        """
+    def expected(self, sizes: list[int]) -> list[float]:
+        """Draft tokens that the m best candidates are expected to yield, for each size m; one look at the device."""
         values = self.log_values.exp()
         totals = torch.cat([values.new_zeros(1), values.cumsum(0)])
-        values = torch.cat([values.new_ones(1), values])
-        places = torch.tensor(sizes, device=values.device)
-        gains, lasts = torch.stack([totals[places], values[places]]).tolist()
-        return gains, lasts
+        return totals[torch.tensor(sizes, device=values.device)].tolist()
 
     def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
         """The roots and as many of the best candidates as num_rows has room for."""

@@ -1,13 +1,16 @@
 """The drafter: cached trees of pairs equal one causal pass over each path."""
 
+import pytest
 import torch
 
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.planner import Allocation, UniformPlanner
+from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
-from tests.toy import head, llama
+from tests.toy import head, llama, llama_engine
 
 
 @torch.inference_mode()
@@ -29,6 +32,54 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
             tokens, values = path(tree, b, node)
             wanted = chained(eagle, target, [*ids[1:], int(first[b])], parts[b], tokens)
             torch.testing.assert_close(torch.tensor(values), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_plain", [1, 5, 12])
+def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(num_plain):
+    """The same sequences one token a step: drafting every time, or only at the end from the queue."""
+    awake, asleep = llama_engine(3, 12, 4, 3), llama_engine(3, 12, 4, 3)
+    trees = []
+    for engine, shallow in ((awake, Plan(1, 1)), (asleep, PLAIN)):
+        engine.planner = Scripted([shallow] * num_plain + [Plan(4, 3)])
+        for i, ids in enumerate([[5, 9, 23, 40, 11], [7, 31, 3]]):
+            engine.add(Sequence(str(i), ids, SamplingParams(max_tokens=40, ignore_eos=True)))
+        for _ in range(num_plain + 1):
+            engine.step()
+        trees.append(engine.planner.drafts[-1].tree)
+    assert asleep.planner.drafts[-1].num_caught_up == 2 * (num_plain + 1)
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+    torch.testing.assert_close(trees[0].log_values, trees[1].log_values, atol=1e-4, rtol=0)
+
+
+def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
+    engine = llama_engine(2, 12, 4, 3)
+    engine.drafter = EagleDrafter(head(), engine.target, capacity=200, window=6)
+    engine.planner = Scripted([PLAIN] * 10 + [Plan(4, 3)] * 3)
+    plain = llama_engine(2)
+    outputs = []
+    for each in (engine, plain):
+        sequence = Sequence("a", [5, 9, 23, 40, 11], SamplingParams(max_tokens=13, ignore_eos=True))
+        each.add(sequence)
+        while each.has_work:
+            each.step()
+        outputs.append(sequence.output_ids)
+    assert outputs[0] == outputs[1]
+    assert [d.num_caught_up for d in engine.planner.drafts][10] == 6
+
+
+class Scripted(UniformPlanner):
+    """Drafts by a list of plans, verifies the root alone and so goes on by one token a step; keeps the drafts."""
+
+    def __init__(self, plans):
+        super().__init__(12, 4, 3)
+        self.plans, self.drafts = plans, []
+
+    def plan(self, batch):
+        return self.plans[min(len(self.drafts), len(self.plans) - 1)]
+
+    def allocate(self, draft, plan, batch):
+        self.drafts.append(draft)
+        return Allocation(draft.tree.depths == 0, 1, len(batch))
 
 
 def path(tree, b, node):

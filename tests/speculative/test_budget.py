@@ -58,9 +58,7 @@ def test_expected_tokens_are_the_sums_of_the_best_values():
     ranking = Ranking.of(tree, Budget(num_rows=0, num_nodes=tree.num_nodes))
     best = tree.log_values[:, 1:].exp().flatten().sort(descending=True).values
     sizes = [0, 1, 5, best.numel()]
-    gains, lasts = ranking.at(sizes)
-    torch.testing.assert_close(torch.tensor(gains), torch.stack([best[:m].sum() for m in sizes]))
-    torch.testing.assert_close(torch.tensor(lasts[1:]), best[[m - 1 for m in sizes[1:]]])
+    torch.testing.assert_close(torch.tensor(ranking.expected(sizes)), torch.stack([best[:m].sum() for m in sizes]))
 
 
 @pytest.mark.parametrize("max_nodes", [1, 5, 60])

@@ -1,0 +1,100 @@
+"""Cost curves, their corrections, their measurement on real steps and their keeping on disk."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
+from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
+from eagle_ray.engine.measure import measure
+from eagle_ray.engine.planner import Outcome
+from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.speculative.plan import PLAIN
+from tests.toy import llama_engine
+
+seconds = st.lists(st.floats(1e-6, 10), min_size=1, max_size=12)
+
+
+def flat(value: float) -> CostCurve:
+    return CostCurve([1, 64], [value, value])
+
+
+def some_costs() -> StepCosts:
+    return StepCosts(CostCurve([1, 8, 16], [1.0, 1.2, 2.0]), 0.0, flat(0.1), flat(0.1), flat(0.05), flat(0.1))
+
+
+@given(seconds)
+def test_more_rows_never_cost_less(values):
+    curve = CostCurve(list(range(1, len(values) + 1)), values)
+    read = [curve(n / 2) for n in range(2, 2 * len(values) + 6)]
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(read))
+
+
+def test_what_already_rises_is_left_alone_and_what_falls_is_shared():
+    assert never_falling([1.0, 2.0, 3.0]) == pytest.approx([1, 2, 3])
+    assert never_falling([1.0, 8.0, 2.0]) == pytest.approx([1, 4, 4])
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
+    assert curve(0) == curve(1) == pytest.approx(1.0)
+    assert curve(4.5) == pytest.approx(1.35)
+    assert curve(24) == pytest.approx(3.3)
+
+
+def test_steps_correct_the_rows_they_run_and_no_decision_follows_the_whole_machines_pace():
+    costs = some_costs()
+    for _ in range(200):  # everything takes twice as long, and 16 rows four times
+        for rows, took in ((1, 2.0), (8, 2.4), (16, 8.0)):
+            costs.learn(Outcome(PLAIN, 1, 0.0, 0, 0, rows, 0, Seconds(0.0, took, 0.1)))
+    assert costs.verify(8) / costs.verify(1) == pytest.approx(1.2, rel=0.1)
+    assert costs.verify(16) / costs.verify(1) == pytest.approx(4.0, rel=0.1)
+
+
+def test_real_steps_are_measured_and_forgotten():
+    engine = llama_engine(4, 8, 3, 3)
+    costs = measure(engine, max_nodes=8, max_depth=3, top_k=3)
+    assert not engine.has_work and engine.counters.num_steps == 0
+    assert costs.verify.rows[0] == 1 and costs.verify.rows[-1] >= 9
+    assert all(s > 0 for curve in (costs.verify, costs.read, costs.level, costs.draft_rest) for s in curve.seconds)
+    engine.scheduler.check_integrity()
+
+
+def test_a_drafter_of_one_level_can_be_measured():
+    assert measure(llama_engine(2, 1, 1, 1), max_nodes=1, max_depth=1, top_k=1).level(1) > 0
+
+
+def test_costs_are_measured_once_and_kept_for_exactly_these_parts(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    calls = []
+
+    def measured() -> StepCosts:
+        calls.append(1)
+        return some_costs()
+
+    first = cached_costs({"target": "a"}, measured)
+    again = cached_costs({"target": "a"}, measured)
+    assert costs_json(first) == costs_json(again) and len(calls) == 1
+    cached_costs({"target": "b"}, measured)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", json.dumps({"costs": {"verify": 3}}), json.dumps([])])
+def test_a_damaged_file_is_measured_anew(tmp_path, monkeypatch, damage, caplog):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    path = cache_path({"target": "a"})
+    path.parent.mkdir(parents=True)
+    path.write_text(damage)
+    assert costs_json(cached_costs({"target": "a"}, some_costs)) == costs_json(some_costs())
+    assert "measuring again" in caplog.text
+    assert json.loads(path.read_text())["of"] == {"target": "a"}
+
+
+def test_a_place_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "file"))
+    cached_costs({"target": "a"}, some_costs)
+    assert "cannot be" in caplog.text

@@ -1,0 +1,155 @@
+"""The planner, in a world whose seconds are made up and so exact: where does it stand beside every fixed tree?"""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
+from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.pair import ASSETS, build_pair
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.toy import run
+
+LONG = SamplingParams(max_tokens=96, ignore_eos=True)
+FREE_ROWS = 8  # the passes of the made-up machine cost the same up to here, and then by the row
+
+
+def world(draft_share: float = 0.1) -> StepCosts:
+    """Verify 40 ms up to FREE_ROWS rows and 2.25 ms a row from there; a pass of the head costs a share of that."""
+
+    def curve(seconds):
+        return CostCurve(list(BUCKETS), [seconds(n) for n in BUCKETS])
+
+    def verify(n):
+        return 0.040 * max(1.0, 0.55 + 0.45 * n / FREE_ROWS)
+
+    def head(n):
+        return draft_share * verify(n)
+
+    return StepCosts(curve(verify), 1e-7, curve(head), curve(head), curve(lambda n: 0.001), curve(lambda n: 0.002))
+
+
+class Priced:
+    """A planner whose steps take the seconds that a world says, which it hears as if they had been measured."""
+
+    def __init__(self, planner: Planner, costs: StepCosts):
+        self.planner, self.costs, self.seconds, self.outcomes = planner, costs, 0.0, []
+
+    @property
+    def drafting(self):
+        return self.planner.drafting
+
+    def plan(self, batch):
+        return self.planner.plan(batch)
+
+    def allocate(self, draft, plan, batch):
+        return self.planner.allocate(draft, plan, batch)
+
+    def learn(self, outcome: Outcome):
+        costs, members = self.costs, len(outcome.plan.members or range(outcome.batch_size))
+        draft = costs.drafted(outcome.num_caught_up, members, outcome.plan.width, outcome.depth) if outcome.depth else 0
+        rest = (costs.draft_rest if outcome.depth else costs.plain_rest)(outcome.batch_size)
+        seconds = Seconds(draft, costs.verified(outcome.num_rows, outcome.context), rest)
+        self.seconds += seconds.total
+        self.outcomes.append(outcome)
+        self.planner.learn(replace(outcome, seconds=seconds))
+
+
+def tiny_prompts(pair, count: int) -> list[list[int]]:
+    rows = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
+    return [pair.text.encode_chat(row["messages"]) for row in rows[:: len(rows) // count][:count]]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    made = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), slots=8)
+    return made, tiny_prompts(made, 8)
+
+
+def seconds_per_token(
+    pair, planner: Planner, batch_size: int, max_tokens: int = 64, costs=None
+) -> tuple[float, Priced]:
+    """Made-up seconds for each token of the same prompts, batch_size of them at a time."""
+    made, prompts = pair
+    priced = made.engine.planner = Priced(planner, costs or world())
+    num_tokens = 0
+    for start in range(0, len(prompts), batch_size):
+        params = [SamplingParams(max_tokens=48)] * batch_size
+        num_tokens += sum(len(s.output_ids) for s in run(made.engine, prompts[start:][:batch_size], params))
+    return priced.seconds / num_tokens, priced
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_it_keeps_up_with_the_best_fixed_tree(pair, batch_size):
+    planner = GlobalPlanner(60, 6, 10, world())
+    seconds_per_token(pair, planner, batch_size)  # it has seen some drafts
+    ours, priced = seconds_per_token(pair, planner, batch_size)
+    fixed = [(3, 3, 1), (4, 2, 2), (6, 3, 3), (8, 4, 4)]
+    best = min(seconds_per_token(pair, UniformPlanner(*tree), batch_size)[0] for tree in fixed)
+    assert ours < best * 1.02
+    assert max(o.num_rows for o in priced.outcomes) > min(o.num_rows for o in priced.outcomes)
+
+
+def test_it_costs_next_to_nothing_where_drafts_cannot_pay(pair):
+    """A head as dear as its target: after the first probes every step is a plain one but for a few more probes."""
+    dear = world(draft_share=1.0)
+    plain, _ = seconds_per_token(pair, UniformPlanner(0, 0, 0), 8, costs=dear)
+    ours, priced = seconds_per_token(pair, GlobalPlanner(60, 6, 10, dear), 8, costs=dear)
+    probes = sum(o.plan.probe for o in priced.outcomes)
+    assert sum(o.depth == 0 for o in priced.outcomes) == len(priced.outcomes) - probes
+    assert probes < 0.1 * len(priced.outcomes)
+    steady = priced.outcomes[len(priced.outcomes) // 2 :]
+    assert sum(o.plan.probe for o in steady) <= 2
+    assert ours > 0.9 * plain  # made-up seconds of plain steps are the floor
+
+
+def test_a_plain_step_runs_no_draft_kernel(pair):
+    made, prompts = pair
+    dear = world(draft_share=1.0)
+    calls = []
+    hook = made.engine.drafter._head.register_forward_pre_hook(lambda *_: calls.append(len(priced.outcomes)))
+    priced = made.engine.planner = Priced(GlobalPlanner(60, 6, 10, dear), dear)
+    sequences = run(made.engine, prompts[:8], [SamplingParams(max_tokens=40)] * 8)
+    hook.remove()
+    plain_steps = {i for i, o in enumerate(priced.outcomes) if o.depth == 0}
+    assert len(plain_steps) > 20
+    assert not [i for i in calls if i in plain_steps and i > 0]  # step 0 follows the prompts' own pass
+    assert sum(s.stats.num_plain_steps for s in sequences) > 20
+
+
+def test_turning_on_again_catches_up(pair):
+    """Off while the head is dear, on once it is cheap: tokens unchanged, and the drafts are as good as ever."""
+    made, prompts = pair
+    oracle = [s.output_ids for s in run_with(made, UniformPlanner(0, 0, 0), prompts[:4])]
+    dear, cheap = world(draft_share=2.0), world(draft_share=0.02)
+    priced = made.engine.planner = Priced(GlobalPlanner(60, 6, 10, dear), dear)
+    for i, ids in enumerate(prompts[:4]):
+        made.engine.add(Sequence(str(i), ids, LONG))
+    finished = []
+    while made.engine.has_work:
+        finished += made.engine.step()
+        if len(priced.outcomes) == 30:
+            assert not priced.planner.drafting
+            priced.costs = priced.planner._costs = cheap
+    assert [s.output_ids for s in sorted(finished, key=lambda s: s.request_id)] == oracle
+    late = [o for o in priced.outcomes[30:] if o.depth]
+    assert len(late) > 5 and max(o.num_caught_up for o in late) > 4 * 10  # pairs of many plain steps at once
+    assert sum(o.num_accepted for o in late) > 0.5 * sum(o.batch_size for o in late)
+
+
+def run_with(made, planner, prompts):
+    made.engine.planner = planner
+    return run(made.engine, prompts, [LONG] * len(prompts))
+
+
+def test_nothing_is_bought_that_a_sequence_has_no_room_for(pair):
+    made, prompts = pair
+    made.engine.planner = GlobalPlanner(60, 6, 10, world())
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(2, 10)]
+    sequences = run(made.engine, prompts[:8], params)
+    assert [s.stats.num_discarded_tokens for s in sequences] == [0] * 8
