@@ -176,6 +176,8 @@ def steady(
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     for _, name in turns(list(engines), num_rounds):
         samples[name].append(queues[name].window(num_tokens, MOST_TIMES_PLAIN * seconds))
+    for queue in queues.values():
+        queue.end()
     plain, prompts = queues["plain"].outputs, list(models.prompts)
     prompts *= 1 + len(plain) // len(prompts)
     return samples, {name: compare(models.causal_lm, prompts, q.outputs, plain) for name, q in queues.items()}

@@ -83,6 +83,11 @@ class SteadyQueue:
             if sum(len(s.output_ids) for s in self._added) >= wanted or time.perf_counter() >= latest:
                 return self._so_far() - before
 
+    def end(self) -> None:
+        """Drop what is not finished; the engine is idle."""
+        for sequence in self._added:
+            self._engine.abort(sequence)
+
     def _step(self) -> None:
         while self._unfinished < self._engine.counters.num_slots + AHEAD:
             self._added.append(next(self._requests))

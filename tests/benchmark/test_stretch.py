@@ -44,6 +44,8 @@ def test_a_window_counts_what_was_committed():
         assert all(30 <= sample.num_tokens < 30 + 3 * 5 for sample in samples)
         assert sum(map(len, queue.outputs)) == before + (samples[0] + samples[1]).num_tokens
         assert all(0 < sample.forward_s < sample.seconds for sample in samples)
+        queue.end()
+        assert not engine.has_work
         engine.scheduler.check_integrity()
     assert samples[0].num_verify_rows > samples[0].num_steps * 3 and samples[0].num_plain_steps == 0
     assert samples[0].tau >= 1
