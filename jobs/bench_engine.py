@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -112,6 +114,7 @@ def shuffled_prompts(text: Text, seed: int) -> list[list[int]]:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
+    os.environ.setdefault("EAGLE_RAY_CACHE", tempfile.mkdtemp())  # costs of steps are measured in this run
     about = f"{platform.machine()}, torch {torch.__version__}, {args.device}, {args.threads} threads, {args.dtype}"
     print(f"{about}, {args.pair} pair, {args.rounds} rounds of {args.seconds:g} s\n")
     print("| " + " | ".join(COLUMNS) + " |")
