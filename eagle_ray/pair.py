@@ -233,6 +233,7 @@ def _costs(engine: Engine, head: EagleHead, speculative: SpeculativeConfig) -> S
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,
+        "blocks": target.cache.blocks.num_blocks,  # with few of them not all slots can be measured at once
         "tree": tree,
     }
     return cached_costs(parts, lambda: measure(engine, *tree))

@@ -156,7 +156,7 @@ class _Bench:
     def _attend(self, verify: CostCurve) -> float:
         """Seconds for each row and token of context, from plain steps behind a long prompt."""
         self.clear()
-        length = min(LONG_PROMPT, self._engine.max_model_len // 2)
+        length = min(LONG_PROMPT, self._engine.max_model_len // 2, self._engine.scheduler.longest - SHORT_OUTPUT)
         self._add(length)
         outcomes = [self._take(Setting(1, 1, 0, 0)) for _ in range(1 + REPLAYS)][1:]
         more = _typical([o.seconds.verify for o in outcomes]) - verify(1)
