@@ -142,14 +142,19 @@ def test_pre_empted_sequences_end_as_if_nothing_had_happened(tree):
     assert_plain(added)
 
 
-def test_the_oldest_is_never_pre_empted():
-    engine = llama_engine(4, *TREE, kv_tokens=6 * BLOCK)
-    added = sequences(prompts_of(20, 25, 28, 30), max_tokens=60)
+def test_whoever_runs_came_before_whoever_waits():
+    """Pre-empted sequences too: the oldest is never sent back, and who is goes before all that came later."""
+    engine = llama_engine(4, *TREE, kv_tokens=5 * BLOCK)
+    added = sequences(prompts_of(20, 25, 28, 30, 12, 9), max_tokens=60)
     for sequence in added:
+        sequence.sampling = SamplingParams(max_tokens=60, seed=int(sequence.request_id), ignore_eos=True)
         engine.add(sequence)
-    while added[0].finish_reason is None:
+    while engine.has_work:
         step(engine)
-        assert added[0].slot is not None
+        unfinished = [s for s in added if s.finish_reason is None]
+        runs = [s.slot is not None for s in unfinished]
+        assert runs == sorted(runs, reverse=True)
+    assert engine.counters.num_preemptions > 0
 
 
 def test_trees_are_cut_before_anyone_is_pre_empted():
