@@ -234,6 +234,7 @@ def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, obje
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,
+        "blocks": target.cache.blocks.num_blocks,  # with few of them not all slots can be measured at once
         "tree": _tree_of(speculative),
     }
 

@@ -156,7 +156,7 @@ class _Bench:
     def _attend(self) -> float:
         """Seconds for each cached token, from plain steps of one sequence behind a long prompt and a short one."""
         seconds, cached = [], []
-        for length in (LONG_PROMPT, SHORT_PROMPT):
+        for length in (min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT):
             self.clear()
             self._add(length)
             outcomes = [self._take(Setting(1, 1, 0, 0)) for _ in range(1 + REPLAYS)][1:]

@@ -96,6 +96,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence that can draft to its end while it runs alone."""
+        return self._blocks.num_blocks * self._blocks.size - self._tree_columns
+
     def num_together(self, tokens: int) -> int:
         """How many sequences of up to `tokens` tokens can run at once with room for their trees."""
         blocks = self._blocks

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.measure import measure
 from eagle_ray.engine.reference import PlainOutput, decode_plainly
 from eagle_ray.engine.sequence import Sequence, Status
 from eagle_ray.errors import RequestError
@@ -184,6 +185,15 @@ def test_what_can_never_fit_is_refused_by_name():
     with pytest.raises(RequestError, match=r"execution\.kv_tokens") as caught:
         engine.add(too_long)
     assert caught.value.code == "kv_space" and not engine.has_work
+
+
+@pytest.mark.parametrize("kv_tokens", [96, 160, 320])
+def test_an_engine_with_little_space_can_be_measured(kv_tokens):
+    """Only as many sequences at once, and as long ones, as there is room for."""
+    engine = llama_engine(4, *TREE, kv_tokens=kv_tokens)
+    costs = measure(engine, *TREE)
+    assert costs.plain_step(4, 100.0) > 0 and not engine.has_work
+    engine.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("phase", ["waiting", "prefilling", "running", "pre-empted"])
