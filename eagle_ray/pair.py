@@ -9,6 +9,7 @@ Knows where models live and how large their caches must be. Does not know rows, 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.engine.cost_cache import cached_costs
+from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
@@ -37,6 +42,7 @@ from eagle_ray.text import Text
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # dense slots: a longer default would cost memory that most rows never use
+SHORTEST = 64  # tokens that must have room beside one tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,8 @@ class Pair:
     draft_name: str | None
 
 
-def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -> Pair:
-    """Load both models and allocate their caches for `slots` sequences.
+def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int, kv_tokens: int | None = None) -> Pair:
+    """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
 
     Raises ConfigError where a name cannot be found or a length does not fit, EngineError where files are not a pair.
     """
@@ -68,30 +74,38 @@ def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int) -
     causal_lm = load_target(path, _dtype(model.dtype, device), device)
     pack_linears(causal_lm)
     head = None if speculative.method == "none" else _load_head(model, causal_lm)
-    engine = build_engine(causal_lm, head, speculative, slots, limits_of(model).max_model_len)
+    engine = build_engine(causal_lm, head, speculative, slots, limits_of(model).max_model_len, kv_tokens)
     return Pair(engine, Text.load(path, model.chat_template), model.target, None if head is None else model.draft)
 
 
 def build_engine(
-    causal_lm: nn.Module, head: EagleHead | None, speculative: SpeculativeConfig, slots: int, max_model_len: int
+    causal_lm: nn.Module,
+    head: EagleHead | None,
+    speculative: SpeculativeConfig,
+    slots: int,
+    max_model_len: int,
+    kv_tokens: int | None = None,
 ) -> Engine:
     """An engine over models in memory, with caches of its own: several engines may share the weights.
 
-    head: None is plain decoding, whatever `speculative` says.
+    head: None is plain decoding, whatever `speculative` says. Raises ConfigError where kv_tokens are too few.
     """
+    columns = 1 if head is None else _tree_columns(speculative, causal_lm.config.vocab_size)
+    _check_kv_tokens(kv_tokens, columns)
+    target = Target(causal_lm, slots, max_model_len + columns, kv_tokens)
     if head is None:
-        target = Target(causal_lm, slots, capacity=max_model_len + 1)
         return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
-    target = Target(causal_lm, slots, capacity=max_model_len + speculative.max_nodes + 1)
-    levels = speculative.max_depth * min(speculative.top_k, target.vocab_size)
     drafter = EagleDrafter(
         head,
         target,
-        capacity=max_model_len + max(levels, speculative.max_depth + 1),
         calibration=Calibration(speculative.max_depth, target.device),
         coupling=Coupling(speculative.max_depth, target.device) if speculative.coupled else None,
     )
-    return Engine(target, drafter, _planner(speculative), max_model_len, num_spec_tokens=speculative.max_depth)
+    planner = UniformPlanner(*_tree_of(speculative))
+    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
+    if speculative.budget == "global":
+        engine.planner = GlobalPlanner(*_tree_of(speculative), _costs(engine, head, speculative), _can_look(engine))
+    return engine
 
 
 def limits_of(model: ModelConfig) -> Limits:
@@ -194,8 +208,42 @@ def _load_head(model: ModelConfig, causal_lm: nn.Module) -> EagleHead:
     return head
 
 
-def _planner(speculative: SpeculativeConfig) -> UniformPlanner:
-    return UniformPlanner(speculative.max_nodes, speculative.max_depth, speculative.top_k)
+def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
+    """Refuse a pool in which not even a short sequence has room for its tree."""
+    least = SHORTEST + -(-tree_columns // SHORTEST) * SHORTEST
+    if kv_tokens is not None and kv_tokens < least:
+        raise ConfigError(
+            f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {least} or "
+            "more, or speculative.max_nodes to less"
+        )
+
+
+def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
+    return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
+
+
+def _costs(engine: Engine, head: EagleHead, speculative: SpeculativeConfig) -> StepCosts:
+    """What this pair's steps cost on this machine: measured now, or when it was measured before."""
+    target, tree = engine.target, _tree_of(speculative)
+    parts = {
+        "target": target.model.config.to_dict(),
+        "head": head.config.to_dict(),
+        "dtype": str(target.dtype),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "slots": target.cache.num_slots,
+        "tree": tree,
+    }
+    return cached_costs(parts, lambda: measure(engine, *tree))
+
+
+def _can_look(engine: Engine) -> bool:
+    return engine.target.device.type == "cpu"
+
+
+def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
+    return speculative.max_nodes, speculative.max_depth, speculative.top_k
 
 
 def _dtype(name: str, device: str) -> torch.dtype | str:

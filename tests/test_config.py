@@ -138,7 +138,7 @@ def test_a_missing_file_is_named():
 
 @pytest.mark.parametrize(
     "setting",
-    ["speculative.method=eagle3", "speculative.budget=global", "input.format=csv",
+    ["speculative.method=eagle3", "input.format=csv",
      "input.path=s3://b/k", "output.path=s3://b/k", "output.partition_by=[category]", "report.html=true",
      "report.baseline_rows=8", "report.verify_rows=8", "execution.row_timeout_s=5", "logging.format=json"],
 )  # fmt: skip
@@ -217,8 +217,8 @@ def test_a_configuration_survives_json_and_cannot_be_changed():
 
 @pytest.mark.parametrize(
     "setting",
-    ["name=b", "execution.actors=2", "execution.slots=3", "logging.level=debug", "input.path=b", "input.limit=3",
-     "output.path=b", "output.if_exists=fail", "output.compression=gzip"],
+    ["name=b", "execution.actors=2", "execution.slots=3", "execution.kv_tokens=4096", "logging.level=debug",
+     "input.path=b", "input.limit=3", "output.path=b", "output.if_exists=fail", "output.compression=gzip"],
 )  # fmt: skip
 def test_a_resume_may_change_what_decides_no_token(setting):
     assert config_hash(load(setting)) == config_hash(load())

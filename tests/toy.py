@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
@@ -32,6 +33,7 @@ from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
 
 EOS = 0
+TABLE_TREE = 64  # columns for a tree on top of a table engine's 64 tokens
 LLAMA = dict(
     vocab_size=97,
     hidden_size=32,
@@ -57,7 +59,7 @@ class TableTarget:
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
-        self.cache = KVCache(1, self.num_slots, 1, 1, 1, torch.float32, "cpu")
+        self.cache = KVCache(Blocks(self.num_slots, 64 + TABLE_TREE), 1, 1, 1, torch.float32, "cpu")
 
     @property
     def vocab_size(self) -> int:
@@ -134,18 +136,25 @@ def head(seed: int = 0, **shape: object) -> EagleHead:
     return EagleHead(LlamaConfig(**{**LLAMA, **shape}), bias=True, own_embedding=False).requires_grad_(False)
 
 
-def llama_engine(num_slots: int, max_nodes: int = 0, max_depth: int = 0, top_k: int = 0, seed: int = 0) -> Engine:
+def llama_engine(
+    num_slots: int,
+    max_nodes: int = 0,
+    max_depth: int = 0,
+    top_k: int = 0,
+    seed: int = 0,
+    kv_tokens: int | None = None,
+    prefill_tokens: int = 512,
+) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding."""
-    target = Target(llama(seed), num_slots, capacity=128 + max_nodes + 1)
-    capacity = 128 + max(max_depth * top_k, max_depth + 1)
-    drafter = llama_drafter(target, capacity, seed, max_depth) if max_nodes else NoDrafter()
+    target = Target(llama(seed), num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens)
+    drafter = llama_drafter(target, seed, max_depth) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
-    return Engine(target, drafter, planner, max_model_len=128, num_spec_tokens=max_depth)
+    return Engine(target, drafter, planner, 128, num_spec_tokens=max_depth, prefill_tokens=prefill_tokens)
 
 
-def llama_drafter(target: Target, capacity: int, seed: int, max_depth: int) -> EagleDrafter:
+def llama_drafter(target: Target, seed: int, max_depth: int) -> EagleDrafter:
     learning = dict(calibration=Calibration(max_depth), coupling=Coupling(max_depth))
-    return EagleDrafter(head(seed), target, capacity, **learning)
+    return EagleDrafter(head(seed), target, **learning)
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:

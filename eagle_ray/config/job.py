@@ -137,6 +137,7 @@ class ExecutionConfig(Section):
     """Where and how wide the job runs; none of it changes what is generated.
 
     ray_address auto: the cluster that the environment names, else one started here. slots: sequences per actor.
+    kv_tokens: tokens that all slots of an actor together may hold in memory; null lets every slot be full.
     max_error_rate: the share of error rows above which the job stops (exit 4); 1 never stops it.
     """
 
@@ -148,6 +149,9 @@ class ExecutionConfig(Section):
         default="auto", description="auto or a number, 0 or more"
     )
     slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
+    kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
+        default=None, description="a number of tokens, 64 or more, or null for every slot at full length"
+    )
     rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
     preserve_order: bool = Field(default=False, description="true or false")
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(

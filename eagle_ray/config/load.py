@@ -29,7 +29,7 @@ NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 BUILT: dict[str, tuple[Any, ...]] = {
     "input.format": ("auto", "parquet", "jsonl"),
     "speculative.method": ("eagle2", "none"),
-    "speculative.budget": ("uniform",),
+    "speculative.budget": ("uniform", "global"),
     "execution.row_timeout_s": (None,),
     "output.partition_by": ([],),
     "report.html": (False,),

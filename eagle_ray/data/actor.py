@@ -26,7 +26,7 @@ from eagle_ray.data.stops import ClusterError
 from eagle_ray.errors import EngineError
 
 OUT_OF_MEMORY = re.compile("alloc|out of memory", re.IGNORECASE)  # torch says either, in a RuntimeError
-SMALLER = "set execution.slots, speculative.max_nodes or model.max_model_len to less"
+SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
 LAST_WORDS_S = 10
 UNTIL_THE_DRIVER_ENDS_S = 60
 

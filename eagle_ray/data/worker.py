@@ -44,7 +44,7 @@ class Worker:
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
         torch.set_num_threads(threads)
-        pair = build_pair(config.model, config.speculative, config.execution.slots)
+        pair = build_pair(config.model, config.speculative, config.execution.slots, config.execution.kv_tokens)
         self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
         self._config, self._text = config, pair.text
         _warm_up(pair.engine)

@@ -49,8 +49,21 @@ class Draft:
 class Drafter(Protocol):
     """Offers nodes with values; the budget does the rest."""
 
+    def resume(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
+    ) -> None:
+        """New sequences whose first columns[b] columns are another's, to be seen from firsts[b] on.
+
+        tokens, features: the pair of column columns[b], which is their own.
+        """
+
     def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        """A pass over prompts: the token after each of its rows and the target's feature of each row."""
+        """A pass over chunks of prompts: the token after each of its rows and the target's feature of each row."""
 
     def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         """The same without running a model: for later, should drafting begin."""
@@ -58,7 +71,7 @@ class Drafter(Protocol):
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
         """Candidate trees on the given roots, at most plan.max_depth deep; plan.max_depth is at least 1."""
 
-    def forget(self) -> None:
+    def unlearn(self) -> None:
         """Unlearn what the picks so far have taught, as those of made-up sequences should."""
 
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:

@@ -14,8 +14,6 @@ goes on with a shorter past. Does not know budgets, acceptance or requests.
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -23,7 +21,7 @@ from torch import Tensor
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.pair_queue import PairQueue
 from eagle_ray.drafting.ranking import Ranking
-from eagle_ray.models.attention import TreeLayout
+from eagle_ray.models.attention import PromptLayout, TreeLayout
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
@@ -39,10 +37,9 @@ QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, 
 
 
 class EagleDrafter:
-    """The head, its one-layer cache and the pairs that it has not read yet.
+    """The head, its one-layer cache, which lies in the target's blocks, and the pairs that it has not read yet.
 
-    capacity: columns of a slot: the longest sequence and the drafted levels. calibration, coupling: see Ranking;
-    without them, EAGLE-2's own ranking.
+    window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without both it ranks as EAGLE-2.
     """
 
     prefill_passes = 1
@@ -51,7 +48,6 @@ class EagleDrafter:
         self,
         head: EagleHead,
         target: Target,
-        capacity: int,
         window: int = QUEUE_WINDOW,
         calibration: Calibration | None = None,
         coupling: Coupling | None = None,
@@ -62,34 +58,40 @@ class EagleDrafter:
         self._embed = head.embed_tokens or target.embed_tokens
         config, num_slots = head.config, target.cache.num_slots
         self.cache = KVCache(
-            1, num_slots, config.num_key_value_heads, capacity, config.head_dim, target.dtype, target.device
+            target.cache.blocks, 1, config.num_key_value_heads, config.head_dim, target.dtype, target.device
         )
         self._queue = PairQueue(num_slots, window, target.hidden_size, target.dtype, target.device)
         self._first = [1] * num_slots  # the first column that each slot's sequence sees
         self._end = [1] * num_slots  # the first column that the head has not read yet
 
-    def begin(self, slot: int, column: int = 1) -> None:
-        """A new sequence in `slot`, of which the first `column` columns are never seen."""
-        self._first[slot] = self._end[slot] = column
+    def resume(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
+    ) -> None:
+        for slot, first, column in zip(slots, firsts, columns, strict=True):
+            self._first[slot], self._end[slot] = max(first, 1), column
+        places = torch.tensor([slots, columns], device=features.device)
+        self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        """Read every pair but each prompt's last, which the next draft or chunk reads from the queue."""
-        self.observe(prompts, next_tokens, features)
-        lengths = [n - 1 for n in prompts.lengths]
-        if sum(lengths) == 0:
-            return
-        keep = list(chain.from_iterable(range(end - n, end - 1) for n, end in _spans(prompts.lengths)))
-        rows = torch.tensor(keep, device=features.device)
-        columns = [1 for _ in prompts.slots]
-        self._read(prompts.slots, columns, lengths, next_tokens[rows], features[rows])
+        """Read what waits of each sequence and every new pair but the last, which the next draft or chunk reads."""
+        self._meet(prompts)
+        columns = [self._end[slot] for slot in prompts.slots]
+        waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
+        queued = self._queued(prompts.slots, columns, waiting)
+        self._keep(prompts, next_tokens, features)
+        rows = torch.tensor(_followed(waiting, prompts.lengths), dtype=torch.int64, device=features.device)
+        tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
+        counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
+        self._read_prompts(prompts.slots, columns, counts, tokens, features)
 
     def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        for slot in prompts.slots:
-            self.begin(slot)
-        slots = torch.tensor(prompts.slots, device=features.device)
-        lengths = torch.tensor(prompts.lengths, device=features.device)
-        newest = prompts.positions >= (lengths - self._queue.window).repeat_interleave(lengths)
-        self._queue.put(slots.repeat_interleave(lengths), prompts.positions + 1, next_tokens, features, newest)
+        self._meet(prompts)
+        self._keep(prompts, next_tokens, features)
 
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
         """EAGLE-2's expansion: the top `width` of each level get `width` children each (section 4.1)."""
@@ -122,22 +124,64 @@ class EagleDrafter:
             slots.flatten(), columns.flatten(), result.tokens.flatten(), features[path_rows.flatten()], valid.flatten()
         )
 
-    def forget(self) -> None:
-        self.ranking.forget()
+    def unlearn(self) -> None:
+        self.ranking.unlearn()
+
+    def _meet(self, prompts: Prompts) -> None:
+        """New sequences begin at their first chunk; of the others, what waited too long is given up."""
+        for slot, start in zip(prompts.slots, prompts.starts, strict=True):
+            if start == 0:
+                self._first[slot] = self._end[slot] = 1
+            self._forget(slot, start)
+
+    def _forget(self, slot: int, newest: int) -> None:
+        """Give up pairs that are no longer among the queue's last ones, of which column `newest` is the last."""
+        oldest = newest + 1 - self._queue.window
+        if oldest > self._end[slot]:
+            self._first[slot] = self._end[slot] = oldest
+
+    def _keep(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        """Queue the newest pairs of each chunk."""
+        places = torch.tensor([prompts.slots, prompts.starts, prompts.lengths], device=features.device)
+        slots, starts, lengths = places.repeat_interleave(places[2], dim=1)
+        newest = prompts.positions >= starts + lengths - self._queue.window
+        self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
+
+    def _queued(
+        self, slots: list[int], columns: list[int], counts: list[int]
+    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
+        """The counts[b] pairs of each slot that wait from columns[b] on."""
+        spans = zip(slots, columns, counts, strict=True)
+        places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
+        wanted = torch.tensor(places, dtype=torch.int64, device=self._queue.device).view(-1, 2)
+        return self._queue.take(wanted[:, 0], wanted[:, 1])
+
+    def _read_prompts(
+        self,
+        slots: list[int],
+        columns: list[int],
+        counts: list[int],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R H"],
+    ) -> None:
+        """One pass of the head over counts[b] pairs of each slot, from columns[b] on, each slot by itself."""
+        spans = [span for span in zip(slots, columns, counts, strict=True) if span[2] > 0]
+        if not spans:
+            return
+        slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
+        layout = PromptLayout(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
+        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
+        self._run(tokens, features, torch.cat(places).to(tokens.device) - 1, layout)
+        for slot, column, count in spans:
+            self._end[slot] = column + count
 
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""
         for slot, length in zip(batch.host_slots, batch.host_lengths, strict=True):
-            oldest = length + 1 - self._queue.window
-            if oldest > self._end[slot]:
-                self.begin(slot, oldest)
+            self._forget(slot, length)
         columns = [self._end[slot] for slot in batch.host_slots]
         counts = [length + 1 - column for length, column in zip(batch.host_lengths, columns, strict=True)]
-        wanted = torch.tensor(
-            [place for s, c, n in zip(batch.host_slots, columns, counts, strict=True) for place in _cells(s, c, n)],
-            device=batch.slots.device,
-        )
-        tokens, features = self._queue.take(wanted[:, 0], wanted[:, 1])
+        tokens, features = self._queued(batch.host_slots, columns, counts)
         return self._read(batch.host_slots, columns, counts, tokens, features), sum(counts)
 
     def _read(
@@ -158,18 +202,18 @@ class EagleDrafter:
         unpack = torch.tensor(
             [b * longest + i for b, n in enumerate(counts) for i in range(n)], dtype=torch.int64, device=device
         )
-        places = at.lengths[:, None] + index
+        places = (at.lengths[:, None] + index).flatten()[unpack]
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         rectangle = min(counts) == longest
         layout = self._layout(
             at,
-            cells=self.cache.cells(at.slots[:, None], places).flatten()[unpack],
+            cells=self.cache.cells(at.slots[unpack // longest], places),
             ancestors=causal.expand(len(slots), -1, -1),
             column_depths=index.expand(len(slots), -1),
             row_of=None if rectangle else torch.where(real, row_of, 0),
             unpack=None if rectangle else unpack,
         )
-        hidden = self._run(tokens, features, places.flatten()[unpack] - 1, layout)
+        hidden = self._run(tokens, features, places - 1, layout)
         for slot, column, count in zip(slots, columns, counts, strict=True):
             self._end[slot] = column + count
         return hidden[lengths.cumsum(0) - 1]
@@ -233,22 +277,23 @@ class EagleDrafter:
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R H"],
         positions: Int[Tensor, " R"],
-        layout: TreeLayout,
+        layout: PromptLayout | TreeLayout,
     ) -> Float[Tensor, "R H"]:
         return self._head(self._embed(tokens)[None], features[None], positions[None], layout)[0]
 
 
-def _spans(lengths: list[int]) -> list[tuple[int, int]]:
-    """(length, end) of prompts that stand one after the other."""
-    ends, end = [], 0
-    for length in lengths:
-        end += length
-        ends.append(end)
-    return list(zip(lengths, ends, strict=True))
+def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
+    """Rows of queued pairs, then of chunks, in the order of their sequences; without the last row of each chunk."""
+    rows, queued, row = [], 0, sum(waiting)
+    for count, length in zip(waiting, lengths, strict=True):
+        rows += [*range(queued, queued + count), *range(row, row + length - 1)]
+        queued, row = queued + count, row + length
+    return rows
 
 
-def _cells(slot: int, column: int, count: int) -> list[tuple[int, int]]:
-    return [(slot, column + i) for i in range(count)]
+def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
+    """Columns past its cached tokens that a sequence's step may write: the target's nodes, or the root and levels."""
+    return max(max_nodes + 1, max_depth + 1, 1 + max(max_depth - 1, 0) * width)
 
 
 def _descend(ancestors: Bool[Tensor, "B P M"] | None, frontier: Frontier) -> Bool[Tensor, "B F M2"]:

@@ -19,6 +19,16 @@ class NoDrafter:
 
     prefill_passes = 0
 
+    def resume(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
+    ) -> None:
+        pass
+
     def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         pass
 
@@ -28,7 +38,7 @@ class NoDrafter:
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
         return Draft.of_roots(roots)
 
-    def forget(self) -> None:
+    def unlearn(self) -> None:
         pass
 
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:

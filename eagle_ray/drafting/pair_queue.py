@@ -15,7 +15,7 @@ class PairQueue:
     """window: pairs of each slot that are kept; the pair of column j stands where the pair of j - window stood."""
 
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
-        self.window = window
+        self.window, self.device = window, device
         self._nowhere = num_slots * window  # a last row takes what is not to be kept
         self._tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
         self._features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft, Drafter
 from eagle_ray.engine.planner import Outcome, Planner
-from eagle_ray.engine.scheduler import Batch, Scheduler
+from eagle_ray.engine.prefill import Prefiller
+from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
 from eagle_ray.engine.sequence import Sequence, check_fits
 from eagle_ray.engine.step_record import StepRecord, step_record
 from eagle_ray.engine.stopwatch import Stopwatch
-from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling, pick
+from eagle_ray.models.target import Target
+from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.speculative.sampling import log_probs_of, pick
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.speculative.tree import VerifyRows
 from eagle_ray.speculative.verify import VerifyResult, accept_path
@@ -46,6 +47,9 @@ class EngineCounters:
     num_probes: int = 0
     num_verify_rows: int = 0
     num_output_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_preemptions: int = 0
     busy_s: float = 0.0
 
 
@@ -53,7 +57,8 @@ class Engine:
     """A target, a drafter and the sequences in flight.
 
     max_model_len: most tokens, prompt and output, of a sequence. num_spec_tokens: longest draft path that any plan
-    allows (max_depth; 0 for plain decoding): the length of the acceptance statistics.
+    allows (max_depth; 0 for plain decoding): the length of the acceptance statistics. prefill_tokens: most prompt
+    tokens computed in one step, so that no prompt stalls those who decode.
     """
 
     def __init__(
@@ -63,11 +68,13 @@ class Engine:
         planner: Planner,
         max_model_len: int,
         num_spec_tokens: int,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int = 512,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
-        self.scheduler = Scheduler(target.cache.num_slots, prefill_tokens, target.device)
+        blocks = target.cache.blocks
+        self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
+        self.prefiller = Prefiller(target, drafter)
         self.counters = EngineCounters(target.cache.num_slots)
 
     @property
@@ -81,7 +88,8 @@ class Engine:
         Invariant: the last committed token is not in the KV cache yet; it is the root of the next tree.
         """
         started = time.monotonic()
-        self._prefill(self.scheduler.admit())
+        self.scheduler.make_room()
+        self._prefill(self.scheduler.chunks())
         batch = self.scheduler.batch()
         if batch is not None:
             self._decode(batch)
@@ -100,32 +108,29 @@ class Engine:
         """Forget a sequence; its slot is free for the next step."""
         self.scheduler.abort(sequence)
 
-    def _prefill(self, admitted: list[Sequence]) -> None:
-        """The prompts' keys and values, and the first token of each new sequence."""
-        if not admitted:
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """This step's share of the prompts, and the first token of each sequence whose prompt ends in it."""
+        if not chunks:
             return
-        now = time.monotonic()
-        prompts = Prompts.of([s.slot for s in admitted], [s.prompt_ids for s in admitted], self.target.device)
-        logits, features = self.target.prefill(prompts)
-        sampling = BatchSampling.of([s.sampling for s in admitted], self.target.device)
-        order = torch.arange(len(admitted), device=self.target.device)
-        tokens = pick(logits, sampling, order, prompts.positions[prompts.last] + 1)
-        next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, tokens)
-        drafting = self.planner.drafting
-        (self.drafter.prefill if drafting else self.drafter.observe)(prompts, next_tokens, features)
-        logprobs = _logprobs(logits, tokens) if any(s.sampling.logprobs for s in admitted) else None
-        for i, (sequence, token) in enumerate(zip(admitted, tokens.tolist(), strict=True)):
-            sequence.admitted_at, sequence.first_token_at = now, time.monotonic()
+        now, drafting = time.monotonic(), self.planner.drafting
+        first_tokens = self.prefiller.run(chunks, drafting)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.admitted_at = sequence.admitted_at or now
             sequence.target_forwards += 1
             sequence.draft_forwards += self.drafter.prefill_passes if drafting else 0
-            if sequence.sampling.logprobs:
-                sequence.output_logprobs.append(logprobs[i].item())
-            self._append(sequence, [token])
+            self.counters.num_prefill_tokens += chunk.num_tokens
+            self.counters.num_reused_tokens += chunk.num_reused
+        for first in first_tokens:
+            first.sequence.first_token_at = time.monotonic()
+            if first.sequence.sampling.logprobs:
+                first.sequence.output_logprobs.append(first.logprob)
+            self._append(first.sequence, [first.token])
 
     def _decode(self, batch: Batch) -> None:
         """Plan, draft, allocate, verify, accept, commit, extend, append."""
         watch = Stopwatch(self.target.device)
-        plan = self.planner.plan(batch)
+        plan = self.planner.plan(batch) if batch.has_kv_space else PLAIN
         draft = Draft.of_roots(batch.roots)
         if plan.drafts:
             draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling)
@@ -162,7 +167,7 @@ class Engine:
         if not any(s.sampling.logprobs for s in batch.sequences):
             return None
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
-        return _logprobs(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
+        return log_probs_of(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
 
     def _take(self, batch: Batch, plan: Plan, draft: Draft, record: Int[Tensor, "B X"]) -> int:
         """The step's only device-to-host copy, and what follows from it for each sequence; drafts accepted in all."""
@@ -193,10 +198,6 @@ class Engine:
     def _count(self, batch: Batch | None, finished: list[Sequence], seconds: float) -> None:
         self.counters.num_steps += batch is not None
         self.counters.num_slot_steps += len(batch) if batch is not None else 0
+        self.counters.num_preemptions = self.scheduler.num_preemptions
         self.counters.num_output_tokens += sum(len(s.output_ids) for s in finished)
         self.counters.busy_s += seconds
-
-
-def _logprobs(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """Log-probability of each token under the unprocessed logits, in fp32."""
-    return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]

@@ -30,6 +30,7 @@ LONG_REPLAYS = 3
 ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
 BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
 SHORT_PROMPT, LONG_PROMPT = 8, 512  # tokens
+SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
 LEAST_S = 1e-6
 
 
@@ -70,11 +71,12 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
     planner, engine.planner = engine.planner, SetPlanner()
     counters, engine.counters = engine.counters, EngineCounters(engine.counters.num_slots)
     bench = _Bench(engine)
-    for settings in _rounds(counters.num_slots, max_nodes, max_depth, top_k):
+    num_slots = max(engine.scheduler.num_together(SHORT_PROMPT + SHORT_OUTPUT), 1)
+    for settings in _rounds(num_slots, max_nodes, max_depth, top_k):
         bench.run(settings)
     costs = bench.costs()
     bench.clear()
-    engine.drafter.forget()
+    engine.drafter.unlearn()
     engine.planner, engine.counters = planner, counters
     return costs
 
@@ -179,7 +181,7 @@ class _Bench:
         self._num_added += 1
         length = max(min(length, self._engine.max_model_len // 2), 1)
         prompt = [(7 * i + self._num_added) % self._engine.target.vocab_size for i in range(length)]
-        params = SamplingParams(max_tokens=self._engine.max_model_len, ignore_eos=True)
+        params = SamplingParams(max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
         self._engine.add(sequence)
         self._running.append(sequence)

@@ -1,6 +1,9 @@
 """Scheduler: which sequences wait, which run in which slot, and what the next step is made of.
 
-First come, first served: a finished sequence's slot is refilled at the next step. Does not know the model or time.
+First come, first served, by slots and by KV space: a step's prefill budget goes to the oldest prompt that is not done,
+then to the head of the queue. When blocks run out, trees are cut first, then the youngest sequence is pre-empted: it
+goes back to the head of the queue and is prefilled anew, outputs included. The oldest always goes on.
+Does not know the model or time.
 """
 
 from __future__ import annotations
@@ -13,15 +16,42 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.engine.sequence import Sequence, Status
+from eagle_ray.errors import RequestError
+from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.speculative.sampling import BatchSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of one sequence, to be computed in this step.
+
+    num_reused: tokens before them that were found in other sequences' blocks; 0 but for a sequence's first chunk.
+    is_last: after it the sequence decodes.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    num_reused: int
+    is_last: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def picks(self) -> bool:
+        """The token after it is not known yet: a pre-empted sequence has it already."""
+        return self.is_last and not self.sequence.output_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The running sequences, in slot order, and the same as tensors.
 
-    roots: the last committed token of each. rooms: tokens that each may still produce.
+    roots: the last committed token of each. rooms: tokens that each may still produce. has_kv_space: every one of them
+    has columns for a tree, not just for its root.
     """
 
     sequences: list[Sequence]
@@ -29,6 +59,7 @@ class Batch:
     roots: Int[Tensor, " B"]
     sampling: BatchSampling
     rooms: list[int]
+    has_kv_space: bool
 
     @property
     def mean_context(self) -> float:
@@ -40,18 +71,21 @@ class Batch:
 
 
 class Scheduler:
-    """Owns the slots 0 .. num_slots - 1.
+    """Owns the slots of `blocks` and decides who gets its blocks.
 
-    prefill_tokens: most prompt tokens admitted in one step; a longer prompt is admitted alone.
+    prefill_tokens: most prompt tokens computed in one step. tree_columns: columns past a sequence's cached tokens that
+    a step with drafts may write, in any cache; a plain step writes one.
     """
 
-    def __init__(self, num_slots: int, prefill_tokens: int, device: torch.device | str = "cpu"):
-        self.num_slots = num_slots
-        self._prefill_tokens = prefill_tokens
+    def __init__(self, blocks: Blocks, prefill_tokens: int, tree_columns: int, device: torch.device | str = "cpu"):
+        self.num_slots = blocks.num_slots
+        self.num_preemptions = 0
+        self._blocks, self._prefill_tokens, self._tree_columns = blocks, prefill_tokens, tree_columns
         self._device = device
         self._waiting: deque[Sequence] = deque()
-        self._running: dict[int, Sequence] = {}
-        self._free = sorted(range(num_slots), reverse=True)
+        self._running: dict[int, Sequence] = {}  # by slot, oldest first
+        self._free = sorted(range(self.num_slots), reverse=True)
+        self._partial: Sequence | None = None  # the one whose prompt is half computed
         self._sampling: tuple[list[Sequence], BatchSampling] | None = None
 
     @property
@@ -62,53 +96,142 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    def num_together(self, tokens: int) -> int:
+        """How many sequences of up to `tokens` tokens can run at once with room for their trees."""
+        each = self._blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
+        return min(self.num_slots, self._blocks.num_blocks // each)
+
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises RequestError for one that could not be finished even alone."""
+        columns, size = len(sequence.prompt_ids) + sequence.max_tokens, self._blocks.size
+        if self._blocks.blocks_for(columns) > self._blocks.num_blocks:
+            raise RequestError(
+                "kv_space",
+                f"the prompt of {len(sequence.prompt_ids)} tokens and its {sequence.max_tokens} output tokens need "
+                f"{self._blocks.blocks_for(columns) * size} tokens of KV space and there are "
+                f"{self._blocks.num_blocks * size}: raise execution.kv_tokens or lower max_tokens",
+            )
         self._waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """Waiting -> running: as many as there are free slots and room in this step's prefill."""
-        admitted: list[Sequence] = []
-        room = self._prefill_tokens
-        while self._waiting and self._free and (not admitted or len(self._waiting[0].prompt_ids) <= room):
-            sequence = self._waiting.popleft()
-            sequence.slot, sequence.status = self._free.pop(), Status.RUNNING
-            self._running[sequence.slot] = sequence
-            room -= len(sequence.prompt_ids)
-            admitted.append(sequence)
-        return admitted
+    def make_room(self) -> None:
+        """Reserve what the running sequences may write in this step, at the cost of trees, then of the youngest."""
+        if self._reserve(self._tree_columns):
+            return
+        for sequence in self._decoding():
+            self._blocks.trim(sequence.slot, sequence.num_cached + 1)
+        while not self._reserve(1):
+            self._preempt(list(self._running.values())[-1])
+
+    def chunks(self) -> list[Chunk]:
+        """The prompt tokens to compute in this step; waiting sequences are admitted while there is budget for them."""
+        chunks: list[Chunk] = []
+        budget = self._prefill_tokens
+        while budget and (self._partial or self._admit()):
+            chunks.append(self._next_chunk(self._partial, budget))
+            budget -= chunks[-1].num_tokens
+        return chunks
 
     def batch(self) -> Batch | None:
-        """The unfinished running sequences; None where there are none."""
-        sequences = [s for _, s in sorted(self._running.items()) if s.status is Status.RUNNING]
+        """The sequences that decode in this step; None where there are none."""
+        sequences = sorted(self._decoding(), key=lambda s: s.slot)
         if not sequences:
             return None
         at = BatchSlots.of([s.slot for s in sequences], [s.num_cached for s in sequences], self._device)
         roots = torch.tensor([s.root for s in sequences], dtype=torch.int64, device=self._device)
         rooms = [s.max_tokens - len(s.output_ids) for s in sequences]
-        return Batch(sequences, at, roots, self._sampling_of(sequences), rooms)
+        has_kv_space = self._num_missing(sequences, self._tree_columns) == 0
+        return Batch(sequences, at, roots, self._sampling_of(sequences), rooms, has_kv_space)
 
     def retire(self) -> list[Sequence]:
         """Running -> finished: free the slots of sequences that are done, and return them."""
         finished = [s for s in self._running.values() if s.status is Status.FINISHED]
         for sequence in finished:
-            del self._running[sequence.slot]
-            self._free.append(sequence.slot)
-        self._free.sort(reverse=True)
+            self._leave(sequence)
         return finished
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget a waiting or running sequence; a slot it held is freed."""
+        """Forget a waiting or running sequence; a slot and blocks it held are freed."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         elif self._running.get(sequence.slot) is sequence:
             sequence.status = Status.FINISHED
-            self.retire()
+            self._leave(sequence)
 
     def check_integrity(self) -> None:
-        """Every slot is either free or holds the one sequence that says so."""
+        """Every slot is either free or holds the one sequence that says so; blocks likewise."""
         held = sorted([*self._free, *self._running])
         assert held == list(range(self.num_slots)), f"slots {held} of {self.num_slots}"
         assert all(sequence.slot == slot for slot, sequence in self._running.items())
+        assert all(sequence.slot is None and sequence.status is Status.WAITING for sequence in self._waiting)
+        prefilling = [s for s in self._running.values() if s.status is Status.PREFILLING]
+        assert prefilling == ([] if self._partial is None else [self._partial])
+        assert all(self._blocks.num_missing(slot, 1) == 1 for slot in self._free), "a free slot holds blocks"
+        self._blocks.check_integrity()
+
+    def _decoding(self) -> list[Sequence]:
+        """Unfinished sequences whose prompts are computed, oldest first."""
+        return [s for s in self._running.values() if s.status is Status.RUNNING]
+
+    def _num_missing(self, sequences: list[Sequence], columns: int) -> int:
+        """Blocks that the sequences lack to write `columns` columns past their cached tokens each."""
+        return sum(self._blocks.num_missing(s.slot, s.num_cached + columns) for s in sequences)
+
+    def _reserve(self, columns: int) -> bool:
+        """Blocks for `columns` columns past the cached tokens of every decoding sequence, or for none of them."""
+        sequences = self._decoding()
+        if self._num_missing(sequences, columns) > self._blocks.num_available:
+            return False
+        return all(self._blocks.reserve(s.slot, s.num_cached + columns) for s in sequences)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self._leave(sequence)
+        sequence.slot, sequence.status = None, Status.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _admit(self) -> bool:
+        """Waiting -> prefilling, with blocks for all that is known of it and a tree; whether it happened.
+
+        A block is left for each of the others that can grow: whoever is admitted should not be pre-empted at once.
+        """
+        if not self._waiting or not self._free:
+            return False
+        sequence, slot = self._waiting[0], self._free[-1]
+        reused = self._blocks.adopt(slot, sequence.prompt_ids)
+        columns = sequence.num_to_prefill + self._tree_columns
+        spare = sum(self._blocks.num_missing(other, self._blocks.capacity) > 0 for other in self._running)
+        if self._blocks.num_missing(slot, columns) + spare <= self._blocks.num_available:
+            self._blocks.reserve(slot, columns)
+        elif self._running:
+            self._blocks.free(slot)
+            return False
+        else:  # alone, it goes without trees
+            self._blocks.reserve(slot, sequence.num_to_prefill + 1)
+        self._waiting.popleft()
+        sequence.slot, sequence.status = self._free.pop(), Status.PREFILLING
+        sequence.num_reused = sequence.num_prefilled = reused
+        self._running[slot] = self._partial = sequence
+        return True
+
+    def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        """The sequence's next tokens; from its last chunk on it is one of those that decode."""
+        start = sequence.num_prefilled
+        end = min(start + budget, sequence.num_to_prefill)
+        is_last = end == sequence.num_to_prefill
+        self._blocks.publish(sequence.slot, sequence.prompt_ids[:end])
+        sequence.num_prefilled = end
+        if is_last:
+            sequence.status, self._partial = Status.RUNNING, None
+        return Chunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Running -> out: its slot and blocks are free."""
+        self._blocks.free(sequence.slot)
+        del self._running[sequence.slot]
+        self._free.append(sequence.slot)
+        self._free.sort(reverse=True)
+        if self._partial is sequence:
+            self._partial = None
 
     def _sampling_of(self, sequences: list[Sequence]) -> BatchSampling:
         """The batch's sampling tensors, made anew only when its members change."""

@@ -20,6 +20,7 @@ FinishReason = Literal["stop", "length"]
 
 class Status(Enum):
     WAITING = "waiting"
+    PREFILLING = "prefilling"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -31,6 +32,7 @@ class Sequence:
     prompt_ids: the prompt's token ids, at least one.
     stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
         token that completes a stop string), or None to go on.
+    num_reused, num_prefilled: since it was last admitted, tokens found in the cache, and those or computed by chunks.
     output_logprobs: log-probability of each output id under the unprocessed logits, where sampling.logprobs asks.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """
@@ -46,12 +48,19 @@ class Sequence:
     slot: int | None = None
     stats: AcceptanceStats | None = None
     max_tokens: int = 0  # sampling.max_tokens cut to the room; set when the engine accepts the sequence
+    num_reused: int = 0
+    num_prefilled: int = 0
     target_forwards: int = 0
     draft_forwards: int = 0
     arrived_at: float | None = None
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Committed tokens, prompt and output."""
+        return self.prompt_ids + self.output_ids
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +71,11 @@ class Sequence:
     def num_cached(self) -> int:
         """Tokens whose keys and values the target's cache holds between steps."""
         return self.num_tokens - 1
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that must be cached before it can decode: the prompt, and after pre-emption the outputs so far."""
+        return max(len(self.prompt_ids), self.num_cached)
 
     @property
     def root(self) -> int:

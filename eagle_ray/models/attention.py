@@ -52,24 +52,43 @@ class Layout(Protocol):
 
 @dataclass(slots=True)
 class PromptLayout:
-    """Whole prompts, one after the other; each attends to itself, causally, and fills its slot from column 0.
+    """Chunks of prompts, one after the other; each row attends to its slot's columns from `first` up to its own.
 
-    lengths: tokens of each prompt, on the host.
+    firsts, starts: the column that each chunk sees first and that of its first row. lengths: rows of each. On the host.
     """
 
     cache: KVCache
     slots: list[int]
+    firsts: list[int]
+    starts: list[int]
     lengths: list[int]
     cells: Int[Tensor, " R"] = field(init=False)
+    _where: list[slice | Tensor | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        columns = [torch.arange(n, device=self.cache.keys.device) for n in self.lengths]
-        self.cells = torch.cat([self.cache.cells(s, c) for s, c in zip(self.slots, columns, strict=True)])
+        device = self.cache.keys.device
+        columns = [torch.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
+        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths))
+        self.cells = self.cache.cells(slots.to(device), torch.cat(columns).to(device))
+        self._where = [self._found(i) for i in range(len(self.slots))]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
-        return torch.cat([causal_attention(q, k, v, attention) for q, k, v in parts], 2)
+        return torch.cat([self._attend(i, *part, attention) for i, part in enumerate(parts)], 2)
+
+    def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+        if self._where[i] is not None:
+            columns = self.cache.read(attention.layer, self._where[i], self.starts[i] + self.lengths[i])
+            key, value = (x[:, :, self.firsts[i] :] for x in columns)
+        return causal_attention(query, key, value, attention)
+
+    def _found(self, i: int) -> slice | Tensor | None:
+        """Where the cache holds what chunk i sees; None where that is its own rows alone."""
+        if self.starts[i] == self.firsts[i]:
+            return None
+        batch = BatchSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
+        return self.cache.where(batch, self.starts[i] + self.lengths[i])
 
 
 @dataclass(slots=True)
@@ -77,7 +96,7 @@ class TreeLayout:
     """Trees of up to N rows each, on top of what B slots hold.
 
     Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
-    ancestors[b, i] names.
+    ancestors[b, i] names. Sequences of very different lengths attend in groups of similar ones.
 
     cells: where the cache stores each of the R rows.
     depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
@@ -94,20 +113,26 @@ class TreeLayout:
     row_of: Int[Tensor, "B N"] | None = None
     unpack: Int[Tensor, " R"] | None = None
     first: Int[Tensor, " B"] | None = None
-    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    _groups: list[tuple[Tensor | None, TreeGroup]] = field(init=False)
 
-    @property
-    def num_columns(self) -> int:
-        """T: columns that any row may see, known on the host."""
-        return self.batch.max_length + self.ancestors.shape[2]
+    def __post_init__(self) -> None:
+        self._groups = [(index, self._group(index, batch)) for index, batch in self.batch.groups()]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
-        keys, values = self.cache.read(attention.layer, self.batch, self.num_columns)
         rows = self._by_tree(query)
-        mask = self._mask(query.shape[1] // key.shape[1], attention.window, query.dtype)
-        out = masked_attention(rows, keys, values, mask, attention)
+        if len(self._groups) == 1:
+            return self._packed(self._groups[0][1].attend(rows, attention))
+        out = torch.empty_like(rows)
+        for index, group in self._groups:
+            out.index_copy_(0, index, group.attend(rows.index_select(0, index), attention))
         return self._packed(out)
+
+    def _group(self, index: Int[Tensor, " b"] | None, batch: BatchSlots) -> TreeGroup:
+        parts = (self.ancestors, self.depths, self.column_depths, self.first)
+        if index is not None:
+            parts = (None if x is None else x.index_select(0, index) for x in parts)
+        return TreeGroup(self.cache, batch, *parts)
 
     def _by_tree(self, query: Float[Tensor, "1 heads R d"]) -> Float[Tensor, "B heads N d"]:
         batch, num_nodes = self.ancestors.shape[:2]
@@ -118,6 +143,31 @@ class TreeLayout:
     def _packed(self, out: Float[Tensor, "B heads N d"]) -> Float[Tensor, "1 heads R d"]:
         flat = out.transpose(0, 1).flatten(1, 2)
         return (flat if self.unpack is None else flat[:, self.unpack])[None]
+
+
+@dataclass(slots=True)
+class TreeGroup:
+    """Trees of sequences whose keys and values are read together, padded to the longest of them."""
+
+    cache: KVCache
+    batch: BatchSlots
+    ancestors: Bool[Tensor, "B N M"]
+    depths: Int[Tensor, "B N"]
+    column_depths: Int[Tensor, "B M"]
+    first: Int[Tensor, " B"] | None
+    num_columns: int = field(init=False)  # T: columns that any row may see, known on the host
+    _where: slice | Tensor = field(init=False)
+    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        end = self.batch.max_length + self.ancestors.shape[2]
+        self.num_columns = min(end, self.cache.blocks.padding)  # the longest sequence may have the smallest tree
+        self._where = self.cache.where(self.batch, self.num_columns)
+
+    def attend(self, rows: Float[Tensor, "B heads N d"], attention: LayerAttention) -> Float[Tensor, "B heads N d"]:
+        keys, values = self.cache.read(attention.layer, self._where, self.num_columns)
+        mask = self._mask(rows.shape[1] // keys.shape[1], attention.window, rows.dtype)
+        return masked_attention(rows, keys, values, mask, attention)
 
     def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"] | None:
         """Additive mask for folded query heads, made once per pass and window; None where every row sees everything."""
@@ -176,20 +226,21 @@ AttentionInterface.register(ATTENTION, attention_function)
 
 
 def causal_attention(
-    query: Float[Tensor, "B heads T d"],
+    query: Float[Tensor, "B heads N d"],
     key: Float[Tensor, "B kv_heads T d"],
     value: Float[Tensor, "B kv_heads T d"],
     attention: LayerAttention,
-) -> Float[Tensor, "B heads T d"]:
-    """Each token attends to itself and those before it, without a cache."""
-    length = query.shape[2]
+) -> Float[Tensor, "B heads N d"]:
+    """Each token attends to itself and those before it; the queries are those of the last N of T tokens."""
+    num_rows, length = query.shape[2], key.shape[2]
     plain = attention.softcap is None and attention.sinks is None
-    if plain and (attention.window is None or length <= attention.window):
+    if num_rows == length and plain and (attention.window is None or length <= attention.window):
         gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=gqa
         )
-    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+    position = torch.arange(length, device=query.device)
+    distance = position[length - num_rows :, None] - position
     seen = (distance >= 0) & (distance < (attention.window or length))
     mask = torch.zeros((), dtype=query.dtype, device=query.device).where(seen, torch.finfo(query.dtype).min)
     groups = query.shape[1] // key.shape[1]

@@ -1,12 +1,14 @@
-"""KVCache: the keys and values of S slots, one sequence a slot, in one dense tensor.
+"""KVCache: the keys and values of one model, in blocks that `Blocks` hands out to slots.
 
-Verbs: write, read, commit. Nobody else indexes a slot. A pass may write rows past a slot's committed tokens freely:
-what is not committed is overwritten by the next pass, so a rejected tree leaves no trace.
+Verbs: cells, write, read, commit. Nobody else indexes a slot. A pass may write rows past a slot's committed tokens
+freely: what is not committed is overwritten by the next pass, so a rejected tree leaves no trace.
 Does not know which slots are in use, nor what the tokens were.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,31 +16,37 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.models.blocks import Blocks
 from eagle_ray.speculative.verify import VerifyResult
+
+SPLIT_COLUMNS = 512  # measured: one more pass over a batch costs as much as reading a few hundred columns for nothing
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSlots:
-    """The slots of B sequences and how many tokens each of them holds.
-
-    index: the same slots as a slice where they are neighbours (a read is then a view), else the tensor.
-    host_slots, host_lengths: the same numbers on the host.
-    """
+    """The slots of B sequences and how many tokens each of them holds, on the device and on the host."""
 
     slots: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
-    index: slice | Int[Tensor, " B"]
     host_slots: list[int]
     host_lengths: list[int]
 
     @classmethod
     def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> BatchSlots:
-        tensor = torch.tensor(slots, dtype=torch.int64, device=device)
-        first = slots[0]
-        neighbours = slots == list(range(first, first + len(slots)))
-        index = slice(first, first + len(slots)) if neighbours else tensor
-        on_device = torch.tensor(lengths, dtype=torch.int64, device=device)
-        return cls(tensor, on_device, index, slots, lengths)
+        both = torch.tensor([slots, lengths], dtype=torch.int64, device=device)
+        return cls(both[0], both[1], slots, lengths)
+
+    def groups(self) -> list[tuple[Int[Tensor, " b"] | None, BatchSlots]]:
+        """The sequences by similar length: where they stand in the batch (None: all of them) and they themselves."""
+        parts = length_groups(self.host_lengths)
+        if len(parts) == 1:
+            return [(None, self)]
+        return [(torch.tensor(part, device=self.slots.device), self.select(part)) for part in parts]
+
+    def select(self, members: Sequence[int]) -> BatchSlots:
+        """Those sequences of the batch alone."""
+        slots, lengths = ([values[i] for i in members] for values in (self.host_slots, self.host_lengths))
+        return BatchSlots.of(slots, lengths, self.slots.device)
 
     @property
     def min_length(self) -> int:
@@ -48,43 +56,44 @@ class BatchSlots:
     def max_length(self) -> int:
         return max(self.host_lengths)
 
-    def select(self, members: Sequence[int]) -> BatchSlots:
-        """The same for some of the sequences."""
-        slots, lengths = ([values[m] for m in members] for values in (self.host_slots, self.host_lengths))
-        return BatchSlots.of(slots, lengths, self.slots.device)
-
     def advanced(self, columns: int) -> BatchSlots:
         """The same slots with `columns` more tokens in each."""
         return replace(self, lengths=self.lengths + columns, host_lengths=[n + columns for n in self.host_lengths])
 
 
 class KVCache:
-    """Keys and values [layers, slots, capacity + 1, kv_heads, head_dim]; the last column takes padding rows.
-
-    capacity: tokens a slot can hold, tree rows included.
-    """
+    """Keys and values [layers, blocks + 1, block size, kv_heads, head_dim]; the last block takes padding rows."""
 
     def __init__(
         self,
+        blocks: Blocks,
         num_layers: int,
-        num_slots: int,
         num_kv_heads: int,
-        capacity: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        shape = (num_layers, num_slots, capacity + 1, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.num_slots, self.capacity = num_slots, capacity
+        self.blocks = blocks
+        shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads, head_dim)
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
         self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, cells, kv_heads, head_dim]
         self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
-        self._slots_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+        self._blocks_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
-    def cells(self, slots: int | Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Where `write` stores rows of (slot, column), broadcast; column `capacity` is never read."""
-        return slots * (self.capacity + 1) + columns
+    @property
+    def num_slots(self) -> int:
+        return self.blocks.num_slots
+
+    @property
+    def capacity(self) -> int:
+        """Columns of a slot, tree rows included."""
+        return self.blocks.capacity
+
+    def cells(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Where `write` stores rows of (slot, column), broadcast; column `blocks.padding` is never read."""
+        size = self.blocks.size
+        block = self.blocks.table[slots, torch.div(columns, size, rounding_mode="floor")]
+        return block * size + columns % size
 
     def write(
         self,
@@ -98,12 +107,28 @@ class KVCache:
         flat_keys.index_copy_(0, cells, keys.transpose(0, 1))
         flat_values.index_copy_(0, cells, values.transpose(0, 1))
 
+    def where(self, batch: BatchSlots, num_columns: int) -> slice | Int[Tensor, "B W"]:
+        """Where the first num_columns columns lie, for any number of reads: found once for all layers.
+
+        A slice of cells for one sequence in neighbouring blocks, whose read is then a view; else blocks by sequence.
+        """
+        width = self.blocks.blocks_for(num_columns)
+        first = self.blocks.first_of_run(batch.host_slots[0], width) if len(batch.host_slots) == 1 else None
+        if first is None:
+            return self.blocks.table[batch.slots, :width]
+        return slice(first * self.blocks.size, first * self.blocks.size + num_columns)
+
     def read(
-        self, layer: int, batch: BatchSlots, num_columns: int
+        self, layer: int, where: slice | Int[Tensor, "B W"], num_columns: int
     ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T head_dim"]]:
-        """The first num_columns columns of each sequence's slot; a view where the slots are neighbours."""
-        keys, values = self._slots_of[layer]
-        keys, values = keys[batch.index, :num_columns], values[batch.index, :num_columns]
+        """The first num_columns columns of each sequence; what lies past its reserved ones is finite but arbitrary."""
+        if isinstance(where, slice):
+            keys, values = (flat[None, where] for flat in self._flat_of[layer])
+        else:
+            keys, values = (
+                pool.index_select(0, where.flatten()).view(where.shape[0], -1, *pool.shape[2:])[:, :num_columns]
+                for pool in self._blocks_of[layer]
+            )
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
@@ -116,7 +141,32 @@ class KVCache:
             return  # a root alone already stands where it belongs
         offset = torch.arange(longest, device=batch.slots.device)
         moved = torch.where(result.accepted_nodes >= 0, result.accepted_nodes, offset)
-        first = self.cells(batch.slots, batch.lengths)[:, None]
-        source, target = (first + moved).flatten(), (first + offset).flatten()
+        slots, first = batch.slots[:, None], batch.lengths[:, None]
+        source, target = (self.cells(slots, first + columns).flatten() for columns in (moved, offset))
         for flat in self._flat:
             flat.index_copy_(1, target, flat.index_select(1, source))
+
+
+def length_groups(lengths: list[int]) -> list[list[int]]:
+    """Indices of sequences that are best read together, each group padded to its longest.
+
+    A batch is split where that saves the most columns, as long as it saves SPLIT_COLUMNS.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    longest = lengths[order[-1]]
+    saved = [place * (longest - lengths[order[place - 1]]) for place in range(len(order))]
+    place = max(range(len(order)), key=saved.__getitem__)
+    if saved[place] < SPLIT_COLUMNS:
+        return [order]
+    return [part for half in (order[:place], order[place:]) for part in _regrouped(half, lengths)]
+
+
+def _regrouped(members: list[int], lengths: list[int]) -> list[list[int]]:
+    return [[members[i] for i in part] for part in length_groups([lengths[m] for m in members])]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on a CPU in pages that take memory only once they are written (torch.zeros writes them all)."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.attention import ATTENTION, PromptLayout, TreeLayout
+from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
@@ -25,25 +26,36 @@ UNSUPPORTED_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """B prompts for one prefill pass, one after the other in R rows.
+    """Chunks of B prompts for one prefill pass, one after the other in R rows.
 
-    tokens, positions: of every row. lengths: tokens of each prompt. last: the row of each prompt's last token.
+    starts, lengths: the column of each chunk's first token and its number of tokens. tokens, positions: of every row.
+    last: the row of each chunk's last token.
     """
 
     slots: list[int]
+    starts: list[int]
     lengths: list[int]
     tokens: Int[Tensor, " R"]
     positions: Int[Tensor, " R"]
     last: Int[Tensor, " B"]
 
     @classmethod
-    def of(cls, slots: list[int], prompts: list[list[int]], device: torch.device | str = "cpu") -> Prompts:
-        lengths = [len(ids) for ids in prompts]
+    def of(
+        cls,
+        slots: list[int],
+        chunks: list[list[int]],
+        device: torch.device | str = "cpu",
+        starts: list[int] | None = None,
+    ) -> Prompts:
+        """The given tokens of each prompt; without starts, from the first one on."""
+        starts, lengths = starts or [0] * len(slots), [len(ids) for ids in chunks]
+        positions = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
         return cls(
             slots=slots,
+            starts=starts,
             lengths=lengths,
-            tokens=torch.tensor([i for ids in prompts for i in ids], dtype=torch.int64, device=device),
-            positions=torch.cat([torch.arange(n, device=device) for n in lengths]),
+            tokens=torch.tensor([i for ids in chunks for i in ids], dtype=torch.int64, device=device),
+            positions=torch.cat(positions).to(device),
             last=torch.tensor(lengths, device=device).cumsum(0) - 1,
         )
 
@@ -51,10 +63,11 @@ class Prompts:
 class Target:
     """The model whose tokens are produced, and its KVCache of num_slots slots.
 
-    capacity: columns of a slot, tree rows included.
+    capacity: columns of a slot, tree rows included. kv_tokens: columns that all slots together may use, rounded down
+    to whole blocks; None lets every slot be full.
     """
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int):
+    def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int, kv_tokens: int | None = None):
         _check_supported(model)
         self.model = model.eval()
         model.set_attn_implementation(ATTENTION)
@@ -66,19 +79,19 @@ class Target:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
+        num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
         self.cache = KVCache(
+            Blocks(num_slots, capacity, num_blocks, weight.device),
             config.num_hidden_layers,
-            num_slots,
             config.num_key_value_heads,
-            capacity,
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             weight.dtype,
             weight.device,
         )
 
     def prefill(self, prompts: Prompts) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R H"]]:
-        """Fill the slots with whole prompts; logits after each prompt's last token, features of every row."""
-        layout = PromptLayout(self.cache, prompts.slots, prompts.lengths)
+        """Fill the slots with the chunks; logits after each one's last token, features of every row."""
+        layout = PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
         features = self._run(prompts.tokens, prompts.positions, layout)
         return self.logits(features[prompts.last]), features
 
@@ -108,7 +121,7 @@ class Target:
 
     def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> TreeLayout:
         seq = rows.seq.clamp(min=0)
-        columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.capacity)
+        columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.padding)
         return TreeLayout(
             cache=self.cache,
             batch=batch,

@@ -221,3 +221,8 @@ def sample_seed(seed: int, sample_index: int) -> int:
 def as_int64(x: int) -> int:
     """The signed 64-bit integer with the same bits as x."""
     return (x + 2**63) % 2**64 - 2**63
+
+
+def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """Log-probability of each token under the unprocessed logits, in fp32."""
+    return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]

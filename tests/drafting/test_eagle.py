@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.kv_cache import BatchSlots
@@ -18,8 +19,10 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
     """Every node's conditional log-probability, recomputed by running the head causally over its whole path."""
     target = Target(llama(), num_slots=3, capacity=64)
     eagle = head()
-    drafter = EagleDrafter(eagle, target, capacity=64)
+    drafter = EagleDrafter(eagle, target)
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3]]
+    for slot in (0, 2):
+        target.cache.blocks.reserve(slot, 64)
     packed = Prompts.of([2, 0], prompts)
     logits, features = target.prefill(packed)
     first = logits.argmax(-1)
@@ -53,9 +56,9 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
 
 
 def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
-    engine = llama_engine(2, 12, 4, 3)
-    engine.drafter = EagleDrafter(head(), engine.target, capacity=200, window=6)
-    engine.planner = Scripted([PLAIN] * 10 + [Plan(4, 3)] * 3)
+    target = Target(llama(), num_slots=2, capacity=128)
+    planner = Scripted([PLAIN] * 10 + [Plan(4, 3)] * 3)
+    engine = Engine(target, EagleDrafter(head(), target, window=6), planner, max_model_len=64, num_spec_tokens=4)
     plain = llama_engine(2)
     outputs = []
     for each in (engine, plain):

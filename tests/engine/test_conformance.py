@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.checkpoint import load_head
@@ -23,9 +23,9 @@ MAX_NODES, MAX_DEPTH, TOP_K = 15, 4, 4  # the reference's total_token 16 counts 
 
 def fit_engine(num_slots: int) -> Engine:
     model = load_target(GOLDENS / "pair_fit" / "target", torch.float32, "cpu")
-    target = Target(model, num_slots, capacity=256 + MAX_NODES + 1)
+    target = Target(model, num_slots, 256 + tree_columns(MAX_NODES, MAX_DEPTH, TOP_K))
     head = load_head(GOLDENS / "pair_fit" / "draft", target.hidden_size, target.vocab_size)
-    drafter = EagleDrafter(head, target, capacity=256 + MAX_DEPTH * TOP_K)
+    drafter = EagleDrafter(head, target)
     return Engine(target, drafter, UniformPlanner(MAX_NODES, MAX_DEPTH, TOP_K), 256, MAX_DEPTH)
 
 
@@ -54,6 +54,7 @@ def test_trees_are_the_references():
         step = prompt["steps"][0]
         if min(step["gaps"].values()) < 1e-4:
             continue
+        engine.target.cache.blocks.reserve(0, engine.target.cache.capacity)
         prompts = Prompts.of([0], [prompt["prompt"]])
         logits, features = engine.target.prefill(prompts)
         roots = logits.argmax(-1)

@@ -49,7 +49,10 @@ def models(config):
         parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.2)
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
-    return plain, Target(model, num_slots=5, capacity=64)
+    target = Target(model, num_slots=5, capacity=64)
+    for slot in (4, 0, 3):
+        target.cache.blocks.reserve(slot, 64)
+    return plain, target
 
 
 def path_to(tree: DraftTree, b: int, node: int) -> list[int]:

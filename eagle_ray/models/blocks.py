@@ -1,0 +1,148 @@
+"""Blocks: which block of a pool holds which columns of which slot.
+
+A slot's column c lies in block table[slot, c // size], at place c % size. Blocks are handed out as sequences grow, so
+memory follows what is used. Full blocks of a prompt can be published: a later slot that starts with the same tokens
+adopts them instead of computing them anew. A block is shared only when full, so nobody writes to what another reads.
+
+    slot 0   [ 7 | 2 | 5 | dump ...]      blocks 7 and 2 hold a prompt that slot 1 starts with too
+    slot 1   [ 7 | 2 | 9 | dump ...]
+
+One object serves every cache of an engine: a block number means the same columns in all of them.
+Does not know the caches, the model or who runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from eagle_ray.models.prefixes import Prefixes
+
+BLOCK_SIZE = 32  # columns: small enough to waste little, large enough that gathering is as fast as reading
+
+
+class Blocks:
+    """The tables of num_slots slots over a pool of num_blocks blocks.
+
+    capacity: most columns of a slot. num_blocks: None is enough for every slot to be full.
+    table: on the device; columns that nobody reserved lie in block `num_blocks`, which takes padding rows and is
+    never read for its content.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        capacity: int,
+        num_blocks: int | None = None,
+        device: torch.device | str = "cpu",
+        size: int = BLOCK_SIZE,
+    ):
+        self.num_slots, self.capacity, self.size = num_slots, capacity, size
+        blocks_per_slot = self.blocks_for(capacity)
+        self.num_blocks = num_slots * blocks_per_slot if num_blocks is None else num_blocks
+        shape = (num_slots, blocks_per_slot + 1)  # the last entry is never reserved: column `padding` lies there
+        self.table: Int[Tensor, "S W"] = torch.full(shape, self.num_blocks, dtype=torch.int64, device=device)
+        self.padding = blocks_per_slot * size
+        self._held: list[list[int]] = [[] for _ in range(num_slots)]
+        self._references = [0] * self.num_blocks
+        self._free = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous and memory small
+        self._prefixes = Prefixes()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `reserve` could hand out: free, or held by no slot and kept only for reuse."""
+        return len(self._free) + self._prefixes.num_idle
+
+    def blocks_for(self, columns: int) -> int:
+        return -(-columns // self.size)
+
+    def block(self, slot: int, index: int) -> int:
+        """The block of the slot's columns from index * size on, which must be reserved."""
+        return self._held[slot][index]
+
+    def first_of_run(self, slot: int, width: int) -> int | None:
+        """The slot's first block where its first `width` blocks are neighbours in the pool, else None."""
+        held = self._held[slot][:width]
+        return held[0] if held and held == list(range(held[0], held[0] + width)) else None
+
+    def num_missing(self, slot: int, columns: int) -> int:
+        """Blocks that the slot lacks to hold `columns` columns."""
+        return max(self.blocks_for(columns) - len(self._held[slot]), 0)
+
+    def reserve(self, slot: int, columns: int) -> bool:
+        """Make room for the slot's first `columns` columns; False, and nothing changes, where the pool is short."""
+        missing = self.num_missing(slot, columns)
+        if missing > self.num_available:
+            return False
+        self._extend(slot, [self._take() for _ in range(missing)])
+        return True
+
+    def trim(self, slot: int, columns: int) -> None:
+        """Give back the blocks past the slot's first `columns` columns."""
+        keep = self.blocks_for(columns)
+        held = self._held[slot]
+        if keep >= len(held):
+            return
+        for block in reversed(held[keep:]):  # the last first: what is reused least goes first when space runs out
+            self._release(block)
+        self.table[slot, keep : len(held)] = self.num_blocks
+        del held[keep:]
+
+    def free(self, slot: int) -> None:
+        """The slot holds nothing any more; published blocks stay until their space is needed."""
+        self.trim(slot, 0)
+
+    def adopt(self, slot: int, tokens: list[int]) -> int:
+        """Let an empty slot start with the published blocks that hold its first tokens; returns how many columns.
+
+        At least one token is left to compute: its row gives the first logits.
+        """
+        blocks = self._prefixes.longest(tokens, self.size)[: (len(tokens) - 1) // self.size]
+        for block in blocks:
+            self._hold(block)
+        self._extend(slot, blocks)
+        return len(blocks) * self.size
+
+    def publish(self, slot: int, tokens: list[int]) -> None:
+        """Offer the slot's full blocks, which hold (or will, before anyone reads them) these tokens, for reuse."""
+        self._prefixes.add(tokens, self._held[slot], self.size)
+
+    def check_integrity(self) -> None:
+        """Every block is free, idle or held as often as it is referenced; the tables say the same."""
+        counts = [0] * self.num_blocks
+        for slot, held in enumerate(self._held):
+            assert len(set(held)) == len(held), f"slot {slot} holds a block twice: {held}"
+            row = self.table[slot].tolist()
+            assert row == held + [self.num_blocks] * (len(row) - len(held)), f"slot {slot}: {row} is not {held}"
+            for block in held:
+                counts[block] += 1
+        assert counts == self._references, "reference counts"
+        idle = [block for block in range(self.num_blocks) if self._prefixes.is_idle(block)]
+        unused = [block for block, count in enumerate(counts) if count == 0]
+        assert sorted([*self._free, *idle]) == unused, f"free {self._free}, idle {idle}, unused {unused}"
+        self._prefixes.check_integrity()
+
+    def _extend(self, slot: int, blocks: list[int]) -> None:
+        if not blocks:
+            return
+        held = self._held[slot]
+        self.table[slot, len(held) : len(held) + len(blocks)] = torch.tensor(blocks, device=self.table.device)
+        held += blocks
+
+    def _take(self) -> int:
+        block = heapq.heappop(self._free) if self._free else self._prefixes.evict()
+        self._references[block] = 1
+        return block
+
+    def _hold(self, block: int) -> None:
+        if self._references[block] == 0:
+            self._prefixes.wake(block)
+        self._references[block] += 1
+
+    def _release(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0 and not self._prefixes.rest(block):
+            heapq.heappush(self._free, block)

@@ -1,0 +1,232 @@
+"""What happens when space runs out, prompts are long or beginnings are shared: outputs stay those of plain decoding."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.reference import PlainOutput, decode_plainly
+from eagle_ray.engine.sequence import Sequence, Status
+from eagle_ray.errors import RequestError
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.engine.test_lossless import SAMPLING, differing
+from tests.toy import llama, llama_engine
+
+PLAIN, TREE = (0, 0, 0), (8, 3, 4)
+BLOCK = 32
+MODEL = llama()
+MODEL.set_attn_implementation("sdpa")
+
+
+def oracle(sequence: Sequence) -> PlainOutput:
+    params = replace(sequence.sampling, max_tokens=sequence.max_tokens)
+    return decode_plainly(MODEL, sequence.prompt_ids, params, frozenset([2]))
+
+
+def sequences(prompts: list[list[int]], max_tokens: int = 20) -> list[Sequence]:
+    params = [SamplingParams(max_tokens=max_tokens, seed=i, **SAMPLING[i % 4]) for i in range(len(prompts))]
+    return [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+
+
+def step(engine: Engine) -> list[Sequence]:
+    done = engine.step()
+    engine.scheduler.check_integrity()
+    return done
+
+
+def finish(engine: Engine, added: list[Sequence]) -> None:
+    for sequence in added:
+        engine.add(sequence)
+    while engine.has_work:
+        step(engine)
+
+
+def assert_plain(done: list[Sequence]) -> None:
+    """Outputs are plain decoding's and the counts obey the law, whatever happened on the way."""
+    plain = [oracle(s) for s in done]
+    assert differing([s.output_ids for s in done], plain) == []
+    for sequence in done:
+        stats = sequence.stats
+        produced = 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
+        assert len(sequence.output_ids) == produced
+        assert sequence.arrived_at <= sequence.admitted_at <= sequence.first_token_at <= sequence.finished_at
+        assert sequence.target_forwards >= 1 + stats.num_steps
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 97) for _ in range(n)] for n in lengths]
+
+
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+def test_a_long_prompt_does_not_stall_those_who_decode(tree):
+    """While 100 prompt tokens are read ten at a time, the sequence beside it gains at least a token a step."""
+    engine = llama_engine(2, *tree, prefill_tokens=10)
+    short, long = sequences(prompts_of(5, 100))
+    short.sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    engine.add(short)
+    step(engine)
+    engine.add(long)
+    for chunk in range(1, 10):
+        before = len(short.output_ids)
+        step(engine)
+        assert len(short.output_ids) > before
+        assert long.status is Status.PREFILLING and long.target_forwards == chunk
+    step(engine)
+    assert long.status is Status.RUNNING and long.output_ids
+    assert engine.counters.num_prefill_tokens == 105
+    finish(engine, [])
+    assert_plain([short, long])
+
+
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+@pytest.mark.parametrize("prefill_tokens", [1, 7, 32, 50])
+def test_chunks_of_any_size_change_nothing(tree, prefill_tokens):
+    added = sequences(prompts_of(40, 3, 65, 1, 32, 33))
+    finish(llama_engine(3, *tree, prefill_tokens=prefill_tokens), added)
+    assert_plain(added)
+
+
+def test_short_prompts_share_a_steps_budget():
+    engine = llama_engine(4, prefill_tokens=20)
+    added = sequences(prompts_of(8, 8, 8, 8))
+    for sequence in added:
+        engine.add(sequence)
+    step(engine)
+    assert [s.status for s in added[:2]] == [Status.RUNNING] * 2
+    assert added[2].num_prefilled == 4 and added[3].status is Status.WAITING
+
+
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+def test_samples_of_one_prompt_compute_it_once(tree):
+    """Eight samples admitted in one step: the full blocks are computed once, the rest by each."""
+    engine = llama_engine(8, *tree)
+    added = sequences(prompts_of(70) * 8)
+    finish(engine, added)
+    assert engine.counters.num_prefill_tokens == 70 + 7 * 6
+    assert engine.counters.num_reused_tokens == 7 * 64
+    assert_plain(added)
+
+
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+def test_a_finished_sequences_prompt_is_reused(tree):
+    engine = llama_engine(1, *tree)
+    header = prompts_of(80)[0]
+    added = sequences([header + tail for tail in prompts_of(5, 9, 1, seed=1)])
+    finish(engine, added)
+    assert engine.counters.num_reused_tokens == 2 * 64
+    assert_plain(added)
+
+
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+def test_reused_prompts_draft_as_well_as_computed_ones(tree):
+    """The same prompt twice: the second time its trees are the same, so each step accepts as many."""
+    engine = llama_engine(1, *tree)
+    first, again = (Sequence("a", ids, SamplingParams(max_tokens=40)) for ids in prompts_of(70) * 2)
+    finish(engine, [first, again])
+    assert again.num_reused == 64
+    assert again.stats.per_step_accepted == first.stats.per_step_accepted
+
+
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+def test_pre_empted_sequences_end_as_if_nothing_had_happened(tree):
+    """Four sequences that grow to three blocks each over a pool of five: someone must wait."""
+    engine = llama_engine(4, *tree, kv_tokens=5 * BLOCK)
+    added = sequences(prompts_of(20, 25, 28, 30), max_tokens=60)
+    for sequence in added:
+        sequence.sampling = SamplingParams(max_tokens=60, seed=int(sequence.request_id), ignore_eos=True)
+    finish(engine, added)
+    assert engine.counters.num_preemptions > 0
+    assert_plain(added)
+
+
+def test_the_oldest_is_never_pre_empted():
+    engine = llama_engine(4, *TREE, kv_tokens=6 * BLOCK)
+    added = sequences(prompts_of(20, 25, 28, 30), max_tokens=60)
+    for sequence in added:
+        engine.add(sequence)
+    while added[0].finish_reason is None:
+        step(engine)
+        assert added[0].slot is not None
+
+
+def test_trees_are_cut_before_anyone_is_pre_empted():
+    """Two sequences of 28 tokens over three blocks: room for both, and for the next token, but not for two trees."""
+    engine = llama_engine(2, *TREE, kv_tokens=4 * BLOCK)
+    added = sequences(prompts_of(20, 20), max_tokens=40)
+    for sequence in added:
+        sequence.sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    finish(engine, added)
+    assert engine.counters.num_preemptions == 0
+    assert 0 < engine.counters.num_plain_steps < engine.counters.num_steps
+    assert_plain(added)
+
+
+def test_what_can_never_fit_is_refused_by_name():
+    engine = llama_engine(2, *TREE, kv_tokens=2 * BLOCK)
+    fits, too_long = sequences(prompts_of(44, 45))
+    finish(engine, [fits])
+    assert_plain([fits])
+    with pytest.raises(RequestError, match=r"execution\.kv_tokens") as caught:
+        engine.add(too_long)
+    assert caught.value.code == "kv_space" and not engine.has_work
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefilling", "running", "pre-empted"])
+def test_an_abort_frees_everything(phase):
+    engine = llama_engine(2, *TREE, kv_tokens=4 * BLOCK, prefill_tokens=16)
+    first, second, third = sequences(prompts_of(20, 40, 20), max_tokens=60)
+    for sequence in (first, second, third):
+        engine.add(sequence)
+    wanted = {
+        "waiting": lambda: third.status is Status.WAITING,
+        "prefilling": lambda: second.status is Status.PREFILLING,
+        "running": lambda: second.status is Status.RUNNING,
+        "pre-empted": lambda: second.status is Status.WAITING and second.output_ids,
+    }[phase]
+    while not wanted():
+        step(engine)
+    engine.abort(third if phase == "waiting" else second)
+    engine.scheduler.check_integrity()
+    finish(engine, [])
+    blocks = engine.target.cache.blocks
+    assert blocks.num_available == blocks.num_blocks
+    assert_plain([first, second if phase == "waiting" else third])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_soak(seed):
+    """Random arrivals, aborts, shared beginnings and long prompts over a pool that is far too small."""
+    rng = random.Random(seed)
+    tree = rng.choice([PLAIN, TREE, (20, 4, 5)])
+    engine = llama_engine(
+        rng.randint(1, 6), *tree, kv_tokens=BLOCK * rng.randint(4, 9), prefill_tokens=rng.choice([5, 17, 64, 512])
+    )
+    headers = prompts_of(33, 64, 70, seed=seed)
+    added, aborted, refused = [], [], 0
+    for i in range(24):
+        header = rng.choice([*headers, []])
+        prompt = header[: rng.randint(0, len(header))] + prompts_of(rng.randint(1, 30), seed=rng.random())[0]
+        params = SamplingParams(max_tokens=rng.randint(1, 50), seed=i, ignore_eos=rng.random() < 0.5, **SAMPLING[i % 4])
+        sequence = Sequence(str(i), prompt, params)
+        try:
+            engine.add(sequence)
+            added.append(sequence)
+        except RequestError as error:
+            assert error.code == "kv_space"
+            refused += 1
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            step(engine)
+        if rng.random() < 0.15:
+            victim = rng.choice(added) if added else None
+            if victim is not None and victim.finish_reason is None and victim not in aborted:
+                engine.abort(victim)
+                engine.scheduler.check_integrity()
+                aborted.append(victim)
+    finish(engine, [])
+    done = [s for s in added if s not in aborted]
+    assert len(done) + len(aborted) + refused == 24
+    assert_plain(done)
+    blocks = engine.target.cache.blocks
+    assert blocks.num_available == blocks.num_blocks

@@ -1,0 +1,143 @@
+"""KVCache: what is written to a slot's columns is read there, wherever its blocks lie, and memory follows use."""
+
+import random
+
+import pytest
+import torch
+
+from eagle_ray.models import kv_cache
+from eagle_ray.models.attention import LayerAttention, PromptLayout, TreeLayout
+from eagle_ray.models.blocks import Blocks
+from eagle_ray.models.kv_cache import BatchSlots, KVCache, length_groups
+from eagle_ray.speculative.verify import VerifyResult
+
+HEADS, DIM = 2, 4
+
+
+def scattered(num_slots: int, capacity: int, seed: int = 0) -> KVCache:
+    """A cache whose slots hold blocks in random order, all columns reserved."""
+    blocks = Blocks(num_slots, capacity, 2 * num_slots * -(-capacity // 8), size=8)
+    rng = random.Random(seed)
+    columns = [0] * num_slots
+    while min(columns) < capacity:
+        slot = rng.randrange(num_slots)
+        columns[slot] = min(columns[slot] + 8, capacity)
+        blocks.reserve(slot, columns[slot])
+    return KVCache(blocks, 2, HEADS, DIM, torch.float32, "cpu")
+
+
+def filled(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random keys and values [B, heads, T, d] in the first columns of each slot, in both layers."""
+    generator = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(len(slots), HEADS, columns, DIM, generator=generator) for _ in range(2))
+    cells = cache.cells(torch.tensor(slots)[:, None], torch.arange(columns)).flatten()
+    for layer in range(2):
+        flat = (x.transpose(0, 1).flatten(1, 2) + layer for x in (keys, values))
+        cache.write(layer, cells, *flat)
+    return keys, values
+
+
+@pytest.mark.parametrize("slots", [[2, 0, 3], [1]])
+@pytest.mark.parametrize("columns", [1, 8, 13, 40])
+def test_what_is_written_is_read(slots, columns):
+    cache = scattered(4, 40)
+    keys, values = filled(cache, slots, columns)
+    where = cache.where(BatchSlots.of(slots, [columns] * len(slots)), columns)
+    for layer in range(2):
+        read = cache.read(layer, where, columns)
+        assert torch.equal(read[0], keys + layer) and torch.equal(read[1], values + layer)
+
+
+def test_one_sequence_in_neighbouring_blocks_is_read_in_place():
+    cache = KVCache(Blocks(2, 32, size=8), 1, HEADS, DIM, torch.float32, "cpu")
+    cache.blocks.reserve(0, 20)
+    keys, _ = cache.read(0, cache.where(BatchSlots.of([0], [20]), 20), 20)
+    assert keys.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+
+
+def test_commit_moves_the_path_and_nothing_else():
+    cache = scattered(3, 40)
+    keys, _ = filled(cache, [2, 0], 20)
+    paths = torch.tensor([[0, 3, 7, -1], [0, 2, -1, -1]])
+    batch = BatchSlots.of([2, 0], [10, 6])
+    cache.commit(batch, VerifyResult(paths, torch.tensor([2, 1]), paths))
+    read, _ = cache.read(1, cache.where(batch, 20), 20)
+    for b, (length, path) in enumerate([(10, [0, 3, 7]), (6, [0, 2])]):
+        end = length + len(path)
+        wanted = keys[b, :, [*range(length), *(length + node for node in path)]] + 1
+        assert torch.equal(read[b, :, :end], wanted)
+
+
+def test_rows_past_what_is_reserved_harm_nobody():
+    cache = KVCache(Blocks(2, 32, size=8), 1, HEADS, DIM, torch.float32, "cpu")
+    cache.blocks.reserve(0, 8)
+    cache.blocks.reserve(1, 32)
+    keys, _ = filled(KVCache(cache.blocks, 2, HEADS, DIM, torch.float32, "cpu"), [1], 32)
+    cells = cache.cells(torch.tensor([1]), torch.arange(32))
+    cache.write(0, cells, keys[0], keys[0])
+    cache.write(0, cache.cells(torch.tensor([0]), torch.arange(8, 33)), *[torch.ones(HEADS, 25, DIM)] * 2)
+    assert torch.equal(cache.read(0, cache.where(BatchSlots.of([1], [32]), 32), 32)[0], keys)
+
+
+def test_memory_is_taken_as_it_is_used():
+    """A pool of half a gigabyte takes a few megabytes until its blocks are written."""
+    before = resident()
+    cache = KVCache(Blocks(64, 4096), 2, 8, 64, torch.float32, "cpu")
+    assert cache.keys.nbytes + cache.values.nbytes > 500e6
+    assert resident() - before < 50e6
+    cache.blocks.reserve(0, 4096)
+    rows = torch.ones(8, 4096, 64)
+    cache.write(0, cache.cells(torch.tensor([0]), torch.arange(4096)), rows, rows)
+    assert 15e6 < resident() - before < 70e6
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_length_groups_attend_as_one_batch_does(window, monkeypatch):
+    """Trees on sequences of 3 to 300 tokens: the same outputs whether they are read together or apart."""
+    lengths, num_nodes = [300, 3, 40, 41, 280, 7], 5
+    cache = scattered(6, 320)
+    filled(cache, list(range(6)), 320)
+    batch = BatchSlots.of(list(range(6)), lengths)
+    columns = batch.lengths[:, None] + torch.arange(num_nodes)
+    ancestors = torch.ones(6, num_nodes, num_nodes, dtype=torch.bool).tril()
+    depths = torch.arange(num_nodes).expand(6, num_nodes)
+    query, key = torch.randn(1, 4, 30, DIM), torch.randn(1, HEADS, 30, DIM)
+    outputs = []
+    for least in (1, 60, 10**9):
+        monkeypatch.setattr(kv_cache, "SPLIT_COLUMNS", least)
+        cells = cache.cells(batch.slots[:, None], columns).flatten()
+        layout = TreeLayout(cache, batch, cells, ancestors, depths, depths, first=torch.tensor([1, 1, 30, 1, 1, 2]))
+        outputs.append((len(batch.groups()), layout.attend(query, key, key, LayerAttention(0, 0.5, window))))
+    assert [count for count, _ in outputs] == [6, 3, 1]
+    for _, output in outputs[:2]:
+        torch.testing.assert_close(output, outputs[2][1], atol=1e-5, rtol=0)
+
+
+def test_groups_hold_every_sequence_once_and_pay_for_themselves():
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.choice([10, 100, 1000]) + rng.randrange(50) for _ in range(rng.randint(1, 40))]
+        groups = length_groups(lengths)
+        assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+        padded = sum(len(group) * max(lengths[i] for i in group) for group in groups)
+        saved = len(lengths) * max(lengths) - padded
+        assert saved >= kv_cache.SPLIT_COLUMNS * (len(groups) - 1)
+    assert len(length_groups([100] * 15 + [1000])) == 2 and len(length_groups([100] * 16)) == 1
+
+
+@pytest.mark.parametrize("window, softcap, sinks", [(None, None, False), (6, None, False), (6, 5.0, True)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_prompt_in_chunks_attends_as_the_whole(window, softcap, sinks, first):
+    attention = LayerAttention(0, 0.5, window, softcap, torch.randn(4) if sinks else None)
+    query, key, value = torch.randn(1, 4, 30, DIM), torch.randn(1, HEADS, 30, DIM), torch.randn(1, HEADS, 30, DIM)
+    whole = PromptLayout(scattered(2, 40), [0], [first], [first], [30]).attend(query, key, value, attention)
+    cache, parts = scattered(2, 40, seed=1), []
+    for start, end in ((0, 11), (11, 12), (12, 30)):
+        layout = PromptLayout(cache, [0], [first], [first + start], [end - start])
+        parts.append(layout.attend(*(x[:, :, start:end] for x in (query, key, value)), attention))
+    torch.testing.assert_close(torch.cat(parts, 2), whole, atol=1e-5, rtol=0)
