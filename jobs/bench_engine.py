@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +32,7 @@ from torch import nn
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare
 from eagle_ray.benchmark.intervals import ratio_interval
-from eagle_ray.benchmark.stretch import Sample, drained, steady
+from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.engine import Engine
@@ -47,7 +49,8 @@ from eagle_ray.training.prompts import prompt_rows
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 8  # a window that takes this many times what plain decoding took is cut there
-TUNING_ROUNDS, TUNING_SHARE = 2, 0.5  # windows per candidate, and their length beside --seconds
+TUNING_ROUNDS = 3  # windows of each tree, half as long as --seconds
+MOST_TUNED_ROWS = 1024  # of a pass: larger ones have no chance on a CPU and take minutes to lose
 DRAIN_ROWS = 1.5  # per slot
 DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
 BAD_NOISE = 0.25  # of the trained weights: tau 1.4 with 8 nodes a tree, 3.7 undamaged; never trained 1.0
@@ -68,7 +71,7 @@ HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
 COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "tau")
 COLUMNS += ("rows/pass", "off", "outside", "same")
 WAYS = ("plain", "chain", "eagle2", "best", "adaptive", "ours")
-Mode = Callable[[Engine, int, float], Sample]  # engine, offset into the prompts, most seconds
+Measured = tuple[dict[str, list[Sample]], dict[str, Identity]]  # of each way: by rounds, and over all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ def shuffled_prompts(text: Text, seed: int) -> list[list[int]]:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
+    os.environ.setdefault("EAGLE_RAY_CACHE", tempfile.mkdtemp())  # costs of steps are measured in this run
     about = f"{platform.machine()}, torch {torch.__version__}, {args.device}, {args.threads} threads, {args.dtype}"
     print(f"{about}, {args.pair} pair, {args.rounds} rounds of {args.seconds:g} s\n")
     print("| " + " | ".join(COLUMNS) + " |")
@@ -122,10 +126,13 @@ def main() -> None:
             ways = settings_of(args, models, batch)
             engines = {name: models.engine(way, batch) for name, way in ways.items()}
             for mode in args.modes:
-                for cell in measured(args, models, engines, mode, batch):
-                    cells.append({"head": head_name, "settings": ways[cell["way"]].model_dump(), **cell})
+                samples, identities = MODES[mode](args, models, engines, args.rounds, args.seconds)
+                for name, taken in samples.items():
+                    about = {"head": head_name, "mode": mode, "batch": batch, "way": name}
+                    cells.append(about | figures(taken, samples["plain"], identities[name], args.device))
+                    cells[-1]["settings"] = ways[name].model_dump()
                     print(line(cells[-1]), flush=True)
-                    save(args, cells)
+                save(args, cells)
 
 
 def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[str, SpeculativeConfig]:
@@ -144,68 +151,62 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
 
 def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> SpeculativeConfig:
     """The fastest of TREES and of none, on the tuning prompts."""
-    ways = {"none": SpeculativeConfig(method="none")}
-    ways |= {name: SpeculativeConfig(max_nodes=m, max_depth=d, top_k=k) for name, (m, d, k) in TREES.items()}
+    trees = {name: tree for name, tree in TREES.items() if batch * (tree[0] + 1) <= MOST_TUNED_ROWS}
+    ways = {"plain": SpeculativeConfig(method="none")}
+    ways |= {name: SpeculativeConfig(max_nodes=m, max_depth=d, top_k=k) for name, (m, d, k) in trees.items()}
     engines = {name: models.engine(way, batch) for name, way in ways.items()}
-    window = steady_mode(args, replace(models, prompts=models.tuning), engines["none"], args.seconds * TUNING_SHARE)
-    rates = {name: 1.0 for name in ways}
-    for _, samples in rounds(engines, window, TUNING_ROUNDS, args.seconds * TUNING_SHARE):
-        rates = {name: rates[name] * samples[name].tokens_per_second for name in ways}
+    samples, _ = steady(args, replace(models, prompts=models.tuning), engines, TUNING_ROUNDS, args.seconds / 2)
+    rates = {name: sum(taken[1:], taken[0]).tokens_per_second for name, taken in samples.items()}
     best = max(rates, key=rates.__getitem__)
-    told = ", ".join(f"{name} {(rates[name] / rates['none']) ** (1 / TUNING_ROUNDS):.2f}" for name in ways)
+    told = ", ".join(f"{name} {rate / rates['plain']:.2f}" for name, rate in rates.items())
     print(f"tuned for batch {batch}: {best} of {told}", file=sys.stderr, flush=True)
     return ways[best]
 
 
-def measured(
-    args: argparse.Namespace, models: Models, engines: dict[str, Engine], mode: str, batch: int
-) -> Iterator[dict[str, object]]:
-    """One cell per way."""
-    make = {"steady": steady_mode, "drain": drain_mode}[mode]
-    run, samples = make(args, models, engines["plain"], args.seconds), {name: [] for name in engines}
-    identities = {name: Identity() for name in engines}
-    for offset, taken in rounds(engines, run, args.rounds, args.seconds):
-        prompts = list(itertools.islice(itertools.cycle(models.prompts), offset, offset + 4096))
-        for name, sample in taken.items():
-            samples[name].append(sample)
-            identities[name] += compare(models.causal_lm, prompts, sample.outputs, taken["plain"].outputs)
-    for name, taken in samples.items():
-        yield cell_of(mode, batch, name, taken, samples["plain"], identities[name], args.device)
+def steady(
+    args: argparse.Namespace, models: Models, engines: dict[str, Engine], num_rounds: int, seconds: float
+) -> Measured:
+    """Windows of a queue that is always full, each over as many tokens as plain decoding commits in `seconds`."""
+    queues = {
+        name: SteadyQueue(engine, requests(models.prompts, 0, [args.tokens]), models.meter)
+        for name, engine in engines.items()
+    }
+    for queue in queues.values():
+        queue.fill()
+    num_tokens = queues["plain"].window(sys.maxsize, seconds).num_tokens
+    for name in engines.keys() - {"plain"}:
+        queues[name].window(num_tokens, seconds)
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    for _, name in turns(list(engines), num_rounds):
+        samples[name].append(queues[name].window(num_tokens, MOST_TIMES_PLAIN * seconds))
+    for queue in queues.values():
+        queue.end()
+    plain, prompts = queues["plain"].outputs, list(models.prompts)
+    prompts *= 1 + len(plain) // len(prompts)
+    return samples, {name: compare(models.causal_lm, prompts, q.outputs, plain) for name, q in queues.items()}
 
 
-def rounds(
-    engines: dict[str, Engine], run: Mode, num_rounds: int, seconds: float
-) -> Iterator[tuple[int, dict[str, Sample]]]:
-    """Every engine's sample, round by round, each round with other prompts and in another order; one to warm up."""
-    names = list(engines)
-    for turn in range(-1, num_rounds):
-        offset, shift = 61 * (turn + 1), turn % len(names)
-        most = MOST_TIMES_PLAIN * seconds if turn >= 0 else seconds
-        samples = {name: run(engines[name], offset, most) for name in names[shift:] + names[:shift]}
-        if turn >= 0:
-            yield offset, samples
+def drain(
+    args: argparse.Namespace, models: Models, engines: dict[str, Engine], num_rounds: int, seconds: float
+) -> Measured:
+    """The same rows for all ways, whatever time they take; other rows in each round."""
+    num_rows = max(2, int(DRAIN_ROWS * engines["plain"].counters.num_slots))
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    done: dict[str, list[Sequence]] = {name: [] for name in engines}
+    for turn, name in turns(list(engines), num_rounds):
+        rows = list(itertools.islice(requests(models.prompts, turn * num_rows, DRAIN_LENGTHS), num_rows))
+        samples[name].append(drained(engines[name], rows, models.meter))
+        done[name] += rows
+    prompts, plain = [s.prompt_ids for s in done["plain"]], [s.output_ids for s in done["plain"]]
+    outputs = {name: [s.output_ids for s in sequences] for name, sequences in done.items()}
+    return samples, {name: compare(models.causal_lm, prompts, ids, plain) for name, ids in outputs.items()}
 
 
-def steady_mode(args: argparse.Namespace, models: Models, plain: Engine, seconds: float) -> Mode:
-    """As many tokens as plain decoding commits in `seconds`."""
-
-    def run(engine: Engine, offset: int, most_seconds: float) -> Sample:
-        return steady(engine, requests(models.prompts, offset, [args.tokens]), num_tokens, most_seconds, models.meter)
-
-    num_tokens = sys.maxsize
-    num_tokens = run(plain, 0, seconds).num_tokens
-    return run
-
-
-def drain_mode(args: argparse.Namespace, models: Models, plain: Engine, seconds: float) -> Mode:
-    """The same rows for all ways, whatever they take."""
-    num_rows = max(2, int(DRAIN_ROWS * plain.counters.num_slots))
-
-    def run(engine: Engine, offset: int, most_seconds: float) -> Sample:
-        rows = requests(models.prompts, offset, DRAIN_LENGTHS)
-        return drained(engine, list(itertools.islice(rows, num_rows)), models.meter)
-
-    return run
+def turns(names: list[str], num_rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, name): everyone once a round, each round in another order."""
+    for turn in range(num_rounds):
+        shift = turn % len(names)
+        yield from ((turn, name) for name in names[shift:] + names[:shift])
 
 
 def requests(prompts: list[list[int]], offset: int, lengths: list[int] | tuple[int, ...]) -> Iterator[Sequence]:
@@ -214,25 +215,19 @@ def requests(prompts: list[list[int]], offset: int, lengths: list[int] | tuple[i
         yield Sequence(str(i), ids, SamplingParams(max_tokens=most))
 
 
-def cell_of(
-    mode: str, batch: int, way: str, samples: list[Sample], plain: list[Sample], identity: Identity, device: str
-) -> dict[str, object]:
+def figures(samples: list[Sample], plain: list[Sample], identity: Identity, device: str) -> dict[str, object]:
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(samples, plain, strict=True)]
-    steps = sum(s.num_steps for s in samples)
+    total = sum(samples[1:], samples[0])
     return {
-        "mode": mode,
-        "batch": batch,
-        "way": way,
-        "tokens_per_second": statistics.median(s.tokens_per_second for s in samples),
+        "tokens_per_second": statistics.median(sample.tokens_per_second for sample in samples),
         "ratios": ratios,
         "over_plain": asdict(ratio_interval(ratios)),
-        "tau": statistics.fmean(s.tau for s in samples),
-        "rows_per_pass": sum(s.num_verify_rows for s in samples) / steps,
-        "off_share": sum(s.num_plain_steps for s in samples) / steps,
-        "outside_share": None
-        if device == "cuda"
-        else 1 - sum(s.forward_s for s in samples) / sum(s.seconds for s in samples),
+        "tau": total.tau,
+        "rows_per_pass": total.num_verify_rows / total.num_steps,
+        "off_share": total.num_plain_steps / total.num_steps,
+        "outside_share": 1 - total.forward_s / total.seconds if device == "cpu" else None,
         "identity": asdict(identity),
+        "samples": [asdict(sample) for sample in samples],
     }
 
 
@@ -257,12 +252,15 @@ def save(args: argparse.Namespace, cells: list[dict[str, object]]) -> None:
     args.out.write_text(json.dumps({**about, "cells": cells}, indent=1, default=str) + "\n")
 
 
+MODES = {"steady": steady, "drain": drain}
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=["good"])
-    parser.add_argument("--modes", nargs="+", choices=["steady", "drain"], default=["steady"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["steady"])
     parser.add_argument("--pair", choices=["wide", "tiny"], default="wide")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of plain decoding in a steady window")

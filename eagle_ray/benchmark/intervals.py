@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from functools import cache
 
 GRID = 20_000  # steps of the numerical integral behind a quantile
 
@@ -37,6 +38,7 @@ def ratio_interval(ratios: list[float]) -> Interval:
     return Interval(*(math.exp(x) for x in (mean, mean - wide, mean + wide, mean - one_sided)))
 
 
+@cache
 def t_quantile(probability: float, freedom: int) -> float:
     """Student's t, for probabilities above 1/2: with x = sqrt(freedom) tan(angle) its density is cos^(freedom-1)."""
     step = math.pi / 2 / GRID

@@ -1,16 +1,17 @@
 """A stretch of an engine's work, with a clock beside it: a window of a queue that is always full, or a job to its end.
 
-    sample = steady(engine, requests, num_tokens=500, most_seconds=20, meter=meter)
+    queue = SteadyQueue(engine, requests, meter)
+    sample = queue.window(num_tokens=500, most_seconds=20)
     sample.tokens_per_second, sample.tau
 
-Leaves the engine idle. Does not know models, or how samples compare.
+Does not know models, or how samples compare.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.engine.engine import Engine
@@ -21,97 +22,103 @@ AHEAD = 2  # requests that wait while the slots are full
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """num_tokens: committed in `seconds`, first tokens after prompts included. forward_s: inside forward passes.
+    """What an engine did in `seconds`, of which the host spent forward_s inside forward passes.
 
-    tau: tokens of a sequence per target pass. outputs: of every request so far, in order.
+    num_tokens: committed, first tokens after prompts included. num_steps: of the engine; num_plain_steps of them
+    drafted nothing. num_passes, num_accepted: target passes and accepted draft tokens, summed over sequences.
     """
 
     seconds: float
-    num_tokens: int
     forward_s: float
+    num_tokens: int
     num_steps: int
     num_plain_steps: int
     num_verify_rows: int
-    tau: float
-    outputs: list[list[int]]
+    num_passes: int
+    num_accepted: int
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
+    @property
+    def tau(self) -> float:
+        return 1 + self.num_accepted / max(self.num_passes, 1)
 
-def steady(
-    engine: Engine, requests: Iterator[Sequence], num_tokens: int, most_seconds: float, meter: ForwardMeter
-) -> Sample:
-    """From when every slot is taken until num_tokens more are committed, or most_seconds are over.
+    def __add__(self, other: Sample) -> Sample:
+        return Sample(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    What finishes is replaced at once; the replacements' prompts are part of the time.
+    def __sub__(self, other: Sample) -> Sample:
+        return Sample(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+class SteadyQueue:
+    """An engine whose slots are always taken: what finishes is replaced at once, and its prompt is part of the time.
+
+    One queue goes on from window to window. Queues over the same requests stay side by side as long as their windows
+    are of the same number of tokens.
     """
-    added: list[Sequence] = []
-    unfinished = 0
-    clock = _Clock(engine, meter, added)
-    while True:
-        while unfinished < engine.counters.num_slots + AHEAD:
-            added.append(next(requests))
-            engine.add(added[-1])
-            unfinished += 1
-        unfinished -= len(engine.step())
-        if not clock.running:
-            clock.start(ready=sum(bool(s.output_ids) for s in added) >= engine.counters.num_slots)
-        elif clock.num_tokens >= num_tokens or clock.seconds >= most_seconds:
-            break
-    sample = clock.read()
-    for sequence in added:
-        engine.abort(sequence)
-    return sample
+
+    def __init__(self, engine: Engine, requests: Iterator[Sequence], meter: ForwardMeter):
+        self._engine, self._requests, self._meter = engine, requests, meter
+        self._added: list[Sequence] = []
+        self._unfinished = 0
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Of every request so far, in order; the last ones are not at their ends."""
+        return [list(sequence.output_ids) for sequence in self._added]
+
+    def fill(self) -> None:
+        """Until every slot has had a sequence."""
+        while sum(bool(s.output_ids) for s in self._added) < self._engine.counters.num_slots:
+            self._step()
+
+    def window(self, num_tokens: int, most_seconds: float) -> Sample:
+        """Until num_tokens more are committed, or most_seconds are over; at least a step."""
+        before = self._so_far()
+        wanted, latest = before.num_tokens + num_tokens, before.seconds + most_seconds
+        while True:
+            self._step()
+            if sum(len(s.output_ids) for s in self._added) >= wanted or time.perf_counter() >= latest:
+                return self._so_far() - before
+
+    def end(self) -> None:
+        """Drop what is not finished; the engine is idle."""
+        for sequence in self._added:
+            self._engine.abort(sequence)
+
+    def _step(self) -> None:
+        while self._unfinished < self._engine.counters.num_slots + AHEAD:
+            self._added.append(next(self._requests))
+            self._engine.add(self._added[-1])
+            self._unfinished += 1
+        self._unfinished -= len(self._engine.step())
+
+    def _so_far(self) -> Sample:
+        return _so_far(self._engine, self._added, self._meter)
 
 
 def drained(engine: Engine, requests: list[Sequence], meter: ForwardMeter) -> Sample:
-    """All of them, to the last one's end."""
-    clock = _Clock(engine, meter, requests)
-    clock.start(ready=True)
+    """All of them, from the first one's prompt to the last one's end."""
+    before = _so_far(engine, [], meter)
     for sequence in requests:
         engine.add(sequence)
     while engine.has_work:
         engine.step()
-    return clock.read()
+    return _so_far(engine, requests, meter) - before
 
 
-class _Clock:
-    """Counts from `start` to `read`. sequences: those whose tokens count; the list may grow."""
-
-    def __init__(self, engine: Engine, meter: ForwardMeter, sequences: list[Sequence]):
-        self._engine, self._meter, self._sequences = engine, meter, sequences
-        self.running = False
-
-    def start(self, ready: bool) -> None:
-        self.running = ready
-        self._counters = replace(self._engine.counters)
-        self._tokens, self._forward_s = self._committed(), self._meter.seconds
-        self._started = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._started
-
-    @property
-    def num_tokens(self) -> int:
-        return self._committed() - self._tokens
-
-    def read(self) -> Sample:
-        seconds, now, before = self.seconds, self._engine.counters, self._counters
-        stats = [s.stats for s in self._sequences if s.stats is not None]
-        num_passes = sum(s.num_steps for s in stats)
-        return Sample(
-            seconds,
-            self.num_tokens,
-            self._meter.seconds - self._forward_s,
-            now.num_steps - before.num_steps,
-            now.num_plain_steps - before.num_plain_steps,
-            now.num_verify_rows - before.num_verify_rows,
-            1 + sum(s.num_accepted_draft_tokens for s in stats) / max(num_passes, 1),
-            [list(s.output_ids) for s in self._sequences],
-        )
-
-    def _committed(self) -> int:
-        return sum(len(s.output_ids) for s in self._sequences)
+def _so_far(engine: Engine, sequences: list[Sequence], meter: ForwardMeter) -> Sample:
+    """Sums since the engine was made, of these sequences; only differences mean anything."""
+    stats = [s.stats for s in sequences if s.stats is not None]
+    return Sample(
+        time.perf_counter(),
+        meter.seconds,
+        sum(len(s.output_ids) for s in sequences),
+        engine.counters.num_steps,
+        engine.counters.num_plain_steps,
+        engine.counters.num_verify_rows,
+        sum(s.num_steps for s in stats),
+        sum(s.num_accepted_draft_tokens for s in stats),
+    )

@@ -39,7 +39,7 @@ QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, 
 class EagleDrafter:
     """The head, its one-layer cache, which lies in the target's blocks, and the pairs that it has not read yet.
 
-    window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without both it ranks as EAGLE-2.
+    window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without them, EAGLE-2's own.
     """
 
     prefill_passes = 1
@@ -124,9 +124,6 @@ class EagleDrafter:
             slots.flatten(), columns.flatten(), result.tokens.flatten(), features[path_rows.flatten()], valid.flatten()
         )
 
-    def unlearn(self) -> None:
-        self.ranking.unlearn()
-
     def _meet(self, prompts: Prompts) -> None:
         """New sequences begin at their first chunk; of the others, what waited too long is given up."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
@@ -174,6 +171,9 @@ class EagleDrafter:
         self._run(tokens, features, torch.cat(places).to(tokens.device) - 1, layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
+
+    def forget(self) -> None:
+        self.ranking.forget()
 
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""

@@ -6,7 +6,7 @@ import torch
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import compare, first_difference
-from eagle_ray.benchmark.stretch import drained, steady
+from eagle_ray.benchmark.stretch import SteadyQueue, drained
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.sequence import Sequence
@@ -30,36 +30,49 @@ def engines(slots=3):
     return model, [build_engine(model, h, TREE, slots, max_model_len=64) for h in (None, eagle)], meter
 
 
-def test_a_window_counts_what_was_committed_and_leaves_the_engine_idle():
+def outputs(sequences):
+    return [s.output_ids for s in sequences]
+
+
+def test_a_window_counts_what_was_committed():
     _, pair, meter = engines()
     for engine in pair:
-        sample = steady(engine, requests(), num_tokens=50, most_seconds=30, meter=meter)
-        assert 50 <= sample.num_tokens < 50 + 3 * 5
-        assert 0 < sample.forward_s < sample.seconds
+        queue = SteadyQueue(engine, requests(), meter)
+        queue.fill()
+        before = sum(map(len, queue.outputs))
+        samples = [queue.window(num_tokens=30, most_seconds=30) for _ in range(2)]
+        assert all(30 <= sample.num_tokens < 30 + 3 * 5 for sample in samples)
+        assert sum(map(len, queue.outputs)) == before + (samples[0] + samples[1]).num_tokens
+        assert all(0 < sample.forward_s < sample.seconds for sample in samples)
+        queue.end()
         assert not engine.has_work
         engine.scheduler.check_integrity()
-    assert sample.num_verify_rows > sample.num_steps * 3 and sample.num_plain_steps == 0 and sample.tau >= 1
+    assert samples[0].num_verify_rows > samples[0].num_steps * 3 and samples[0].num_plain_steps == 0
+    assert samples[0].tau >= 1
 
 
 def test_a_window_ends_when_its_time_is_over():
     _, (plain, _), meter = engines()
-    assert steady(plain, requests(), num_tokens=10**9, most_seconds=0.05, meter=meter).seconds < 5
+    queue = SteadyQueue(plain, requests(), meter)
+    assert queue.window(num_tokens=10**9, most_seconds=0.05).seconds < 5
 
 
 def test_ways_over_shared_weights_give_the_same_tokens():
     model, pair, meter = engines()
-    plain, eagle = (drained(engine, list(itertools.islice(requests(), 9)), meter) for engine in pair)
-    assert plain.num_tokens == eagle.num_tokens == sum(map(len, plain.outputs))
+    jobs = [list(itertools.islice(requests(), 9)) for _ in pair]
+    plain, eagle = (drained(engine, job, meter) for engine, job in zip(pair, jobs, strict=True))
+    assert plain.num_tokens == eagle.num_tokens == sum(map(len, outputs(jobs[0])))
     assert plain.tau == 1 and plain.num_plain_steps == plain.num_steps
-    identity = compare(model, PROMPTS, eagle.outputs, plain.outputs)
+    identity = compare(model, PROMPTS, outputs(jobs[1]), outputs(jobs[0]))
     assert identity.num_compared == 9 and identity.num_equal + identity.num_near_ties == 9
 
 
 def test_a_difference_is_counted_and_is_no_near_tie_where_plain_was_sure():
     model, (plain, _), meter = engines()
-    outputs = drained(plain, list(itertools.islice(requests(), 2)), meter).outputs
-    other = [[ids[0], (ids[1] + 1) % 97, *ids[2:]] for ids in outputs]
-    identity = compare(model, PROMPTS, other, outputs)
+    job = list(itertools.islice(requests(), 2))
+    drained(plain, job, meter)
+    other = [[ids[0], (ids[1] + 1) % 97, *ids[2:]] for ids in outputs(job)]
+    identity = compare(model, PROMPTS, other, outputs(job))
     assert (identity.num_compared, identity.num_equal, identity.num_near_ties) == (2, 0, 0)
     assert first_difference([1, 2], [1, 2, 3]) is None and first_difference([1, 2], [1, 3]) == 1
 

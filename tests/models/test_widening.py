@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from eagle_ray.drafting.eagle import EagleDrafter
-from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.errors import EngineError
-from eagle_ray.models.target import Target
+from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.widening import BENCH, Shape, widen_pair
+from eagle_ray.pair import build_engine
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import head, llama, run
 
@@ -60,11 +59,10 @@ def test_the_heads_outputs_stay(pairs):
     assert (logits[1][..., VOCAB:] < -100).all()
 
 
-def outputs(model, eagle, tree=(12, 4, 4)) -> list[tuple[list[int], list[int]]]:
+def outputs(model, eagle) -> list[tuple[list[int], list[int]]]:
     """Greedy ids and acceptance histograms of a few prompts."""
-    target = Target(model, num_slots=3, capacity=128 + tree[0] + 1)
-    drafter = EagleDrafter(eagle, target, capacity=128 + tree[1] * tree[2])
-    engine = Engine(target, drafter, UniformPlanner(*tree), max_model_len=128, num_spec_tokens=tree[1])
+    tree = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
+    engine = build_engine(model, eagle, tree, slots=3, max_model_len=128)
     prompts = [ids[: 5 + i].tolist() for i, ids in enumerate(some_ids(count=6))]
     sequences = run(engine, prompts, [SamplingParams(max_tokens=24)] * len(prompts))
     return [(s.output_ids, s.stats.histogram) for s in sequences]
@@ -77,8 +75,6 @@ def test_ids_and_acceptance_stay(pairs):
 
 @torch.no_grad()
 def test_an_embedding_and_biases_of_the_heads_own_are_widened():
-    from eagle_ray.models.heads import EagleHead
-
     small = llama()
     own = EagleHead(head().config, bias=True, own_embedding=True)
     wide, wide_own = widen_pair(small, own, SHAPES["same groups"])
