@@ -38,7 +38,7 @@ class NoDrafter:
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
         return Draft.of_roots(roots)
 
-    def unlearn(self) -> None:
+    def forget(self) -> None:
         pass
 
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:

@@ -70,11 +70,11 @@ class Ranking:
         self._sampling = sampling if members is None else sampling.select(members)
         self._lengths, self._levels = lengths, []
 
-    def unlearn(self) -> None:
+    def forget(self) -> None:
         """Back to the start, as if no pick had been seen."""
         self._step, self._levels = 0, []
         for learner in filter(None, (self.calibration, self.coupling)):
-            learner.fit.unlearn()
+            learner.fit.forget()
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
         """The `width` likeliest children of every node of the next level's frontier."""

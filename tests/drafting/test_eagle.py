@@ -44,7 +44,6 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
     trees = []
     for engine, shallow in ((awake, Plan(1, 1)), (asleep, PLAIN)):
         engine.planner = Scripted([shallow] * num_plain + [Plan(4, 3)])
-        engine.drafter.ranking.calibration = None  # what the awake one learns is not the subject
         for i, ids in enumerate([[5, 9, 23, 40, 11], [7, 31, 3]]):
             engine.add(Sequence(str(i), ids, SamplingParams(max_tokens=40, ignore_eos=True)))
         for _ in range(num_plain + 1):

@@ -97,7 +97,7 @@ def test_what_was_learned_can_be_forgotten():
         ranking.learn(VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7)))
     ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
     assert (ranking.children(FEATURES, None, WIDTH).log_probs != before.log_probs).any()
-    ranking.unlearn()
+    ranking.forget()
     ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
     fresh = ranked(Coupling(1), Calibration(1))
     assert (ranking.children(FEATURES, None, WIDTH).log_probs == fresh.log_probs).all()
