@@ -22,7 +22,7 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import ASSETS, Pair, build_pair, resolve
 from eagle_ray.speculative.sampling import SamplingParams
 
-DEMO_TREE = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
+DEMO_TREE = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
 PLAIN = SpeculativeConfig(method="none")
 MAX_TOKENS = 128
 Prompts = list[list[int]]

@@ -139,8 +139,8 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     """What each way is; plain decoding is always among them."""
     ways = {
         "plain": SpeculativeConfig(method="none"),
-        "chain": SpeculativeConfig(max_nodes=5, max_depth=5, top_k=1),
-        "eagle2": SpeculativeConfig(max_nodes=59, max_depth=6, top_k=10),
+        "chain": SpeculativeConfig(max_nodes=5, max_depth=5, top_k=1, budget="uniform"),
+        "eagle2": SpeculativeConfig(max_nodes=59, max_depth=6, top_k=10, budget="uniform"),
         "adaptive": SpeculativeConfig(max_nodes=6, max_depth=6, top_k=1, budget="global"),
         "ours": SpeculativeConfig(max_nodes=60, max_depth=6, top_k=10, budget="global"),
     }
@@ -153,7 +153,10 @@ def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> Speculat
     """The fastest of TREES and of none, on the tuning prompts."""
     trees = {name: tree for name, tree in TREES.items() if batch * (tree[0] + 1) <= MOST_TUNED_ROWS}
     ways = {"plain": SpeculativeConfig(method="none")}
-    ways |= {name: SpeculativeConfig(max_nodes=m, max_depth=d, top_k=k) for name, (m, d, k) in trees.items()}
+    ways |= {
+        name: SpeculativeConfig(max_nodes=m, max_depth=d, top_k=k, budget="uniform")
+        for name, (m, d, k) in trees.items()
+    }
     engines = {name: models.engine(way, batch) for name, way in ways.items()}
     samples, _ = steady(args, replace(models, prompts=models.tuning), engines, TUNING_ROUNDS, args.seconds / 2)
     rates = {name: sum(taken[1:], taken[0]).tokens_per_second for name, taken in samples.items()}
