@@ -49,6 +49,7 @@ from eagle_ray.training.prompts import prompt_rows
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 8  # a window that takes this many times what plain decoding took is cut there
+LEAST_TOKENS = 48  # of a window: several are committed at a step
 TUNING_ROUNDS = 3  # windows of each tree, half as long as --seconds
 MOST_TUNED_ROWS = 1024  # of a pass: larger ones have no chance on a CPU and take minutes to lose
 DRAIN_ROWS = 1.5  # per slot
@@ -166,14 +167,14 @@ def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> Speculat
 def steady(
     args: argparse.Namespace, models: Models, engines: dict[str, Engine], num_rounds: int, seconds: float
 ) -> Measured:
-    """Windows of a queue that is always full, each over as many tokens as plain decoding commits in `seconds`."""
+    """Windows of a queue that is always full, each over as many tokens as plain commits in `seconds`."""
     queues = {
         name: SteadyQueue(engine, requests(models.prompts, 0, [args.tokens]), models.meter)
         for name, engine in engines.items()
     }
     for queue in queues.values():
         queue.fill()
-    num_tokens = queues["plain"].window(sys.maxsize, seconds).num_tokens
+    num_tokens = max(LEAST_TOKENS, queues["plain"].window(sys.maxsize, seconds).num_tokens)
     for name in engines.keys() - {"plain"}:
         queues[name].window(num_tokens, seconds)
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
