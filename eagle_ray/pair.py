@@ -35,6 +35,8 @@ from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.target import Target, load_config, load_target
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.text import Text
 
 ASSETS = Path(__file__).parent / "assets"
@@ -86,15 +88,21 @@ def build_engine(
 ) -> Engine:
     """An engine over models in memory, with caches of its own: several engines may share the weights.
 
-    head: None is plain decoding, whatever `speculative` says. Raises ConfigError where kv_tokens are too few.
+    head: None is plain decoding, whatever `speculative` says. kv_tokens: None lets every slot be full. Raises
+    ConfigError where they are too few for one sequence's tree.
     """
-    columns = 1 if head is None else _tree_columns(speculative, causal_lm.config.vocab_size)
+    columns = (
+        1 if head is None else _tree_columns(speculative, causal_lm.config.get_text_config(decoder=True).vocab_size)
+    )
     _check_kv_tokens(kv_tokens, columns)
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens)
     if head is None:
         return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
+    calibration = Calibration(speculative.max_depth, target.device)
+    coupling = Coupling(speculative.max_depth, target.device) if speculative.coupled else None
+    drafter = EagleDrafter(head, target, calibration=calibration, coupling=coupling)
     planner = UniformPlanner(*_tree_of(speculative))
-    engine = Engine(target, EagleDrafter(head, target), planner, max_model_len, num_spec_tokens=speculative.max_depth)
+    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
     if speculative.budget == "global":
         engine.planner = GlobalPlanner(*_tree_of(speculative), _costs(engine, head, speculative), _can_look(engine))
     return engine

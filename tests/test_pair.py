@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.pair import check_pair
+from eagle_ray.pair import build_pair, check_pair
 from tests.conftest import PAIR
 
 
@@ -57,3 +57,10 @@ def test_files_that_are_missing_or_damaged_are_named(draft, file, data):
 def test_a_missing_head_is_asked_for():
     with pytest.raises(ConfigError, match=r"model\.draft: missing"):
         check(None)
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_drafts_are_coupled_unless_told_otherwise(coupled):
+    speculative = SpeculativeConfig(max_depth=3, top_k=2) if coupled else SpeculativeConfig(max_depth=3, coupled=False)
+    ranking = build_pair(ModelConfig(max_model_len=64), speculative, slots=1).engine.drafter.ranking
+    assert (ranking.coupling is not None) == coupled and ranking.calibration is not None

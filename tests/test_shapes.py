@@ -26,6 +26,8 @@ params = [
 ]
 for tree in ((0, 0, 0), (6, 3, 3)):
     run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
+    long = list(range(3, 83))
+    run(llama_engine(3, *tree, kv_tokens=192, prefill_tokens=30), [long, long, [4] * 30], params)
 two_by_three = torch.zeros(2, 3, dtype=torch.int64)
 try:
     VerifyResult(two_by_three, num_accepted=two_by_three[0], tokens=two_by_three)

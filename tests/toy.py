@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
@@ -23,6 +24,8 @@ from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.budget import ranks
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
@@ -74,27 +77,45 @@ class TableTarget:
 
 @dataclass
 class TableDrafter(NoDrafter):
-    """Drafts from a table of its own, right or wrong, by the real expansion."""
+    """Drafts from a table of its own, right or wrong, by the real expansion and the real ranking.
+
+    A node's "feature" is its token: that is all its logits depend on.
+    """
 
     table: Tensor
+    calibration: Calibration | None = None
+    coupling: Coupling | None = None
+
+    def __post_init__(self) -> None:
+        self.ranking = Ranking(lambda tokens: self.table[tokens[..., 0].long()], self.calibration, self.coupling)
 
     def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan, sampling: BatchSampling) -> Draft:
-        log_probs = self.table.log_softmax(-1)
         builder = TreeBuilder(roots, plan.width)
-        tokens = roots[:, None]
+        self.ranking.begin(sampling, batch.lengths)
         for level in range(plan.max_depth):
-            tokens = builder.frontier().tokens if level else tokens
-            children = log_probs[tokens].topk(plan.width, -1)
-            builder.grow(children.values, children.indices)
+            frontier = builder.frontier() if level else None
+            tokens = frontier.tokens if level else roots[:, None]
+            children = self.ranking.children(tokens[..., None].float(), frontier, plan.width)
+            builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
         return Draft(builder.build(), builder.levels, builder.depth, 0)
+
+    def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Tensor) -> None:
+        self.ranking.learn(result)
 
 
 def table_engine(
-    table: Tensor, num_slots: int, max_nodes: int, max_depth: int, top_k: int, noise: float = 1.0
+    table: Tensor,
+    num_slots: int,
+    max_nodes: int,
+    max_depth: int,
+    top_k: int,
+    noise: float = 1.0,
+    calibration: Calibration | None = None,
+    coupling: Coupling | None = None,
 ) -> Engine:
     """Table target and a drafter whose table is the target's plus noise; all three tree numbers 0 is plain decoding."""
     drafts = table + noise * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))
-    drafter = TableDrafter(drafts) if max_nodes else NoDrafter()
+    drafter = TableDrafter(drafts, calibration, coupling) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
     return Engine(TableTarget(table, num_slots), drafter, planner, max_model_len=64, num_spec_tokens=max_depth)
 
@@ -124,11 +145,16 @@ def llama_engine(
     kv_tokens: int | None = None,
     prefill_tokens: int = 512,
 ) -> Engine:
-    """A random Llama and a random head on the real caches; all three tree numbers 0 is plain decoding."""
+    """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding."""
     target = Target(llama(seed), num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens)
-    drafter = EagleDrafter(head(seed), target) if max_nodes else NoDrafter()
+    drafter = llama_drafter(target, seed, max_depth) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
     return Engine(target, drafter, planner, 128, num_spec_tokens=max_depth, prefill_tokens=prefill_tokens)
+
+
+def llama_drafter(target: Target, seed: int, max_depth: int) -> EagleDrafter:
+    learning = dict(calibration=Calibration(max_depth), coupling=Coupling(max_depth))
+    return EagleDrafter(head(seed), target, **learning)
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:

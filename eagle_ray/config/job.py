@@ -95,8 +95,8 @@ class SpeculativeConfig(Section):
     max_depth: PositiveInt = Field(default=6, description="an integer, 1 or more")
     top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")
     max_nodes: PositiveInt = Field(default=60, description="an integer, 1 or more")
-    budget: Literal["global", "uniform"] = Field(default="uniform", description="global or uniform")
-    coupled: bool = Field(default=False, description="true or false")
+    budget: Literal["global", "uniform"] = Field(default="global", description="global or uniform")
+    coupled: bool = Field(default=True, description="true or false")
     stats: Literal["summary", "detailed"] = Field(default="summary", description="summary or detailed")
 
 

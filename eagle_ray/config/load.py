@@ -30,7 +30,6 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "input.format": ("auto", "parquet", "jsonl"),
     "speculative.method": ("eagle2", "none"),
     "speculative.budget": ("uniform", "global"),
-    "speculative.coupled": (False,),
     "execution.row_timeout_s": (None,),
     "output.partition_by": ([],),
     "report.html": (False,),

@@ -17,6 +17,7 @@ from eagle_ray.data.ledger import num_samples
 from eagle_ray.data.samples import Row, message_of, prompt_text_of, stops_of
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError
+from eagle_ray.speculative.stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.text import Text
 
 IDENTITY = ("request_id", "row_index", "source_file")
@@ -127,6 +128,14 @@ def _acceptance(sequence: Sequence) -> Row:
         "draft_forwards": sequence.draft_forwards,
         "proposed_by_depth": stats.proposed_by_depth,
         "accepted_by_depth": stats.accepted_by_depth,
-        "confidence_nodes": stats.confidence_nodes,
-        "confidence_accepted": stats.confidence_accepted,
+        **_confidences("confidence", stats.drafted),
+        **_confidences("calibrated", stats.calibrated),
+    }
+
+
+def _confidences(name: str, counts: ConfidenceCounts) -> Row:
+    return {
+        f"{name}_nodes": counts.nodes,
+        f"{name}_accepted": counts.accepted,
+        f"{name}_expected": [units * CONFIDENCE_UNIT for units in counts.expected],
     }

@@ -19,6 +19,7 @@ SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
 VERSION_KEY = b"eagle_ray.schema_version"
 
 _INTS = pa.list_(pa.int32())
+_FLOATS = pa.list_(pa.float64())
 _TIME = pa.timestamp("us", tz="UTC")
 
 
@@ -99,8 +100,14 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("draft_forwards", pa.int32()),
     pa.field("proposed_by_depth", _INTS),
     pa.field("accepted_by_depth", _INTS),
+    # Verified nodes whose parent was accepted, in ten equal bins of the probability that the head gave them: how many,
+    # how many the target picked, and the sum of their probabilities. Then the same, binned by the calibrated ones.
     pa.field("confidence_nodes", _INTS),
     pa.field("confidence_accepted", _INTS),
+    pa.field("confidence_expected", _FLOATS),
+    pa.field("calibrated_nodes", _INTS),
+    pa.field("calibrated_accepted", _INTS),
+    pa.field("calibrated_expected", _FLOATS),
     pa.field("per_step_budget", _INTS),
     pa.field("per_step_accepted", _INTS),
     # time

@@ -71,6 +71,9 @@ class Drafter(Protocol):
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
         """Candidate trees on the given roots, at most plan.max_depth deep; plan.max_depth is at least 1."""
 
+    def forget(self) -> None:
+        """Unlearn what the picks so far have taught, as those of made-up sequences should."""
+
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
         """The target accepted `result` on top of `batch`; features are of the verify pass's rows. No model runs."""
 

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.pair_queue import PairQueue
+from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.models.attention import PromptLayout, TreeLayout
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import Frontier, TreeBuilder
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling
@@ -36,12 +39,20 @@ QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, 
 class EagleDrafter:
     """The head, its one-layer cache, which lies in the target's blocks, and the pairs that it has not read yet.
 
-    window: pairs of each slot that wait at most.
+    window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without them, EAGLE-2's own.
     """
 
     prefill_passes = 1
 
-    def __init__(self, head: EagleHead, target: Target, window: int = QUEUE_WINDOW):
+    def __init__(
+        self,
+        head: EagleHead,
+        target: Target,
+        window: int = QUEUE_WINDOW,
+        calibration: Calibration | None = None,
+        coupling: Coupling | None = None,
+    ):
+        self.ranking = Ranking(target.logits, calibration, coupling)
         self._head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self._target = target
         self._embed = head.embed_tokens or target.embed_tokens
@@ -87,21 +98,23 @@ class EagleDrafter:
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
         builder = TreeBuilder(roots if members is None else roots[members], plan.width)
+        self.ranking.begin(sampling, at.lengths, plan.members)
         features, num_caught_up = self._catch_up(at)
         features, ancestors = features[:, None], None
-        builder.grow(*self._children(features, plan.width))
+        self._grow(builder, features, None, plan.width)
         at = at.advanced(1)
         while builder.depth < plan.max_depth and not (plan.enough and plan.enough(builder)):
             frontier = builder.frontier()
             ancestors = _descend(ancestors, frontier)
             features = self._level(at, builder.depth, frontier, features, ancestors)
-            builder.grow(*self._children(features, plan.width))
+            self._grow(builder, features, frontier, plan.width)
         tree = builder.build()
         tree = tree if members is None else tree.spread(members, roots)
         return Draft(tree, builder.levels, builder.depth, num_caught_up)
 
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
-        """Queue the pairs of the accepted path and the bonus token."""
+        """Queue the pairs of the accepted path and the bonus token; where trees were drafted, learn from the picks."""
+        self.ranking.learn(result)
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
         columns = batch.lengths[:, None] + 1 + offset
@@ -158,6 +171,9 @@ class EagleDrafter:
         self._run(tokens, features, torch.cat(places).to(tokens.device) - 1, layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
+
+    def forget(self) -> None:
+        self.ranking.forget()
 
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""
@@ -249,13 +265,12 @@ class EagleDrafter:
             unpack=unpack,
         )
 
-    def _children(
-        self, features: Float[Tensor, "B F H"], width: int
-    ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"]]:
-        """The head's most probable next tokens and their fp32 log-probabilities; no temperature, no processors."""
-        logits = self._target.logits(features).float()
-        best, tokens = logits.topk(min(width, logits.shape[-1]), -1)
-        return best - logits.logsumexp(-1, keepdim=True), tokens
+    def _grow(
+        self, builder: TreeBuilder, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int
+    ) -> None:
+        """The children of a frontier (None: of the roots), ranked."""
+        children = self.ranking.children(features, frontier, width)
+        builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
 
     def _run(
         self,

@@ -38,5 +38,8 @@ class NoDrafter:
     def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
         return Draft.of_roots(roots)
 
+    def forget(self) -> None:
+        pass
+
     def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
         pass

@@ -76,6 +76,7 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
         bench.run(settings)
     costs = bench.costs()
     bench.clear()
+    engine.drafter.forget()
     engine.planner, engine.counters = planner, counters
     return costs
 

@@ -50,8 +50,8 @@ class Chunk:
 class Batch:
     """The running sequences, in slot order, and the same as tensors.
 
-    roots: the last committed token of each. rooms: tokens that each may still produce. has_kv_space: every one of them
-    has columns for a tree, not just for its root.
+    roots: the last committed token of each. rooms: tokens that each may still produce. spacious: indices of those who
+    have KV space for a tree, not just for its root; None is all of them.
     """
 
     sequences: list[Sequence]
@@ -59,7 +59,7 @@ class Batch:
     roots: Int[Tensor, " B"]
     sampling: BatchSampling
     rooms: list[int]
-    has_kv_space: bool
+    spacious: tuple[int, ...] | None
 
     @property
     def mean_context(self) -> float:
@@ -98,8 +98,9 @@ class Scheduler:
 
     def num_together(self, tokens: int) -> int:
         """How many sequences of up to `tokens` tokens can run at once with room for their trees."""
-        each = self._blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
-        return min(self.num_slots, self._blocks.num_blocks // each)
+        blocks = self._blocks
+        each = blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
+        return min(self.num_slots, blocks.num_blocks // min(each, blocks.blocks_for(blocks.capacity)))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError for one that could not be finished even alone."""
@@ -115,12 +116,14 @@ class Scheduler:
 
     def make_room(self) -> None:
         """Reserve what the running sequences may write in this step, at the cost of trees, then of the youngest."""
-        if self._reserve(self._tree_columns):
+        if self._reserve(self._decoding(), self._tree_columns):
             return
         for sequence in self._decoding():
             self._blocks.trim(sequence.slot, sequence.num_cached + 1)
-        while not self._reserve(1):
+        while not self._reserve(self._decoding(), 1):
             self._preempt(list(self._running.values())[-1])
+        for sequence in self._decoding():
+            self._reserve([sequence], self._tree_columns)
 
     def chunks(self) -> list[Chunk]:
         """The prompt tokens to compute in this step; waiting sequences are admitted while there is budget for them."""
@@ -139,8 +142,9 @@ class Scheduler:
         at = BatchSlots.of([s.slot for s in sequences], [s.num_cached for s in sequences], self._device)
         roots = torch.tensor([s.root for s in sequences], dtype=torch.int64, device=self._device)
         rooms = [s.max_tokens - len(s.output_ids) for s in sequences]
-        has_kv_space = self._num_missing(sequences, self._tree_columns) == 0
-        return Batch(sequences, at, roots, self._sampling_of(sequences), rooms, has_kv_space)
+        spacious = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
+        everyone = len(spacious) == len(sequences)
+        return Batch(sequences, at, roots, self._sampling_of(sequences), rooms, None if everyone else spacious)
 
     def retire(self) -> list[Sequence]:
         """Running -> finished: free the slots of sequences that are done, and return them."""
@@ -176,9 +180,8 @@ class Scheduler:
         """Blocks that the sequences lack to write `columns` columns past their cached tokens each."""
         return sum(self._blocks.num_missing(s.slot, s.num_cached + columns) for s in sequences)
 
-    def _reserve(self, columns: int) -> bool:
-        """Blocks for `columns` columns past the cached tokens of every decoding sequence, or for none of them."""
-        sequences = self._decoding()
+    def _reserve(self, sequences: list[Sequence], columns: int) -> bool:
+        """Blocks for `columns` columns past the cached tokens of every one of the sequences, or for none of them."""
         if self._num_missing(sequences, columns) > self._blocks.num_available:
             return False
         return all(self._blocks.reserve(s.slot, s.num_cached + columns) for s in sequences)

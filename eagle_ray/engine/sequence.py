@@ -32,7 +32,7 @@ class Sequence:
     prompt_ids: the prompt's token ids, at least one.
     stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
         token that completes a stop string), or None to go on.
-    num_reused, num_prefilled: since it was last admitted, tokens found in the cache, and those or computed by chunks.
+    num_reused: tokens found in the cache when it was last admitted. num_prefilled: those, and those computed since.
     output_logprobs: log-probability of each output id under the unprocessed logits, where sampling.logprobs asks.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """

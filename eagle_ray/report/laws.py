@@ -33,6 +33,10 @@ STATISTICS = (
     "accepted_by_depth",
     "confidence_nodes",
     "confidence_accepted",
+    "confidence_expected",
+    "calibrated_nodes",
+    "calibrated_accepted",
+    "calibrated_expected",
     "per_step_budget",
     "per_step_accepted",
     "output_token_ids",
@@ -82,10 +86,22 @@ def _by_depth(row: Row) -> Iterator[str]:
     yield from _equal(row, "num_draft_tokens", sum(row["proposed_by_depth"]), "sum(proposed_by_depth)")
     if any(a > p for a, p in zip(reached, row["proposed_by_depth"], strict=True)):
         yield f"accepted_by_depth {reached} exceeds proposed_by_depth {row['proposed_by_depth']}"
-    if any(a > n for a, n in zip(row["confidence_accepted"], row["confidence_nodes"], strict=True)):
-        yield f"confidence_accepted {row['confidence_accepted']} exceeds confidence_nodes {row['confidence_nodes']}"
-    if sum(row["confidence_accepted"]) != row["num_accepted_draft_tokens"]:
-        yield f"confidence_accepted adds up to {sum(row['confidence_accepted'])}, not num_accepted_draft_tokens"
+    yield from _confidences(row, "confidence")
+    yield from _confidences(row, "calibrated")
+    if sum(row["calibrated_nodes"]) != sum(row["confidence_nodes"]):
+        yield f"calibrated_nodes {row['calibrated_nodes']} are not as many as confidence_nodes"
+
+
+def _confidences(row: Row, name: str) -> Iterator[str]:
+    nodes, accepted, expected = (row[f"{name}_{part}"] for part in ("nodes", "accepted", "expected"))
+    if any(a > n for a, n in zip(accepted, nodes, strict=True)):
+        yield f"{name}_accepted {accepted} exceeds {name}_nodes {nodes}"
+    if sum(accepted) != row["num_accepted_draft_tokens"]:
+        yield f"{name}_accepted adds up to {sum(accepted)}, not num_accepted_draft_tokens"
+    for k, (total, count) in enumerate(zip(expected, nodes, strict=True)):
+        low, high = k / len(nodes) - 1e-5, (k + 1) / len(nodes) + 1e-5
+        if not low * count <= total <= high * count:
+            yield f"{name}_expected is {total} for {count} nodes of bin {k}"
 
 
 def _ratios(row: Row) -> Iterator[str]:

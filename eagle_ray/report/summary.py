@@ -32,7 +32,17 @@ COUNTS = {
     "prefill_s": "prefill_s",
     "decode_s": "decode_s",
 }
-LISTS = ("acceptance_histogram", "proposed_by_depth", "accepted_by_depth", "confidence_nodes", "confidence_accepted")
+LISTS = (
+    "acceptance_histogram",
+    "proposed_by_depth",
+    "accepted_by_depth",
+    "confidence_nodes",
+    "confidence_accepted",
+    "confidence_expected",
+    "calibrated_nodes",
+    "calibrated_accepted",
+    "calibrated_expected",
+)
 COLUMNS = ["status", "error_code", "finish_reason", *COUNTS.values(), *LISTS]
 
 
@@ -60,6 +70,10 @@ class Group:
     accepted_by_depth: list[int] = field(default_factory=list)
     confidence_nodes: list[int] = field(default_factory=list)
     confidence_accepted: list[int] = field(default_factory=list)
+    confidence_expected: list[float] = field(default_factory=list)
+    calibrated_nodes: list[int] = field(default_factory=list)
+    calibrated_accepted: list[int] = field(default_factory=list)
+    calibrated_expected: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, table: pa.Table) -> Group:
@@ -92,13 +106,29 @@ class Group:
         return self.accepted_draft_tokens / self.draft_tokens if self.draft_tokens else None
 
     @property
+    def ece_drafted(self) -> float | None:
+        """Expected calibration error of the head's own probabilities; ece_calibrated: of the calibrated ones."""
+        return _calibration_error(self.confidence_nodes, self.confidence_accepted, self.confidence_expected)
+
+    @property
+    def ece_calibrated(self) -> float | None:
+        return _calibration_error(self.calibrated_nodes, self.calibrated_accepted, self.calibrated_expected)
+
+    @property
     def decode_tokens_per_s(self) -> float | None:
         """Tokens after the first per second of their sequence's decoding: one sequence's speed, not the job's."""
         return (self.output_tokens - (self.rows - self.errors)) / self.decode_s if self.decode_s else None
 
     def as_json(self) -> dict[str, Any]:
         """Counts and ratios, every one by its name."""
-        ratios = ("mean_acceptance_length", "draft_acceptance_rate", "nodes_per_step", "decode_tokens_per_s")
+        ratios = (
+            "mean_acceptance_length",
+            "draft_acceptance_rate",
+            "nodes_per_step",
+            "ece_drafted",
+            "ece_calibrated",
+            "decode_tokens_per_s",
+        )
         return {name: getattr(self, name) for name in (*self.__dataclass_fields__, *ratios)}
 
 
@@ -160,6 +190,12 @@ def _sum_lists(column: pa.ChunkedArray) -> list[int]:
         return []
     padded = pc.list_slice(column, 0, longest, return_fixed_size_list=True)
     return [pc.sum(pc.list_element(padded, i), min_count=0).as_py() for i in range(longest)]
+
+
+def _calibration_error(nodes: list[int], accepted: list[int], expected: list[float]) -> float | None:
+    """|mean probability - accepted share| over the bins, weighted by their nodes."""
+    gaps = (abs(e - a) for e, a in zip(expected, accepted, strict=True))
+    return sum(gaps) / sum(nodes) if sum(nodes) else None
 
 
 def _plus(a: Any, b: Any) -> Any:

@@ -32,7 +32,8 @@ def run_table(summary: dict[str, Any]) -> str:
     header = [summary["by"] or "", "rows", "errors", "tokens", "tau", "nodes/step", "tokens/s of a row"]
     groups = {name or "(none)": counts for name, counts in summary["groups"].items()} | {"all": summary["total"]}
     table = render(header, [_run_line(name, counts) for name, counts in groups.items()])
-    notes = [_work(summary["last_work"]), _depths(summary["total"]), _tally("finished by", "finish_reasons", summary)]
+    drafts = [_depths(summary["total"]), _calibration(summary["total"])]
+    notes = [_work(summary["last_work"]), *drafts, _tally("finished by", "finish_reasons", summary)]
     return "\n".join([table, "", *filter(None, [*notes, _tally("errors", "error_codes", summary)])])
 
 
@@ -82,6 +83,12 @@ def _depths(counts: dict[str, Any]) -> str:
         return ""
     shares = (f"{accepted / counts['steps']:.0%}" for accepted in counts["accepted_by_depth"])
     return f"steps that accepted depth 1, 2, ...: {' '.join(shares)}"
+
+
+def _calibration(counts: dict[str, Any]) -> str:
+    """How far the probabilities of drafted nodes were from what was accepted."""
+    drafted, calibrated = counts["ece_drafted"], counts["ece_calibrated"]
+    return "" if drafted is None else f"calibration error: {drafted:.3f} as drafted, {calibrated:.3f} calibrated"
 
 
 def _tally(title: str, name: str, summary: dict[str, Any]) -> str:

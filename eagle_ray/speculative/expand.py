@@ -39,6 +39,7 @@ class TreeBuilder:
         tree = DraftTree.of_roots(roots)
         self._width = width
         self._tokens, self._parents, self._log_values = [tree.tokens], [tree.parents], [tree.log_values]
+        self._draft_log_probs = [tree.draft_log_probs]
         self._frontier_nodes = torch.zeros_like(tree.tokens)
         self._frontier_values = tree.log_values
         self._num_nodes = 1
@@ -49,12 +50,21 @@ class TreeBuilder:
         """Levels grown so far; `levels` has their log values."""
         return len(self.levels)
 
-    def grow(self, log_probs: Float[Tensor, "B F K"], tokens: Int[Tensor, "B F K"]) -> None:
-        """Add K children to each frontier node, with their fp32 log-probabilities given that node."""
+    def grow(
+        self,
+        log_probs: Float[Tensor, "B F K"],
+        tokens: Int[Tensor, "B F K"],
+        draft_log_probs: Float[Tensor, "B F K"] | None = None,
+    ) -> None:
+        """Add K children to each frontier node, with their fp32 log-probabilities given that node.
+
+        draft_log_probs: what the drafter itself said, where log_probs are calibrated.
+        """
         values = self._frontier_values[:, :, None] + log_probs
         parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
         self.levels.append(values)
         self._log_values.append(values.flatten(1))
+        self._draft_log_probs.append((log_probs if draft_log_probs is None else draft_log_probs).flatten(1))
         self._tokens.append(tokens.flatten(1))
         self._parents.append(parents.flatten(1))
         self._num_nodes += tokens[0].numel()
@@ -78,5 +88,6 @@ class TreeBuilder:
             parents=torch.cat(self._parents, 1),
             depths=torch.cat(levels, 1),
             log_values=torch.cat(self._log_values, 1),
+            draft_log_probs=torch.cat(self._draft_log_probs, 1),
             valid=torch.ones_like(tokens, dtype=torch.bool),
         )

@@ -6,7 +6,7 @@ Does not know which of the drafted nodes will be verified: that is the budget's,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle_ray.speculative.expand import TreeBuilder
 
@@ -25,6 +25,13 @@ class Plan:
     members: tuple[int, ...] | None = None
     enough: Callable[[TreeBuilder], bool] | None = None
     probe: bool = False
+
+    def among(self, members: tuple[int, ...] | None) -> Plan:
+        """The same for those of its sequences that are among `members` (None: all of the batch)."""
+        if members is None or not self.drafts:
+            return self
+        both = members if self.members is None else tuple(m for m in self.members if m in members)
+        return replace(self, members=both) if both else PLAIN
 
     @property
     def drafts(self) -> bool:

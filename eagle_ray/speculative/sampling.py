@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -66,7 +66,7 @@ def _require(ok: bool, name: str, value: object, wanted: str) -> None:
 class BatchSampling:
     """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs.
 
-    temperature: 0 for greedy sequences.
+    temperature: 0 for greedy sequences. sampled: the others, by index; sampled_rows: the same on the device.
     """
 
     temperature: Float[Tensor, " B"]
@@ -74,7 +74,8 @@ class BatchSampling:
     top_k: Int[Tensor, " B"]
     min_p: Float[Tensor, " B"]
     seed: Int[Tensor, " B"]
-    any_sampled: bool
+    sampled: list[int]
+    sampled_rows: Int[Tensor, " S"]
     any_top_p: bool
     any_top_k: bool
     any_min_p: bool
@@ -82,7 +83,8 @@ class BatchSampling:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> BatchSampling:
         """The parameters of a batch, in its order. Top-k off is stored as 0."""
-        sampled = [p for p in params if not p.is_greedy]
+        rows = [i for i, p in enumerate(params) if not p.is_greedy]
+        sampled = [params[i] for i in rows]
         return cls(
             temperature=torch.tensor(
                 [0.0 if p.is_greedy else p.temperature for p in params], dtype=torch.float32, device=device
@@ -91,10 +93,35 @@ class BatchSampling:
             top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
             seed=torch.tensor([as_int64(p.seed) for p in params], dtype=torch.int64, device=device),
-            any_sampled=bool(sampled),
+            sampled=rows,
+            sampled_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_top_k=any(p.top_k > 0 for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
+        )
+
+    @property
+    def any_sampled(self) -> bool:
+        return bool(self.sampled)
+
+    @property
+    def any_cut(self) -> bool:
+        """Whether any sequence drops tokens before it picks."""
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
+    def select(self, members: Sequence[int]) -> BatchSampling:
+        """The same for some of the sequences."""
+        index = torch.tensor(members, dtype=torch.int64, device=self.seed.device)
+        rows = [i for i, member in enumerate(members) if member in set(self.sampled)]
+        return replace(
+            self,
+            temperature=self.temperature[index],
+            top_p=self.top_p[index],
+            top_k=self.top_k[index],
+            min_p=self.min_p[index],
+            seed=self.seed[index],
+            sampled=rows,
+            sampled_rows=torch.tensor(rows, dtype=torch.int64, device=self.seed.device),
         )
 
 

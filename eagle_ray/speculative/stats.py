@@ -13,7 +13,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-CONFIDENCE_BINS = 10  # equal bins over (0, 1) of the drafter's conditional probability
+CONFIDENCE_BINS = 10  # equal bins over (0, 1) of a node's conditional probability
+CONFIDENCE_UNIT = 2**-20  # probabilities are summed as integers of this unit: such sums are exact in any order
+
+
+@dataclass(slots=True)
+class ConfidenceCounts:
+    """Verified nodes whose parent was accepted, by their probability of being accepted themselves.
+
+    For each of CONFIDENCE_BINS: nodes; accepted, those that the target picked; expected, the sum of the nodes'
+    probabilities in CONFIDENCE_UNIT. Calibrated probabilities are expected to be what is accepted.
+    """
+
+    nodes: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
+    accepted: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
+    expected: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
+
+    def add(self, other: ConfidenceCounts) -> None:
+        _add(self.nodes, other.nodes)
+        _add(self.accepted, other.accepted)
+        _add(self.expected, other.expected)
+
+    @property
+    def calibration_error(self) -> float | None:
+        """Expected calibration error: |mean probability - accepted share| over the bins, weighted by their nodes."""
+        gaps = (abs(e * CONFIDENCE_UNIT - a) for e, a in zip(self.expected, self.accepted, strict=True))
+        return sum(gaps) / sum(self.nodes) if sum(self.nodes) else None
 
 
 @dataclass(slots=True)
@@ -23,15 +48,14 @@ class AcceptanceStats:
     num_spec_tokens: longest possible draft path (max_depth); 0 for plain decoding.
     histogram[j]: steps that accepted j draft tokens; length num_spec_tokens + 1.
     proposed_by_depth[i]: verified nodes at depth i + 1; length num_spec_tokens.
-    confidence_nodes[k], confidence_accepted[k]: verified nodes whose parent was accepted, by the drafter's
-        conditional probability in bin k of CONFIDENCE_BINS, and how many of them the target picked.
+    drafted, calibrated: how nodes fared by what the drafter's head said of them, and by what that was calibrated to.
     """
 
     num_spec_tokens: int
     histogram: list[int]
     proposed_by_depth: list[int]
-    confidence_nodes: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
-    confidence_accepted: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
+    drafted: ConfidenceCounts = field(default_factory=ConfidenceCounts)
+    calibrated: ConfidenceCounts = field(default_factory=ConfidenceCounts)
     num_plain_steps: int = 0
     num_discarded_tokens: int = 0
     per_step_budget: list[int] = field(default_factory=list)
@@ -51,19 +75,14 @@ class AcceptanceStats:
         self.per_step_budget.append(num_drafted + 1)
         self.per_step_accepted.append(num_accepted)
 
-    def add_confidences(self, nodes: list[int], accepted: list[int]) -> None:
-        """Count verified nodes whose parent was accepted, and those the target picked, by confidence bin."""
-        _add(self.confidence_nodes, nodes)
-        _add(self.confidence_accepted, accepted)
-
     def merge(self, other: AcceptanceStats) -> AcceptanceStats:
         """The counts of both; the longer num_spec_tokens wins. Per-step lists are concatenated."""
         merged = AcceptanceStats.empty(max(self.num_spec_tokens, other.num_spec_tokens))
         for part in (self, other):
             _add(merged.histogram, part.histogram)
             _add(merged.proposed_by_depth, part.proposed_by_depth)
-            _add(merged.confidence_nodes, part.confidence_nodes)
-            _add(merged.confidence_accepted, part.confidence_accepted)
+            merged.drafted.add(part.drafted)
+            merged.calibrated.add(part.calibrated)
             merged.num_plain_steps += part.num_plain_steps
             merged.num_discarded_tokens += part.num_discarded_tokens
             merged.per_step_budget += part.per_step_budget

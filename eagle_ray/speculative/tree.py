@@ -1,4 +1,4 @@
-"""DraftTree: B trees of candidate tokens as five [B, N] tensors, and their packing into the rows of one verify pass.
+"""DraftTree: B trees of candidate tokens as six [B, N] tensors, and their packing into the rows of one verify pass.
 
 Node 0 is the root: the last committed token. The laws, which hold for every tree made here (``check_laws`` in the
 tests): parents come before their children, nodes stand in breadth-first order, a child's log value never exceeds its
@@ -27,7 +27,8 @@ class DraftTree:
     """B trees, nodes breadth-first, node 0 is the root.
 
     parents: -1 for the root and for padding; the only stored topology.
-    log_values: fp32 log-probability of the path from the root; root 0, padding -inf.
+    log_values: fp32 log-probability of the path from the root, calibrated; root 0, padding -inf.
+    draft_log_probs: fp32 log-probability of the node given its parent, as the drafter said; root 0, padding -inf.
     valid: a prefix of each row.
     """
 
@@ -35,6 +36,7 @@ class DraftTree:
     parents: Int[Tensor, "B N"]
     depths: Int[Tensor, "B N"]
     log_values: Float[Tensor, "B N"]
+    draft_log_probs: Float[Tensor, "B N"]
     valid: Bool[Tensor, "B N"]
 
     @classmethod
@@ -42,7 +44,7 @@ class DraftTree:
         """Trees of a root each and nothing else: a step of plain decoding."""
         tokens = roots[:, None]
         zeros = torch.zeros_like(tokens)
-        return cls(tokens, zeros - 1, zeros, zeros.float(), torch.ones_like(tokens, dtype=torch.bool))
+        return cls(tokens, zeros - 1, zeros, zeros.float(), zeros.float(), torch.ones_like(tokens, dtype=torch.bool))
 
     @property
     def num_nodes(self) -> int:
@@ -73,6 +75,7 @@ class DraftTree:
             parents=place(self.parents, batch.parents, -1),
             depths=place(self.depths, batch.depths, 0),
             log_values=place(self.log_values, batch.log_values, -torch.inf),
+            draft_log_probs=place(self.draft_log_probs, batch.draft_log_probs, -torch.inf),
             valid=place(self.valid, batch.valid, False),
         )
 
@@ -91,6 +94,7 @@ class DraftTree:
             parents=torch.where(kept & (old_parents >= 0), parents, -1),
             depths=torch.where(kept, self.depths.gather(1, nodes), 0),
             log_values=torch.where(kept, self.log_values.gather(1, nodes), -torch.inf),
+            draft_log_probs=torch.where(kept, self.draft_log_probs.gather(1, nodes), -torch.inf),
             valid=kept,
         )
 
@@ -110,10 +114,14 @@ class DraftTree:
         return reach
 
     def confidences(self) -> Float[Tensor, "B N"]:
-        """The drafter's probability of each node given that its parent was accepted; 1 for roots, 0 for padding."""
+        """Calibrated probability of each node given that its parent was accepted; 1 for roots, 0 for padding."""
         parent_values = self.log_values.gather(1, self.parents.clamp(min=0))
         ratio = (self.log_values - torch.where(self.parents >= 0, parent_values, 0.0)).exp()
         return torch.where(self.valid, ratio, 0.0)
+
+    def draft_confidences(self) -> Float[Tensor, "B N"]:
+        """The same as the drafter said, before calibration."""
+        return self.draft_log_probs.exp()
 
     def pack(self, lengths: Int[Tensor, " B"], num_rows: int) -> VerifyRows:
         """Lay the valid nodes out as num_rows rows of one pass; num_rows is at least their number.

@@ -6,7 +6,7 @@ import pytest
 from eagle_ray.config import ConfigError
 from eagle_ray.data.schema import REQUEST, VERSION_KEY, output_schema, request_schema, table_of
 
-# JOBS.md, "Rows out"; the two confidence columns are its "confidence calibration counts".
+# JOBS.md, "Rows out"; the confidence and calibrated columns are its "confidence calibration counts".
 DOCUMENTED = """\
 request_id sample_index row_index source_file run_id attempt
 status finish_reason error_code error_message
@@ -16,7 +16,8 @@ target_model draft_model method config_hash
 num_spec_steps num_draft_tokens num_accepted_draft_tokens num_spec_tokens mean_acceptance_length draft_acceptance_rate
 acceptance_histogram
 num_plain_steps num_discarded_tokens target_forwards draft_forwards proposed_by_depth accepted_by_depth
-confidence_nodes confidence_accepted per_step_budget per_step_accepted
+confidence_nodes confidence_accepted confidence_expected calibrated_nodes calibrated_accepted calibrated_expected
+per_step_budget per_step_accepted
 queue_s prefill_s decode_s ttft_s e2e_s started_at finished_at worker_id
 """
 

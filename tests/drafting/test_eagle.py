@@ -51,13 +51,13 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
         trees.append(engine.planner.drafts[-1].tree)
     assert asleep.planner.drafts[-1].num_caught_up == 2 * (num_plain + 1)
     assert torch.equal(trees[0].tokens, trees[1].tokens)
-    torch.testing.assert_close(trees[0].log_values, trees[1].log_values, atol=1e-4, rtol=0)
+    torch.testing.assert_close(trees[0].draft_log_probs, trees[1].draft_log_probs, atol=1e-4, rtol=0)
 
 
 def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
-    target = Target(llama(), num_slots=2, capacity=128)
+    target = llama_engine(2, 12, 4, 3).target
     planner = Scripted([PLAIN] * 10 + [Plan(4, 3)] * 3)
-    engine = Engine(target, EagleDrafter(head(), target, window=6), planner, max_model_len=64, num_spec_tokens=4)
+    engine = Engine(target, EagleDrafter(head(), target, window=6), planner, 128, num_spec_tokens=4)
     plain = llama_engine(2)
     outputs = []
     for each in (engine, plain):

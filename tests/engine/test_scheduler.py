@@ -152,14 +152,27 @@ def test_the_oldest_is_never_pre_empted():
 
 
 def test_trees_are_cut_before_anyone_is_pre_empted():
-    """Two sequences of 28 tokens over three blocks: room for both, and for the next token, but not for two trees."""
+    """Two sequences that end with two blocks each over a pool of four: at times the last block holds no whole tree."""
     engine = llama_engine(2, *TREE, kv_tokens=4 * BLOCK)
     added = sequences(prompts_of(20, 20), max_tokens=40)
     for sequence in added:
         sequence.sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     finish(engine, added)
     assert engine.counters.num_preemptions == 0
-    assert 0 < engine.counters.num_plain_steps < engine.counters.num_steps
+    assert all(0 < s.stats.num_plain_steps < s.stats.num_steps for s in added)
+    assert_plain(added)
+
+
+def test_the_oldest_gets_the_last_room_for_a_tree():
+    """Over a pool of three blocks two sequences of two blocks cannot both draft: the older one does."""
+    engine = llama_engine(2, *TREE, kv_tokens=3 * BLOCK)
+    added = sequences(prompts_of(20, 15), max_tokens=12)
+    for sequence in added:
+        sequence.sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    finish(engine, added)
+    older, younger = added
+    assert engine.counters.num_preemptions == 0
+    assert older.stats.num_plain_steps == 0 < younger.stats.num_plain_steps
     assert_plain(added)
 
 

@@ -1,0 +1,144 @@
+"""Ranking: from a head's features to ranked children, each with its chance of being the target's pick.
+
+    ranking = Ranking(logits_of, calibration, coupling)
+    ranking.begin(sampling, lengths)
+    children = ranking.children(features, None, width)           # level 1; then, level by level,
+    children = ranking.children(features, frontier, width)
+    ranking.learn(result)                                        # once the target has picked
+
+Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling the
+sampled rows' children are those that the target, reading the same noise, most likely picks. Learns from the picks after
+every node that was reached. Does not know heads, caches or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.expand import Frontier
+from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.verify import VerifyResult
+
+EAGER_STEPS = 100  # steps that teach every level; from then on each teaches one, which costs little
+PICKS_A_STEP = 16  # picks that coupling learns from in one step: more would cost memory and teach little
+LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N V"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """K children of each of F nodes, the likeliest first, all conditional on their parent.
+
+    log_probs: that the target picks them, calibrated. draft_log_probs: the head's own, without noise or temperature.
+    """
+
+    tokens: Int[Tensor, "B F K"]
+    log_probs: Float[Tensor, "B F K"]
+    draft_log_probs: Float[Tensor, "B F K"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """What was asked and answered at one level. frontier: None for the roots. scores: before calibration."""
+
+    frontier: Frontier | None
+    features: Float[Tensor, "B F H"]
+    tokens: Int[Tensor, "B F K"]
+    scores: Float[Tensor, "B F K"]
+
+
+class Ranking:
+    """logits_of: the head's logits from its features."""
+
+    def __init__(self, logits_of: LogitsOf, calibration: Calibration | None, coupling: Coupling | None):
+        self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
+        self._step = 0
+        self._levels: list[_Level] = []
+
+    def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
+        """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
+
+        members: their indices in the batch that sampling describes; None for all of it.
+        """
+        self._members = slice(None) if members is None else torch.tensor(members, device=lengths.device)
+        self._sampling = sampling if members is None else sampling.select(members)
+        self._lengths, self._levels = lengths, []
+
+    def forget(self) -> None:
+        """Back to the start, as if no pick had been seen."""
+        self._step, self._levels = 0, []
+        for learner in filter(None, (self.calibration, self.coupling)):
+            learner.fit.forget()
+
+    def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
+        """The `width` likeliest children of every node of the next level's frontier."""
+        level = len(self._levels)
+        logits = self._logits_of(features).float()
+        own = logits.log_softmax(-1)
+        ranked = own
+        if self.coupling is not None and self._sampling.any_sampled:
+            rows = self._sampling.sampled_rows
+            coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, self._positions(level, rows))
+            ranked = own.index_copy(0, rows, coupled)
+        scores, tokens = ranked.topk(min(width, ranked.shape[-1]), -1)
+        self._levels.append(_Level(frontier, features, tokens, scores))
+        log_probs = scores if self.calibration is None else self.calibration.apply(level, self._kinds(), scores)
+        return Children(tokens, log_probs, own.gather(-1, tokens))
+
+    def learn(self, result: VerifyResult) -> None:
+        """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
+        if not self._levels or (self.calibration is None and self.coupling is None):
+            return
+        tokens, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
+        self._step += 1
+        num_levels = min(len(self._levels), tokens.shape[1])
+        for level in range(num_levels) if self._step <= EAGER_STEPS else [self._step % num_levels]:
+            node, reached = self._node_on_path(level, tokens, num_accepted)
+            if self.calibration is not None:
+                self._calibrate(level, node, tokens[:, level], reached)
+            if self.coupling is not None and self._sampling.any_sampled:
+                self._couple(level, node, tokens[:, level], reached)
+        self._levels = []
+
+    def _calibrate(
+        self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
+    ) -> None:
+        seen, row = self._levels[level], torch.arange(len(node), device=node.device)
+        picked = seen.tokens[row, node] == picks[:, None]
+        self.calibration.learn(level, self._kinds(), seen.scores[row, node], picked, reached)
+
+    def _couple(
+        self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
+    ) -> None:
+        """From PICKS_A_STEP sequences at most, others at the next step: their logits are made once more."""
+        sampled = self._sampling.sampled_rows
+        turns = -(-len(sampled) // PICKS_A_STEP)
+        rows = sampled[self._step // len(self._levels) % turns :: turns]
+        logits = self._logits_of(self._levels[level].features[rows, node[rows]]).float()
+        positions = self._positions(level, rows)
+        self.coupling.learn(level, logits, self._sampling, rows, positions, picks[rows], reached[rows])
+
+    def _node_on_path(
+        self, level: int, tokens: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]
+    ) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
+        """Which node of this level's frontier the target's picks lead to; whether they do, and its pick is known."""
+        node = torch.zeros_like(num_accepted)
+        reached = num_accepted >= level
+        for depth in range(level):
+            frontier = self._levels[depth + 1].frontier
+            found = (frontier.parent_rows == node[:, None]) & (frontier.tokens == tokens[:, depth, None])
+            node, reached = found.long().argmax(1), reached & found.any(1)
+        return node, reached
+
+    def _kinds(self) -> Int[Tensor, " B"]:
+        return (self._sampling.temperature > 0).long()
+
+    def _positions(self, level: int, rows: Int[Tensor, " S"]) -> Int[Tensor, " S"]:
+        """Index, in prompt + output, of the token chosen after this level's nodes; the roots' own is `lengths`."""
+        return self._lengths[rows] + level + 1

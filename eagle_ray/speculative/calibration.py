@@ -1,0 +1,62 @@
+"""Calibration: from what a drafter says of a child to how often the target picks it.
+
+A logistic map for each level, ``sigmoid(a * logit(p) + b)``, on *conditional* probabilities (of a child, its parent
+being accepted): never above 1 and rising in p, so it keeps the order of siblings, and products along paths still never
+rise. Rows that are sampled have maps of their own: there p means something else.
+
+The labels are free of the budget's choice: once a node is reached, the target's pick tells of *all* its drafted
+children which one it was, whether or not they were given a verify row. What stays unseen is only what follows nodes
+that were never reached. Does not know trees, noise or where probabilities come from.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from eagle_ray.speculative.online_fit import OnlineFit
+
+LARGEST_LOGIT = 16.0
+KINDS = 2  # 0: greedy rows, 1: sampled rows
+
+
+class Calibration:
+    """One slope and one offset per level and kind of row; the identity until picks say otherwise."""
+
+    def __init__(self, levels: int, device: torch.device | str = "cpu"):
+        self.fit = OnlineFit(
+            [1.0, 0.0], [0.1, -12.0], [6.0, 12.0], levels=levels, sets=KINDS, precision=10.0, device=device
+        )
+
+    def apply(self, level: int, kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
+        """Calibrated conditional log-probabilities. kinds: 1 for sampled rows, 0 for greedy ones."""
+        slope, offset = self.fit.parameters[level][kinds][:, :, None, None].unbind(1)
+        return logsigmoid(slope * logit(log_probs) + offset)
+
+    def learn(
+        self,
+        level: int,
+        kinds: Int[Tensor, " B"],
+        log_probs: Float[Tensor, "B K"],
+        picked: Bool[Tensor, "B K"],
+        reached: Bool[Tensor, " B"],
+    ) -> None:
+        """What the target did with the children of one node of each row.
+
+        log_probs: as `apply` was given them. picked: the child that carries the target's pick. reached: whether the
+        node was; other rows say nothing.
+        """
+        x = torch.stack([logit(log_probs), torch.ones_like(log_probs)], 2)
+        predicted = torch.sigmoid((x * self.fit.parameters[level][kinds][:, None]).sum(2))
+        of_kind = torch.stack([reached & (kinds == kind) for kind in range(KINDS)]).float()
+        gradient = torch.einsum("bk,bkp->bp", picked.float() - predicted, x)
+        fisher = torch.einsum("bk,bkp,bkq->bpq", predicted * (1 - predicted), x, x)
+        self.fit.update(level, of_kind @ gradient, torch.einsum("sb,bpq->spq", of_kind, fisher), of_kind.sum(1))
+
+
+def logit(log_probs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """log(p / (1 - p)) from log p, cut off at +-LARGEST_LOGIT."""
+    log_probs = log_probs.clamp(max=-1e-7)
+    return (log_probs - torch.log(-torch.expm1(log_probs))).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)

@@ -1,0 +1,94 @@
+"""Coupling: how likely the target, reading the same noise, is to pick each token of a drafter's distribution.
+
+The target picks ``argmax(target_logits + T * g)`` among the tokens its processors keep, with Gumbel noise g that is a
+function of (seed, position, token). The drafter knows g and roughly knows the logits: the pick is a conditional logit,
+
+    P(token) = softmax(w0 * draft_logit + T * (w1 * g + w2 * max(g - 4, 0)) + w3 * dropped)
+
+whose four weights per level are fitted to the picks seen. 1 / w1 is the drafter's error in units of the noise; large
+noise lifts tokens of the tail, about which that error is another one: hence w2. `dropped` marks what the *draft's*
+top-k, top-p and min-p would drop: the target may still keep it, at odds that are fitted like the rest.
+
+The weights are of logits, not of probabilities at T, so that rows of different temperatures share them. What is drafted
+this way changes how much is accepted, never what is produced. Does not know trees, rows' histories or heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.speculative.online_fit import OnlineFit
+from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise, process
+
+LARGE_NOISE = 4.0  # 1.8 % of tokens draw more
+NUM_CUT = 64  # how many of the best tokens the draft's own top-k, top-p and min-p are worked out on
+
+
+class Coupling:
+    """Four weights per level. They start where a trained small pair ended, close to the draft's own ranking."""
+
+    def __init__(self, levels: int, device: torch.device | str = "cpu"):
+        self.fit = OnlineFit(
+            [1.2, 0.3, 0.3, 0.0],
+            [0.1, 0.0, 0.0, -20.0],
+            [20.0, 20.0, 20.0, 5.0],
+            levels=levels,
+            sets=1,
+            precision=20.0,
+            device=device,
+        )
+
+    def log_probs(
+        self,
+        level: int,
+        logits: Float[Tensor, "S F V"],
+        sampling: BatchSampling,
+        rows: Int[Tensor, " S"],
+        positions: Int[Tensor, " S"],
+    ) -> Float[Tensor, "S F V"]:
+        """Log-probability that the target picks each token after each of F nodes.
+
+        rows: the sequences, indices into sampling, all of them sampled. positions: index, in prompt + output, of the
+        token that is chosen after these nodes.
+        """
+        on_logits, on_noise, on_large, on_dropped = self.fit.parameters[level, 0].unbind()
+        noise = gumbel_noise(sampling.seed[rows], positions, logits.shape[-1])
+        push = sampling.temperature[rows, None] * (on_noise * noise + on_large * (noise - LARGE_NOISE).clamp(min=0))
+        scores = on_logits * logits + push[:, None]
+        if sampling.any_cut:
+            scores = scores + on_dropped * dropped(logits, sampling, rows)
+        return scores.log_softmax(-1)
+
+    def learn(
+        self,
+        level: int,
+        logits: Float[Tensor, "S V"],
+        sampling: BatchSampling,
+        rows: Int[Tensor, " S"],
+        positions: Int[Tensor, " S"],
+        picks: Int[Tensor, " S"],
+        reached: Bool[Tensor, " S"],
+    ) -> None:
+        """What the target picked after one node of each sequence; sequences whose node was not reached say nothing."""
+        temperature = sampling.temperature[rows, None]
+        noise = gumbel_noise(sampling.seed[rows], positions, logits.shape[-1])
+        cut = dropped(logits[:, None], sampling, rows)[:, 0].float()
+        x = torch.stack([logits, temperature * noise, temperature * (noise - LARGE_NOISE).clamp(min=0), cut], 2)
+        probs = (x @ self.fit.parameters[level, 0]).softmax(-1)
+        expected = torch.einsum("sv,svp->sp", probs, x)
+        x = x - expected[:, None]
+        fisher = torch.einsum("sv,svp,svq->spq", probs, x, x)
+        gradient = x.gather(1, picks[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
+        weight = reached.float()[None]
+        self.fit.update(level, weight @ gradient, torch.einsum("is,spq->ipq", weight, fisher), weight.sum(1))
+
+
+def dropped(logits: Float[Tensor, "S F V"], sampling: BatchSampling, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:
+    """Tokens that top-k, top-p and min-p would drop from these logits, worked out on the NUM_CUT best of them."""
+    best = logits.topk(min(NUM_CUT, logits.shape[-1]), -1).values
+    kept = process(best.flatten(0, 1), sampling, rows.repeat_interleave(logits.shape[1])).isfinite().view_as(best)
+    kept_all = kept.all(-1, keepdim=True)
+    least = best.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+    return (logits < least) & ~kept_all

@@ -1,0 +1,58 @@
+"""Calibration finds a known distortion, keeps the order of siblings and the law of paths, and stays within bounds."""
+
+import pytest
+import torch
+
+from eagle_ray.speculative.calibration import Calibration, logit
+
+
+def judged(seed: int, slope: float, offset: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Children that are said to have probability p and are picked with sigmoid(slope * logit(p) + offset)."""
+    generator = torch.Generator().manual_seed(seed)
+    said = torch.rand(count, 1, generator=generator).clamp(0.01, 0.99)
+    truly = torch.sigmoid(slope * logit(said.log()) + offset)
+    return said.log(), torch.rand(count, 1, generator=generator) < truly
+
+
+@pytest.mark.parametrize(("slope", "offset"), [(0.5, -0.7), (1.0, 0.0), (2.0, 0.8)])
+def test_a_known_distortion_is_recovered(slope, offset):
+    calibration, kinds = Calibration(levels=2), torch.ones(16, dtype=torch.int64)
+    for seed in range(400):
+        said, picked = judged(seed, slope, offset, 16)
+        calibration.learn(1, kinds, said, picked, torch.ones(16, dtype=torch.bool))
+    found = calibration.fit.parameters[1, 1]
+    torch.testing.assert_close(found, torch.tensor([slope, offset]), atol=0.25, rtol=0)
+    untouched = torch.tensor([1.0, 0.0])
+    assert (calibration.fit.parameters[0] == untouched).all() and (calibration.fit.parameters[1, 0] == untouched).all()
+
+
+def test_it_begins_as_the_identity():
+    said = torch.tensor([1e-6, 0.01, 0.5, 0.99]).log()
+    same = Calibration(levels=1).apply(0, torch.tensor([0]), said[None, None])[0, 0]
+    torch.testing.assert_close(same, said, atol=1e-4, rtol=0)
+
+
+def test_nodes_that_were_not_reached_teach_nothing():
+    calibration, (said, picked) = Calibration(levels=1), judged(0, 3.0, 2.0, 64)
+    calibration.learn(0, torch.zeros(64, dtype=torch.int64), said, picked, torch.zeros(64, dtype=torch.bool))
+    assert (calibration.fit.parameters == torch.tensor([1.0, 0.0])).all()
+
+
+@pytest.mark.parametrize("slope", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("offset", [-12.0, 0.0, 12.0])
+def test_order_is_kept_and_no_probability_passes_one(slope, offset):
+    calibration = Calibration(levels=1)
+    calibration.fit.parameters[:] = torch.tensor([slope, offset])
+    said = torch.cat([torch.linspace(-40, -1e-6, 500), torch.tensor([-1e-9, 0.0])])[None, None]
+    mapped = calibration.apply(0, torch.tensor([1]), said)[0, 0]
+    assert (mapped <= 0).all() and mapped.isfinite().all() and (mapped.diff() >= 0).all()
+
+
+def test_wild_picks_do_not_make_it_wild():
+    """Every certain child refused and every impossible one picked: the parameters stay within their bounds."""
+    calibration = Calibration(levels=1)
+    said = torch.tensor([[-1e-7], [-50.0]]).repeat(8, 1)
+    for _ in range(200):
+        picked = said < -1
+        calibration.learn(0, torch.zeros(16, dtype=torch.int64), said, picked, torch.ones(16, dtype=torch.bool))
+    assert calibration.fit.parameters.isfinite().all() and calibration.fit.parameters[0, 0, 0] >= 0.1
