@@ -140,8 +140,8 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     """What each way is; plain decoding is always among them."""
     ways = {
         "plain": SpeculativeConfig(method="none"),
-        "chain": SpeculativeConfig(max_nodes=5, max_depth=5, top_k=1),
-        "eagle2": SpeculativeConfig(max_nodes=59, max_depth=6, top_k=10),
+        "chain": fixed_tree(5, 5, 1),
+        "eagle2": fixed_tree(59, 6, 10),
         "adaptive": SpeculativeConfig(max_nodes=6, max_depth=6, top_k=1, budget="global"),
         "ours": SpeculativeConfig(max_nodes=60, max_depth=6, top_k=10, budget="global"),
     }
@@ -150,11 +150,16 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     return {name: ways[name] for name in WAYS if name in args.ways or name == "plain"}
 
 
+def fixed_tree(max_nodes: int, max_depth: int, top_k: int) -> SpeculativeConfig:
+    """The same for every sequence at every step, as EAGLE-2 was published."""
+    return SpeculativeConfig(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
+
+
 def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> SpeculativeConfig:
     """The fastest of TREES and of none, on the tuning prompts."""
     trees = {name: tree for name, tree in TREES.items() if batch * (tree[0] + 1) <= MOST_TUNED_ROWS}
     ways = {"plain": SpeculativeConfig(method="none")}
-    ways |= {name: SpeculativeConfig(max_nodes=m, max_depth=d, top_k=k) for name, (m, d, k) in trees.items()}
+    ways |= {name: fixed_tree(*tree) for name, tree in trees.items()}
     engines = {name: models.engine(way, batch) for name, way in ways.items()}
     samples, _ = steady(args, replace(models, prompts=models.tuning), engines, TUNING_ROUNDS, args.seconds / 2)
     rates = {name: sum(taken[1:], taken[0]).tokens_per_second for name, taken in samples.items()}
