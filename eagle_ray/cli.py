@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate.
+"""The command line: eagle-ray demo | run | validate | bench.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -49,7 +49,7 @@ def _end_quietly() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle-ray", description="Batch inference on Ray with EAGLE-2.")
     parser.add_argument("--version", action="version", version=f"eagle-ray {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | run | validate")
+    commands = parser.add_subparsers(required=True, metavar="demo | run | validate | bench")
 
     demo = commands.add_parser("demo", help="the embedded pair on bundled prompts: CPU, no network")
     demo.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
@@ -68,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.set_defaults(command=_validate, if_exists=None)
+
+    bench = commands.add_parser("bench", help="measure this machine")
+    benches = bench.add_subparsers(required=True, metavar="cost")
+    cost = benches.add_parser("cost", help="what the parts of a step cost, for the budget of later runs")
+    _add_config_flags(cost)
+    cost.add_argument("--threads", type=_positive, metavar="N", help="CPU threads, as a worker would have (all)")
+    cost.set_defaults(command=_bench_cost, if_exists=None)
     return parser
 
 
@@ -77,6 +84,12 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input", metavar="IN", help="input.path")
     parser.add_argument("-o", "--output", metavar="OUT", help="output.path")
     parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
 
 
 def _config_of(args: argparse.Namespace) -> JobConfig:
@@ -117,6 +130,16 @@ def _validate(args: argparse.Namespace) -> int:
     from eagle_ray.validate import validate
 
     print(validate(config))
+    return 0
+
+
+def _bench_cost(args: argparse.Namespace) -> int:
+    if args.config is None:  # a pair can be measured without a job
+        args.input, args.output = args.input or "embedded:prompts", args.output or "runs/bench"
+    config = _config_of(args)
+    from eagle_ray.benchmark.costs import bench_costs
+
+    print(bench_costs(config, args.threads))
     return 0
 
 

@@ -25,7 +25,6 @@ from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.cost_cache import cached_costs
-from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.measure import measure
@@ -104,7 +103,9 @@ def build_engine(
     planner = UniformPlanner(*_tree_of(speculative))
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
     if speculative.budget == "global":
-        engine.planner = GlobalPlanner(*_tree_of(speculative), _costs(engine, head, speculative), _can_look(engine))
+        tree, parts = _tree_of(speculative), cost_parts(engine, speculative)
+        costs = cached_costs(parts, lambda: measure(engine, *tree))
+        engine.planner = GlobalPlanner(*tree, costs, can_look=target.device.type == "cpu")
     return engine
 
 
@@ -222,25 +223,20 @@ def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
     return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
 
 
-def _costs(engine: Engine, head: EagleHead, speculative: SpeculativeConfig) -> StepCosts:
-    """What this pair's steps cost on this machine: measured now, or when it was measured before."""
-    target, tree = engine.target, _tree_of(speculative)
-    parts = {
+def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
+    """Everything that the costs of this pair's steps depend on, by name: what they are kept under."""
+    target = engine.target
+    return {
         "target": target.model.config.to_dict(),
-        "head": head.config.to_dict(),
+        "head": engine.drafter.head.config.to_dict(),
         "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,
         "blocks": target.cache.blocks.num_blocks,  # with few of them not all slots can be measured at once
-        "tree": tree,
+        "tree": _tree_of(speculative),
     }
-    return cached_costs(parts, lambda: measure(engine, *tree))
-
-
-def _can_look(engine: Engine) -> bool:
-    return engine.target.device.type == "cpu"
 
 
 def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:

@@ -1,9 +1,8 @@
-"""How fast one engine decodes, beside transformers' own generate, in one run: python jobs/bench_decoding.py
+"""Plain decoding here beside transformers' own generate, in one run: python jobs/bench_decoding.py
 
-Two comparisons on the embedded pair and bundled prompts, interleaved so that both sides meet the same machine: plain
-decoding here against transformers' `generate` over a fixed length, and EAGLE-2 here against plain decoding here until
-each output ends. Greedy, fp32, one process, no Ray. Prints the median ratio over the rounds and its range. The
-acceptance is the embedded toy pair's own and says nothing of real models.
+On the embedded pair and bundled prompts, over a fixed length, interleaved so that both meet the same machine: that the
+baseline of `bench_engine.py` is not a slow one. Greedy, fp32, one process, no Ray. Prints the median ratio over the
+rounds and its range.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import ASSETS, Pair, build_pair, resolve
 from eagle_ray.speculative.sampling import SamplingParams
 
-DEMO_TREE = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
 PLAIN = SpeculativeConfig(method="none")
-MAX_TOKENS = 128
 Prompts = list[list[int]]
 Way = Callable[[Prompts], float]  # answers prompts and returns the seconds it took
 
@@ -35,14 +32,12 @@ def main() -> None:
     model = LlamaForCausalLM.from_pretrained(resolve("embedded:tiny", "target"), dtype=torch.float32).eval()
     print(f"torch {torch.__version__}, {args.threads} threads, {args.rounds} rounds")
     for batch in args.batches:
-        plain, eagle = (build_pair(ModelConfig(max_model_len=1024), tree, batch) for tree in (PLAIN, DEMO_TREE))
+        plain = build_pair(ModelConfig(max_model_len=1024), PLAIN, batch)
         prompts = bundled_prompts(plain)
         same_length = [ids[-40:] for ids in prompts if len(ids) >= 40][:batch]  # generate at its best: no padding
         fixed = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
-        to_the_end = SamplingParams(max_tokens=MAX_TOKENS)
         over_generate = ratios(generate(model, args.tokens), engine(plain, fixed), same_length, args.rounds)
-        over_plain = ratios(engine(plain, to_the_end), engine(eagle, to_the_end), prompts, args.rounds)
-        print(f"batch {batch:2d}: plain over generate {spread(over_generate)}; EAGLE-2 over plain {spread(over_plain)}")
+        print(f"batch {batch:2d}: plain over generate {spread(over_generate)}")
 
 
 def parse_arguments() -> argparse.Namespace:

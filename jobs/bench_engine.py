@@ -49,6 +49,7 @@ from eagle_ray.training.prompts import prompt_rows
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 8  # a window that takes this many times what plain decoding took is cut there
+LEAST_TOKENS = 48  # of a window: several are committed at a step
 TUNING_ROUNDS = 3  # windows of each tree, half as long as --seconds
 MOST_TUNED_ROWS = 1024  # of a pass: larger ones have no chance on a CPU and take minutes to lose
 DRAIN_ROWS = 1.5  # per slot
@@ -139,8 +140,8 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     """What each way is; plain decoding is always among them."""
     ways = {
         "plain": SpeculativeConfig(method="none"),
-        "chain": SpeculativeConfig(max_nodes=5, max_depth=5, top_k=1),
-        "eagle2": SpeculativeConfig(max_nodes=59, max_depth=6, top_k=10),
+        "chain": fixed_tree(5, 5, 1),
+        "eagle2": fixed_tree(59, 6, 10),
         "adaptive": SpeculativeConfig(max_nodes=6, max_depth=6, top_k=1, budget="global"),
         "ours": SpeculativeConfig(max_nodes=60, max_depth=6, top_k=10, budget="global"),
     }
@@ -149,11 +150,16 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     return {name: ways[name] for name in WAYS if name in args.ways or name == "plain"}
 
 
+def fixed_tree(max_nodes: int, max_depth: int, top_k: int) -> SpeculativeConfig:
+    """The same for every sequence at every step, as EAGLE-2 was published."""
+    return SpeculativeConfig(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
+
+
 def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> SpeculativeConfig:
     """The fastest of TREES and of none, on the tuning prompts."""
     trees = {name: tree for name, tree in TREES.items() if batch * (tree[0] + 1) <= MOST_TUNED_ROWS}
     ways = {"plain": SpeculativeConfig(method="none")}
-    ways |= {name: SpeculativeConfig(max_nodes=m, max_depth=d, top_k=k) for name, (m, d, k) in trees.items()}
+    ways |= {name: fixed_tree(*tree) for name, tree in trees.items()}
     engines = {name: models.engine(way, batch) for name, way in ways.items()}
     samples, _ = steady(args, replace(models, prompts=models.tuning), engines, TUNING_ROUNDS, args.seconds / 2)
     rates = {name: sum(taken[1:], taken[0]).tokens_per_second for name, taken in samples.items()}
@@ -166,14 +172,14 @@ def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> Speculat
 def steady(
     args: argparse.Namespace, models: Models, engines: dict[str, Engine], num_rounds: int, seconds: float
 ) -> Measured:
-    """Windows of a queue that is always full, each over as many tokens as plain decoding commits in `seconds`."""
+    """Windows of a queue that is always full, each over as many tokens as plain commits in `seconds`."""
     queues = {
         name: SteadyQueue(engine, requests(models.prompts, 0, [args.tokens]), models.meter)
         for name, engine in engines.items()
     }
     for queue in queues.values():
         queue.fill()
-    num_tokens = queues["plain"].window(sys.maxsize, seconds).num_tokens
+    num_tokens = max(LEAST_TOKENS, queues["plain"].window(sys.maxsize, seconds).num_tokens)
     for name in engines.keys() - {"plain"}:
         queues[name].window(num_tokens, seconds)
     samples: dict[str, list[Sample]] = {name: [] for name in engines}

@@ -19,6 +19,14 @@ torch.set_num_threads(1)  # small matrices: more threads only wait for each othe
 MakeJob = Callable[..., JobConfig]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def costs_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What steps cost under test is nobody else's business."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAGLE_RAY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """Ray for the whole session: it takes seconds to start. Ends only what it started."""

@@ -61,6 +61,7 @@ def test_a_missing_head_is_asked_for():
 
 @pytest.mark.parametrize("coupled", [True, False])
 def test_drafts_are_coupled_unless_told_otherwise(coupled):
-    speculative = SpeculativeConfig(max_depth=3, top_k=2) if coupled else SpeculativeConfig(max_depth=3, coupled=False)
+    said = {} if coupled else {"coupled": False}
+    speculative = SpeculativeConfig(max_depth=3, top_k=2, budget="uniform", **said)
     ranking = build_pair(ModelConfig(max_model_len=64), speculative, slots=1).engine.drafter.ranking
     assert (ranking.coupling is not None) == coupled and ranking.calibration is not None

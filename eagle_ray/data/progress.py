@@ -18,9 +18,20 @@ import pyarrow.compute as pc
 import ray
 from ray.actor import ActorHandle
 
+# Of an engine's counters, those that add up over workers: its steps and what they were spent on.
+WORK = (
+    "num_steps",
+    "num_plain_steps",
+    "num_probes",
+    "num_verify_rows",
+    "num_prefill_tokens",
+    "num_reused_tokens",
+    "num_preemptions",
+)
+
 
 class Counters(Protocol):
-    """What is read of an engine's counters; the driver and the progress actor do without the engine's torch."""
+    """What is read of an engine's counters, with WORK; the driver and the progress actor do without its torch."""
 
     num_slots: int
     num_steps: int
@@ -29,11 +40,15 @@ class Counters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one worker did with one batch. slot_steps of offered_steps: the engine's slots that were busy, so far."""
+    """What one worker did with one batch.
+
+    slot_steps of offered_steps: the engine's slots that were busy, so far. work: WORK of the engine, so far.
+    """
 
     worker_id: str
     slot_steps: int
     offered_steps: int
+    work: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     errors: int = 0
     output_tokens: int = 0
@@ -43,7 +58,8 @@ class Report:
     @classmethod
     def of(cls, worker_id: str, counters: Counters, answers: pa.Table | None) -> Report:
         """answers: the batch's output rows; None from a worker that has just become ready."""
-        engine = (worker_id, counters.num_slot_steps, counters.num_steps * counters.num_slots)
+        work = {name: getattr(counters, name) for name in WORK}
+        engine = (worker_id, counters.num_slot_steps, counters.num_steps * counters.num_slots, work)
         if answers is None:
             return cls(*engine)
         return cls(
@@ -88,6 +104,11 @@ class Progress:
         """The share of slots that held a sequence, over all steps of all workers."""
         offered = sum(report.offered_steps for report in self.workers.values())
         return sum(report.slot_steps for report in self.workers.values()) / offered if offered else None
+
+    @property
+    def work(self) -> dict[str, int]:
+        """WORK, added up over all workers."""
+        return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK}
 
 
 class ProgressActor:

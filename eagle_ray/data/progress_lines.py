@@ -128,6 +128,7 @@ class ProgressLines:
             "tokens_per_s": progress.output_tokens / running if running >= SHORTEST_S else None,
             "mean_acceptance_length": progress.mean_acceptance_length,
             "busy_slots": progress.busy_slots,
+            "engine": progress.work,
             "seconds_left": left * running / progress.rows if progress.rows and running >= SHORTEST_S else None,
         }
 

@@ -53,7 +53,7 @@ class EagleDrafter:
         coupling: Coupling | None = None,
     ):
         self.ranking = Ranking(target.logits, calibration, coupling)
-        self._head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self._target = target
         self._embed = head.embed_tokens or target.embed_tokens
         config, num_slots = head.config, target.cache.num_slots
@@ -279,7 +279,7 @@ class EagleDrafter:
         positions: Int[Tensor, " R"],
         layout: PromptLayout | TreeLayout,
     ) -> Float[Tensor, "R H"]:
-        return self._head(self._embed(tokens)[None], features[None], positions[None], layout)[0]
+        return self.head(self._embed(tokens)[None], features[None], positions[None], layout)[0]
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:

@@ -26,7 +26,7 @@ from eagle_ray.speculative.expand import Frontier
 from eagle_ray.speculative.sampling import BatchSampling
 from eagle_ray.speculative.verify import VerifyResult
 
-EAGER_STEPS = 100  # steps that teach every level; from then on each teaches one, which costs little
+EAGER_STEPS = 30  # steps that teach every level; from then on each teaches one, which costs little
 PICKS_A_STEP = 16  # picks that coupling learns from in one step: more would cost memory and teach little
 LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N V"]]
 

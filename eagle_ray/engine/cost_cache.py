@@ -23,11 +23,10 @@ CURVES = ("verify", "read", "level", "plain_rest", "draft_rest")
 
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
     """The costs kept for exactly these parts, else measured now and kept."""
-    path = cache_path(parts)
-    costs = _read(path)
+    costs = _read(cache_path(parts))
     if costs is None:
         costs = measure()
-        _write(path, parts, costs)
+        keep_costs(parts, costs)
     return costs
 
 
@@ -56,8 +55,9 @@ def _read(path: Path) -> StepCosts | None:
         return None
 
 
-def _write(path: Path, parts: dict[str, object], costs: StepCosts) -> None:
-    """Whole or not at all, so that several workers may do it at once."""
+def keep_costs(parts: dict[str, object], costs: StepCosts) -> None:
+    """For later calls with these parts; whole or not at all, so that several workers may do it at once."""
+    path = cache_path(parts)
     mine = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def never_falling(seconds: list[float]) -> list[float]:
 class StepCosts:
     """All in seconds.
 
-    verify: the target's pass by rows, without a context. attend: more of it for each row and token of its context.
+    verify: the target's pass by rows, without a context. attend: more of it for each token that is cached.
     read: the drafter's first pass by the pairs it catches up, level 1 included. level: one further level by rows.
     plain_rest, draft_rest: everything else of a plain step and of one that drafts, by sequences.
     """
@@ -82,20 +82,21 @@ class StepCosts:
     draft_rest: CostCurve
     _pace: float = field(default=1.0)
 
-    def verified(self, num_rows: int, context: float) -> float:
-        return self.verify(num_rows) + self.attend * num_rows * context
+    def verified(self, num_rows: int, num_cached: float) -> float:
+        """num_cached: tokens that are cached, of all the batch's sequences."""
+        return self.verify(num_rows) + self.attend * num_cached
 
     def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
         """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""
         return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
 
-    def plain_step(self, batch_size: int, context: float) -> float:
-        return self.verified(batch_size, context) + self.plain_rest(batch_size)
+    def plain_step(self, batch_size: int, num_cached: float) -> float:
+        return self.verified(batch_size, num_cached) + self.plain_rest(batch_size)
 
     def learn(self, outcome: Outcome) -> None:
         """Correct what this step has shown to be wrong."""
         seconds, plan = outcome.seconds, outcome.plan
-        ratio = _tamed(seconds.verify / self.verified(outcome.num_rows, outcome.context))
+        ratio = _tamed(seconds.verify / self.verified(outcome.num_rows, outcome.num_cached))
         self._pace += PACE_RATE * (ratio - self._pace)
         self.verify.correct(outcome.num_rows, ratio / self._pace)
         if not outcome.depth:

@@ -152,7 +152,7 @@ class Engine:
             Outcome(
                 plan,
                 len(batch),
-                batch.mean_context,
+                batch.num_cached,
                 draft.depth,
                 draft.num_caught_up,
                 len(rows.tokens),

@@ -49,7 +49,8 @@ class Prospect:
 class GlobalPlanner:
     """max_nodes, max_depth, top_k: bounds on each sequence's tree, as for UniformPlanner, and not more than it needs.
 
-    can_look: whether asking the device between levels is cheap, as on a CPU; otherwise depth is decided beforehand.
+    can_look: whether asking the device between levels is cheap, as on a CPU; otherwise depth is decided beforehand, and
+    a step that drafts asks once, for the values by which it sets the number of rows.
     """
 
     def __init__(self, max_nodes: int, max_depth: int, top_k: int, costs: StepCosts, can_look: bool = True):
@@ -101,7 +102,8 @@ class GlobalPlanner:
         best = max(range(len(rows)), key=rates.__getitem__)
         self._foreseen = gains[best]
         keep = ranking.keep(rows[best])
-        return Allocation(keep, int(keep.sum(1).max().item()), rows[best])
+        most = int(keep.sum(1).max().item()) if self._can_look else 1 + self._max_nodes
+        return Allocation(keep, min(most, draft.tree.num_nodes), rows[best])
 
     def learn(self, outcome: Outcome) -> None:
         self._costs.learn(outcome)
@@ -120,7 +122,7 @@ class GlobalPlanner:
 
     def _rate(self, batch: Batch, gain: float, spent: float, num_rows: int) -> float:
         """Tokens a second of a step that has spent some seconds and verifies num_rows rows."""
-        return (len(batch) + self._trust * gain) / (spent + self._costs.verified(num_rows, batch.mean_context))
+        return (len(batch) + self._trust * gain) / (spent + self._costs.verified(num_rows, batch.num_cached))
 
     @staticmethod
     def _buckets(size: int, num_candidates: int) -> list[int]:
@@ -141,7 +143,7 @@ class GlobalPlanner:
         if size == len(batch) and self._num_steps < step + REVIEW_EVERY:
             return
         self._reviewed = len(batch), self._num_steps
-        plain = len(batch) / self._costs.plain_step(len(batch), batch.mean_context)
+        plain = len(batch) / self._costs.plain_step(len(batch), batch.num_cached)
         self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
         hurdle = 1.0
         if not self._drafting:
@@ -153,7 +155,7 @@ class GlobalPlanner:
         """The best rate of every width and depth, by what such drafts have lately been worth."""
         size, costs = len(batch), self._costs
         rows = [size, *self._buckets(size, size * self._max_nodes)]
-        verify = {n: costs.verified(n, batch.mean_context) for n in rows}
+        verify = {n: costs.verified(n, batch.num_cached) for n in rows}
         prospects = []
         for width in self._curves.widths:
             for depth in range(1, self._max_depth + 1):
@@ -205,12 +207,12 @@ class GlobalPlanner:
         """Whether no further level could pay, even if every child were as good as its parent."""
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
-        rate = len(batch) / self._costs.plain_step(len(batch), batch.mean_context)
+        rate = len(batch) / self._costs.plain_step(len(batch), batch.num_cached)
         return beam.exp().sum().item() < rate * self._costs.level(beam.numel())
 
     def _price_of(self, probe: Outcome) -> float:
         """Seconds that a probe took beyond the step that would have been taken without it."""
-        instead = self._costs.plain_step(probe.batch_size, probe.context)
+        instead = self._costs.plain_step(probe.batch_size, probe.num_cached)
         if self._drafting and self._best.rate > 0:
             instead = (probe.batch_size + probe.num_accepted) / self._best.rate
         return max(probe.seconds.total - instead, 0.0)

@@ -138,7 +138,7 @@ class _Bench:
             level[rows] = [(o.seconds.draft - read(o.num_caught_up)) / (o.depth - 1) for o in outcomes]
         level = _curve(level) if level else read  # drafts of one level have no further ones to price
         plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
-        return StepCosts(verify, self._attend(verify), read, level, plain_rest, draft_rest)
+        return StepCosts(verify, self._attend(), read, level, plain_rest, draft_rest)
 
     def _read_curve(self) -> CostCurve:
         """Caught-up pairs vary from step to step: bucket by bucket, at their mean number."""
@@ -153,14 +153,16 @@ class _Bench:
             self._engine.abort(sequence)
         self._running = []
 
-    def _attend(self, verify: CostCurve) -> float:
-        """Seconds for each row and token of context, from plain steps behind a long prompt."""
-        self.clear()
-        length = min(LONG_PROMPT, self._engine.max_model_len // 2, self._engine.scheduler.longest - SHORT_OUTPUT)
-        self._add(length)
-        outcomes = [self._take(Setting(1, 1, 0, 0)) for _ in range(1 + REPLAYS)][1:]
-        more = _typical([o.seconds.verify for o in outcomes]) - verify(1)
-        return max(more, 0.0) / length
+    def _attend(self) -> float:
+        """Seconds for each cached token, from plain steps of one sequence behind a long prompt and a short one."""
+        seconds, cached = [], []
+        for length in (min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT):
+            self.clear()
+            self._add(length)
+            outcomes = [self._take(Setting(1, 1, 0, 0)) for _ in range(1 + REPLAYS)][1:]
+            seconds.append(_typical([o.seconds.verify for o in outcomes]))
+            cached.append(mean(o.num_cached for o in outcomes))
+        return max(seconds[0] - seconds[1], 0.0) / max(cached[0] - cached[1], 1)
 
     def _take(self, setting: Setting) -> Outcome:
         """One step of exactly setting.batch_size sequences."""

@@ -34,11 +34,11 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one step. context: tokens cached for a sequence, on average. num_accepted: of the whole batch."""
+    """What came of one step. num_cached: tokens cached before it. num_accepted: drafts, of the whole batch."""
 
     plan: Plan
     batch_size: int
-    context: float
+    num_cached: int
     depth: int
     num_caught_up: int
     num_rows: int

@@ -62,9 +62,9 @@ class Batch:
     spacious: tuple[int, ...] | None
 
     @property
-    def mean_context(self) -> float:
-        """Tokens cached for a sequence, on average."""
-        return sum(self.at.host_lengths) / len(self.at.host_lengths)
+    def num_cached(self) -> int:
+        """Tokens cached for all of them together."""
+        return sum(self.at.host_lengths)
 
     def __len__(self) -> int:
         return len(self.sequences)

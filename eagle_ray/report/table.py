@@ -33,7 +33,8 @@ def run_table(summary: dict[str, Any]) -> str:
     groups = {name or "(none)": counts for name, counts in summary["groups"].items()} | {"all": summary["total"]}
     table = render(header, [_run_line(name, counts) for name, counts in groups.items()])
     drafts = [_depths(summary["total"]), _calibration(summary["total"])]
-    notes = [_work(summary["last_work"]), *drafts, _tally("finished by", "finish_reasons", summary)]
+    work = summary["last_work"]
+    notes = [_work(work), _steps(work), *drafts, _tally("finished by", "finish_reasons", summary)]
     return "\n".join([table, "", *filter(None, [*notes, _tally("errors", "error_codes", summary)])])
 
 
@@ -75,6 +76,21 @@ def _work(work: dict[str, Any] | None) -> str:
         return ""
     busy = f", slots {work['busy_slots']:.0%} busy" if work["busy_slots"] else ""
     return f"speed: {number(work['tokens_per_s'])} tokens/s, all workers together{busy}"
+
+
+def _steps(work: dict[str, Any] | None) -> str:
+    """What the engines' steps were spent on."""
+    engine = (work or {}).get("engine")
+    if not engine or not engine["num_steps"]:
+        return ""
+    steps, reused = engine["num_steps"], engine["num_reused_tokens"]
+    parts = [
+        f"{number(steps)} steps of {engine['num_verify_rows'] / steps:.1f} rows",
+        f"{engine['num_plain_steps'] / steps:.0%} without drafts, {engine['num_probes']} probes",
+        f"{number(reused)} of {number(engine['num_prefill_tokens'] + reused)} prompt tokens reused",
+        f"{engine['num_preemptions']} pre-emptions" if engine["num_preemptions"] else "",
+    ]
+    return f"engine: {', '.join(filter(None, parts))}"
 
 
 def _depths(counts: dict[str, Any]) -> str:

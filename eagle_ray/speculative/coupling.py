@@ -74,15 +74,14 @@ class Coupling:
         """What the target picked after one node of each sequence; sequences whose node was not reached say nothing."""
         temperature = sampling.temperature[rows, None]
         noise = gumbel_noise(sampling.seed[rows], positions, logits.shape[-1])
-        cut = dropped(logits[:, None], sampling, rows)[:, 0].float()
+        cut = dropped(logits[:, None], sampling, rows)[:, 0].float() if sampling.any_cut else torch.zeros_like(logits)
         x = torch.stack([logits, temperature * noise, temperature * (noise - LARGE_NOISE).clamp(min=0), cut], 2)
         probs = (x @ self.fit.parameters[level, 0]).softmax(-1)
-        expected = torch.einsum("sv,svp->sp", probs, x)
-        x = x - expected[:, None]
-        fisher = torch.einsum("sv,svp,svq->spq", probs, x, x)
-        gradient = x.gather(1, picks[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-        weight = reached.float()[None]
-        self.fit.update(level, weight @ gradient, torch.einsum("is,spq->ipq", weight, fisher), weight.sum(1))
+        x = x - probs[:, None] @ x  # less the expected features of the row
+        seen = reached.float()[None]
+        gradient = x[torch.arange(len(picks), device=picks.device), picks]
+        fisher = (x * (probs * reached[:, None])[:, :, None]).flatten(0, 1).T @ x.flatten(0, 1)
+        self.fit.update(level, seen @ gradient, fisher[None], seen.sum(1))
 
 
 def dropped(logits: Float[Tensor, "S F V"], sampling: BatchSampling, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:

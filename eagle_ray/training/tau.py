@@ -41,7 +41,9 @@ CHAIN = TreeShape(6, 6, 1)
 def load_pair(target: Path, draft: Path, shape: TreeShape) -> Pair:
     """The pair published in two directories, in fp32 on the CPU."""
     model = ModelConfig(target=str(target), draft=str(draft), device="cpu", dtype="float32")
-    speculative = SpeculativeConfig(max_nodes=shape.max_nodes, max_depth=shape.max_depth, top_k=shape.top_k)
+    speculative = SpeculativeConfig(
+        max_nodes=shape.max_nodes, max_depth=shape.max_depth, top_k=shape.top_k, budget="uniform"
+    )
     return build_pair(model, speculative, slots=SLOTS)
 
 

@@ -15,7 +15,7 @@ from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import head, llama
 
 PROMPTS = [[5 + i, 9, 23 + i] for i in range(9)]
-TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4)
+TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 
 
 def requests(max_tokens=12):

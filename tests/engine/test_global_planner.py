@@ -54,7 +54,7 @@ class Priced:
         costs, members = self.costs, len(outcome.plan.members or range(outcome.batch_size))
         draft = costs.drafted(outcome.num_caught_up, members, outcome.plan.width, outcome.depth) if outcome.depth else 0
         rest = (costs.draft_rest if outcome.depth else costs.plain_rest)(outcome.batch_size)
-        seconds = Seconds(draft, costs.verified(outcome.num_rows, outcome.context), rest)
+        seconds = Seconds(draft, costs.verified(outcome.num_rows, outcome.num_cached), rest)
         self.seconds += seconds.total
         self.outcomes.append(outcome)
         self.planner.learn(replace(outcome, seconds=seconds))
@@ -112,7 +112,7 @@ def test_a_plain_step_runs_no_draft_kernel(pair):
     made, prompts = pair
     dear = world(draft_share=1.0)
     calls = []
-    hook = made.engine.drafter._head.register_forward_pre_hook(lambda *_: calls.append(len(priced.outcomes)))
+    hook = made.engine.drafter.head.register_forward_pre_hook(lambda *_: calls.append(len(priced.outcomes)))
     priced = made.engine.planner = Priced(GlobalPlanner(60, 6, 10, dear), dear)
     sequences = run(made.engine, prompts[:8], [SamplingParams(max_tokens=40)] * 8)
     hook.remove()

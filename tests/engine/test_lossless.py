@@ -8,9 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import Allocation, Outcome
 from eagle_ray.engine.reference import PlainOutput, decode_plainly
+from eagle_ray.engine.scheduler import Batch
 from eagle_ray.pair import build_pair, resolve
+from eagle_ray.speculative.budget import Budget, global_
+from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.text import Text
 from eagle_ray.training.prompts import prompt_rows
@@ -72,6 +77,44 @@ def test_every_tree_and_batch_size_equals_plain_decoding(oracle, tree, num_slots
     assert exact >= len(plain) - 1  # near-ties are rarer than one row in a thousand
 
 
+class Whimsical:
+    """Drafts for whom it likes, as wide and deep as it likes or not at all, and verifies what it likes of it."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+
+    @property
+    def drafting(self) -> bool:
+        return self.rng.random() < 0.5
+
+    def plan(self, batch: Batch) -> Plan:
+        if self.rng.random() < 0.3:
+            return PLAIN
+        some = sorted(self.rng.sample(range(len(batch)), self.rng.randint(1, len(batch))))
+        members = self.rng.choice([None, tuple(some)])
+        enough = self.rng.choice([None, lambda builder: self.rng.random() < 0.3])
+        return Plan(self.rng.randint(1, 5), self.rng.randint(1, 4), members, enough)
+
+    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+        num_nodes = self.rng.randint(1, 20)
+        num_rows = len(batch) + self.rng.randint(0, 3 * len(batch))
+        keep = global_(draft.tree, Budget(num_rows, num_nodes))
+        return Allocation(keep, min(num_nodes, draft.tree.num_nodes), num_rows)
+
+    def learn(self, outcome: Outcome) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, 32])
+def test_no_plan_changes_what_is_produced(oracle, num_slots):
+    prompts, params, plain = (some[: 24 * num_slots] for some in oracle)
+    engine = llama_engine(num_slots, 20, 5, 4)
+    engine.planner = Whimsical(num_slots)
+    sequences = run(engine, prompts, params)
+    assert differing([s.output_ids for s in sequences], plain) == []
+    assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+
+
 def test_greedy_equals_transformers_generate(oracle):
     prompts, _, _ = oracle
     model = llama()
@@ -107,8 +150,9 @@ def embedded_oracle(per_category: int) -> Oracle:
     return prompts, params, [decode_plainly(model, ids, p, eos) for ids, p in zip(prompts, params, strict=True)]
 
 
-def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Engine:
-    method = dict(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k) if max_nodes else dict(method="none")
+def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int, budget: str = "uniform") -> Engine:
+    tree = dict(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget=budget)
+    method = tree if max_nodes else dict(method="none")
     return build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(**method), num_slots).engine
 
 
@@ -117,10 +161,13 @@ def embedded() -> Oracle:
     return embedded_oracle(per_category=8)
 
 
-@pytest.mark.parametrize("num_slots, tree", [(1, "12 nodes"), (8, "60 nodes"), (32, "8 nodes"), (16, "plain")])
-def test_the_embedded_pair_equals_plain_decoding(embedded, num_slots, tree):
+@pytest.mark.parametrize(
+    "num_slots, tree, budget",
+    [(1, "12 nodes", "uniform"), (8, "60 nodes", "global"), (32, "8 nodes", "global"), (16, "plain", "uniform")],
+)
+def test_the_embedded_pair_equals_plain_decoding(embedded, num_slots, tree, budget):
     prompts, params, plain = embedded
-    sequences = run(embedded_engine(num_slots, *TREES[tree]), prompts, params)
+    sequences = run(embedded_engine(num_slots, *TREES[tree], budget), prompts, params)
     assert differing([s.output_ids for s in sequences], plain) == []
     assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
 
