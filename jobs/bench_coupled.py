@@ -89,7 +89,7 @@ def cell(shape: TreeShape, rows: list[dict], params: SamplingParams, slots: int)
     started = time.monotonic()
     oracle = answer(build(SpeculativeConfig(method="none"), slots), rows, params)
     tree = dict(max_nodes=shape.max_nodes, max_depth=shape.max_depth, top_k=shape.top_k, budget="uniform")
-    published = build(SpeculativeConfig(**tree), slots)
+    published = build(SpeculativeConfig(**tree, coupled=False), slots)
     published.engine.drafter.ranking.calibration = None  # the ranking of EAGLE-2 as it was published
     plain = answer(published, rows, params)
     coupled = answer(build(SpeculativeConfig(**tree, coupled=True), slots), rows, params)
