@@ -70,7 +70,7 @@ HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
     "random": random_head,
 }
 COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "tau")
-COLUMNS += ("rows/pass", "off", "outside", "same")
+COLUMNS += ("foreseen", "rows/pass", "off", "probes", "outside", "same")
 WAYS = ("plain", "chain", "eagle2", "best", "adaptive", "ours")
 Measured = tuple[dict[str, list[Sample]], dict[str, Identity]]  # of each way: by rounds, and over all of them
 
@@ -231,6 +231,8 @@ def figures(samples: list[Sample], plain: list[Sample], identity: Identity, devi
         "tau": total.tau,
         "rows_per_pass": total.num_verify_rows / total.num_steps,
         "off_share": total.num_plain_steps / total.num_steps,
+        "probes": total.num_probes,
+        "foreseen_ratio": total.foreseen_ratio,
         "outside_share": 1 - total.forward_s / total.seconds if device == "cpu" else None,
         "identity": asdict(identity),
         "samples": [asdict(sample) for sample in samples],
@@ -242,7 +244,9 @@ def line(cell: dict[str, object]) -> str:
     ratio, same, outside = cell["over_plain"], cell["identity"], cell["outside_share"]
     parts = [cell["head"], cell["mode"], cell["batch"], cell["way"], f"{cell['tokens_per_second']:.1f}"]
     parts += [f"{ratio['mean']:.3f}x", f"[{ratio['low']:.3f}, {ratio['high']:.3f}]", f"{ratio['bound']:.3f}x"]
-    parts += [f"{cell['tau']:.2f}", f"{cell['rows_per_pass']:.1f}", f"{cell['off_share']:.0%}"]
+    foreseen = cell["foreseen_ratio"]
+    parts += [f"{cell['tau']:.2f}", "-" if foreseen is None else f"{foreseen:.2f}x", f"{cell['rows_per_pass']:.1f}"]
+    parts += [f"{cell['off_share']:.0%}", cell["probes"]]
     parts += ["-" if outside is None else f"{outside:.0%}", f"{same['num_equal']}/{same['num_compared']}"]
     ties = f" ({same['num_near_ties']} ties)" if same["num_near_ties"] else ""
     return "| " + " | ".join(str(part) for part in parts) + ties + " |"

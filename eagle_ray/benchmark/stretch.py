@@ -26,6 +26,7 @@ class Sample:
 
     num_tokens: committed, first tokens after prompts included. num_steps: of the engine; num_plain_steps of them
     drafted nothing. num_passes, num_accepted: target passes and accepted draft tokens, summed over sequences.
+    foreseen_s, foreseen_plain_s: what the planner's costs say of these steps, and of as many plain ones; 0 without any.
     """
 
     seconds: float
@@ -33,9 +34,12 @@ class Sample:
     num_tokens: int
     num_steps: int
     num_plain_steps: int
+    num_probes: int
     num_verify_rows: int
     num_passes: int
     num_accepted: int
+    foreseen_s: float
+    foreseen_plain_s: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -44,6 +48,11 @@ class Sample:
     @property
     def tau(self) -> float:
         return 1 + self.num_accepted / max(self.num_passes, 1)
+
+    @property
+    def foreseen_ratio(self) -> float | None:
+        """Speed over plain decoding by tau and the costs alone, prompts left out; None without costs."""
+        return self.tau * self.foreseen_plain_s / self.foreseen_s if self.foreseen_s else None
 
     def __add__(self, other: Sample) -> Sample:
         return Sample(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -118,7 +127,10 @@ def _so_far(engine: Engine, sequences: list[Sequence], meter: ForwardMeter) -> S
         sum(len(s.output_ids) for s in sequences),
         engine.counters.num_steps,
         engine.counters.num_plain_steps,
+        engine.counters.num_probes,
         engine.counters.num_verify_rows,
         sum(s.num_steps for s in stats),
         sum(s.num_accepted_draft_tokens for s in stats),
+        getattr(engine.planner, "foreseen_s", 0.0),
+        getattr(engine.planner, "foreseen_plain_s", 0.0),
     )

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from eagle_ray.engine.planner import Outcome
+from eagle_ray.engine.stopwatch import Seconds
 
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -93,21 +94,27 @@ class StepCosts:
     def plain_step(self, batch_size: int, num_cached: float) -> float:
         return self.verified(batch_size, num_cached) + self.plain_rest(batch_size)
 
+    def foresee(self, outcome: Outcome) -> Seconds:
+        """What a step of this kind takes by all that is known."""
+        verify = self.verified(outcome.num_rows, outcome.num_cached)
+        if not outcome.depth:
+            return Seconds(0.0, verify, self.plain_rest(outcome.batch_size))
+        width, members = outcome.plan.width, len(outcome.plan.members or range(outcome.batch_size))
+        draft = self.drafted(outcome.num_caught_up, members, width, outcome.depth)
+        return Seconds(draft, verify, self.draft_rest(outcome.batch_size))
+
     def learn(self, outcome: Outcome) -> None:
         """Correct what this step has shown to be wrong."""
-        seconds, plan = outcome.seconds, outcome.plan
-        ratio = _tamed(seconds.verify / self.verified(outcome.num_rows, outcome.num_cached))
+        foreseen, seconds = self.foresee(outcome), outcome.seconds
+        ratio = _tamed(seconds.verify / foreseen.verify)
         self._pace += PACE_RATE * (ratio - self._pace)
         self.verify.correct(outcome.num_rows, ratio / self._pace)
-        if not outcome.depth:
-            rest = self.plain_rest
-        else:
-            rest, members = self.draft_rest, len(plan.members or range(outcome.batch_size))
-            foreseen = self.drafted(outcome.num_caught_up, members, plan.width, outcome.depth)
-            ratio = _tamed(seconds.draft / foreseen) / self._pace
+        if outcome.depth:
+            ratio = _tamed(seconds.draft / foreseen.draft) / self._pace
             self.read.correct(outcome.num_caught_up, ratio)
-            self.level.correct(members * plan.width, ratio)
-        rest.correct(outcome.batch_size, _tamed(seconds.rest / rest(outcome.batch_size)) / self._pace)
+            self.level.correct(len(outcome.plan.members or range(outcome.batch_size)) * outcome.plan.width, ratio)
+        rest = self.draft_rest if outcome.depth else self.plain_rest
+        rest.correct(outcome.batch_size, _tamed(seconds.rest / foreseen.rest) / self._pace)
 
 
 def _tamed(ratio: float) -> float:

@@ -56,7 +56,8 @@ class GlobalPlanner:
     def __init__(self, max_nodes: int, max_depth: int, top_k: int, costs: StepCosts, can_look: bool = True):
         widths = (*(w for w in WIDTHS if w < top_k), top_k)
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
-        self._costs, self._can_look = costs, can_look
+        self.costs, self._can_look = costs, can_look
+        self.foreseen_s = self.foreseen_plain_s = 0.0  # of all steps so far, by the costs: as taken, and without drafts
         self._curves = ValueCurves(widths, self._max_depth)
         self._best = Prospect(0.0)
         self._drafting = True
@@ -96,8 +97,8 @@ class GlobalPlanner:
         rows = [size, *self._buckets(size, num_candidates)]
         gains = ranking.expected([n - size for n in rows])
         members = len(plan.members or range(size))
-        drafted = self._costs.drafted(draft.num_caught_up, members, plan.width, draft.depth)
-        spent = drafted + self._costs.draft_rest(size)
+        drafted = self.costs.drafted(draft.num_caught_up, members, plan.width, draft.depth)
+        spent = drafted + self.costs.draft_rest(size)
         rates = [self._rate(batch, gain, spent, n) for n, gain in zip(rows, gains, strict=True)]
         best = max(range(len(rows)), key=rates.__getitem__)
         self._foreseen = gains[best]
@@ -106,7 +107,9 @@ class GlobalPlanner:
         return Allocation(keep, min(most, draft.tree.num_nodes), rows[best])
 
     def learn(self, outcome: Outcome) -> None:
-        self._costs.learn(outcome)
+        self.foreseen_s += self.costs.foresee(outcome).total
+        self.foreseen_plain_s += self.costs.plain_step(outcome.batch_size, outcome.num_cached)
+        self.costs.learn(outcome)
         self._num_steps += 1
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= PROBE_SHARE * outcome.seconds.total
@@ -122,7 +125,7 @@ class GlobalPlanner:
 
     def _rate(self, batch: Batch, gain: float, spent: float, num_rows: int) -> float:
         """Tokens a second of a step that has spent some seconds and verifies num_rows rows."""
-        return (len(batch) + self._trust * gain) / (spent + self._costs.verified(num_rows, batch.num_cached))
+        return (len(batch) + self._trust * gain) / (spent + self.costs.verified(num_rows, batch.num_cached))
 
     @staticmethod
     def _buckets(size: int, num_candidates: int) -> list[int]:
@@ -143,17 +146,17 @@ class GlobalPlanner:
         if size == len(batch) and self._num_steps < step + REVIEW_EVERY:
             return
         self._reviewed = len(batch), self._num_steps
-        plain = len(batch) / self._costs.plain_step(len(batch), batch.num_cached)
+        plain = len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
         self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
         hurdle = 1.0
         if not self._drafting:
             backlog = min(self._num_off, HORIZON) * len(batch)
-            hurdle += self._costs.read(backlog) / (HORIZON * len(batch) / plain)
+            hurdle += self.costs.read(backlog) / (HORIZON * len(batch) / plain)
         self._drafting = self._best.rate > plain * hurdle
 
     def _prospects(self, batch: Batch) -> list[Prospect]:
         """The best rate of every width and depth, by what such drafts have lately been worth."""
-        size, costs = len(batch), self._costs
+        size, costs = len(batch), self.costs
         rows = [size, *self._buckets(size, size * self._max_nodes)]
         verify = {n: costs.verified(n, batch.num_cached) for n in rows}
         prospects = []
@@ -181,12 +184,12 @@ class GlobalPlanner:
         places = torch.tensor(rows, device=now.device) - len(batch) - 1
         most = rows[-1] - len(batch)
         totals = torch.stack([values.topk(most).values.cumsum(0)[places] for values in (now, more)])
-        spent = self._costs.draft_rest(len(batch)) + self._costs.drafted(
+        spent = self.costs.draft_rest(len(batch)) + self.costs.drafted(
             len(batch), len(batch), self._best.width, builder.depth
         )
         rates = [
             max(self._rate(batch, gain, seconds, n) for gain, n in zip(gains, rows, strict=True))
-            for gains, seconds in zip(totals.tolist(), (spent, spent + self._costs.level(beam.numel())), strict=True)
+            for gains, seconds in zip(totals.tolist(), (spent, spent + self.costs.level(beam.numel())), strict=True)
         ]
         return rates[1] > rates[0]
 
@@ -207,12 +210,12 @@ class GlobalPlanner:
         """Whether no further level could pay, even if every child were as good as its parent."""
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
-        rate = len(batch) / self._costs.plain_step(len(batch), batch.num_cached)
-        return beam.exp().sum().item() < rate * self._costs.level(beam.numel())
+        rate = len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
+        return beam.exp().sum().item() < rate * self.costs.level(beam.numel())
 
     def _price_of(self, probe: Outcome) -> float:
         """Seconds that a probe took beyond the step that would have been taken without it."""
-        instead = self._costs.plain_step(probe.batch_size, probe.num_cached)
+        instead = self.costs.plain_step(probe.batch_size, probe.num_cached)
         if self._drafting and self._best.rate > 0:
             instead = (probe.batch_size + probe.num_accepted) / self._best.rate
         return max(probe.seconds.total - instead, 0.0)

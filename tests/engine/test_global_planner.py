@@ -10,7 +10,6 @@ from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
 from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.pair import ASSETS, build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import run
@@ -51,10 +50,7 @@ class Priced:
         return self.planner.allocate(draft, plan, batch)
 
     def learn(self, outcome: Outcome):
-        costs, members = self.costs, len(outcome.plan.members or range(outcome.batch_size))
-        draft = costs.drafted(outcome.num_caught_up, members, outcome.plan.width, outcome.depth) if outcome.depth else 0
-        rest = (costs.draft_rest if outcome.depth else costs.plain_rest)(outcome.batch_size)
-        seconds = Seconds(draft, costs.verified(outcome.num_rows, outcome.num_cached), rest)
+        seconds = self.costs.foresee(outcome)
         self.seconds += seconds.total
         self.outcomes.append(outcome)
         self.planner.learn(replace(outcome, seconds=seconds))
@@ -135,7 +131,7 @@ def test_turning_on_again_catches_up(pair):
         finished += made.engine.step()
         if len(priced.outcomes) == 30:
             assert not priced.planner.drafting
-            priced.costs = priced.planner._costs = cheap
+            priced.costs = priced.planner.costs = cheap
     assert [s.output_ids for s in sorted(finished, key=lambda s: s.request_id)] == oracle
     late = [o for o in priced.outcomes[30:] if o.depth]
     assert len(late) > 5 and max(o.num_caught_up for o in late) > 4 * 10  # pairs of many plain steps at once
