@@ -48,14 +48,15 @@ from eagle_ray.text import Text
 from eagle_ray.training.prompts import prompt_rows
 
 MAX_MODEL_LEN = 512
-MOST_TIMES_PLAIN = 8  # a window that takes this many times what plain decoding took is cut there
+MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding took is cut there
 LEAST_TOKENS = 48  # of a window: several are committed at a step
-TUNING_ROUNDS = 3  # windows of each tree, half as long as --seconds
-MOST_TUNED_ROWS = 1024  # of a pass: larger ones have no chance on a CPU and take minutes to lose
+TUNING_ROUNDS = 2  # windows of each tree, half as long as --seconds
+MOST_TUNED_ROWS = {"cpu": 256, "cuda": 1024}  # of a pass: larger ones have no chance and take minutes to lose
 DRAIN_ROWS = 1.5  # per slot
 DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
 BAD_NOISE = 0.25  # of the trained weights: tau 1.4 with 8 nodes a tree, 3.7 undamaged; never trained 1.0
 TREES = {  # max_nodes, max_depth, top_k
+    "1/1/1": (1, 1, 1),
     "2/2/1": (2, 2, 1),
     "4/2/2": (4, 2, 2),
     "4/4/1": (4, 4, 1),
@@ -157,7 +158,8 @@ def fixed_tree(max_nodes: int, max_depth: int, top_k: int) -> SpeculativeConfig:
 
 def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> SpeculativeConfig:
     """The fastest of TREES and of none, on the tuning prompts."""
-    trees = {name: tree for name, tree in TREES.items() if batch * (tree[0] + 1) <= MOST_TUNED_ROWS}
+    most = MOST_TUNED_ROWS[torch.device(args.device).type]
+    trees = {name: tree for name, tree in TREES.items() if batch * (tree[0] + 1) <= most}
     ways = {"plain": SpeculativeConfig(method="none")}
     ways |= {name: fixed_tree(*tree) for name, tree in trees.items()}
     engines = {name: models.engine(way, batch) for name, way in ways.items()}
