@@ -1,7 +1,7 @@
 """StepCosts: what the parts of a step cost in seconds, by the rows that they run.
 
-Measured before the first request (`measure.py`) and corrected by every step that is taken. What matters is how the
-costs compare: a machine that slows down as a whole changes no decision, and is kept out of the corrections.
+Measured before the first request (`measure.py`) and corrected by every step that is taken. A step corrects the sizes
+that it ran, and all others half as much: most of what slows a machine down slows all of it.
 Does not know values, budgets or how anything is run.
 """
 
@@ -17,7 +17,7 @@ from eagle_ray.engine.stopwatch import Seconds
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 LEARNING_RATE = 0.1  # how far one step's time moves what was measured
-PACE_RATE = 0.05
+SHARED = 0.5  # of which this much is taken to hold for all numbers of rows
 STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
 
 
@@ -43,14 +43,20 @@ class CostCurve:
         a, b, x, y = self.rows[right - 1], self.rows[right], self._rising[right - 1], self._rising[right]
         return x + (y - x) * max(rows - a, 0) / (b - a)
 
+    @property
+    def per_row(self) -> float:
+        """Seconds of one row more in a large pass."""
+        return (self._rising[-1] - self._rising[0]) / max(self.rows[-1] - self.rows[0], 1)
+
     def correct(self, rows: float, ratio: float) -> None:
         """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it."""
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
-        for place in {left, right}:
-            share = 1.0 if left == right else 1 - abs(self.rows[place] - rows) / (self.rows[right] - self.rows[left])
-            told = self._rising[place] * ratio
-            self.seconds[place] += LEARNING_RATE * share * (told - self.seconds[place])
+        span = max(self.rows[right] - self.rows[left], 1)
+        for place, seconds in enumerate(self._rising):
+            near = 1 - abs(self.rows[place] - rows) / span if left <= place <= right else 0.0
+            share = SHARED + (1 - SHARED) * max(near, 0.0)
+            self.seconds[place] += LEARNING_RATE * share * (seconds * ratio - self.seconds[place])
         self._rising = never_falling(self.seconds)
 
 
@@ -81,7 +87,6 @@ class StepCosts:
     level: CostCurve
     plain_rest: CostCurve
     draft_rest: CostCurve
-    _pace: float = field(default=1.0)
 
     def verified(self, num_rows: int, num_cached: float) -> float:
         """num_cached: tokens that are cached, of all the batch's sequences."""
@@ -106,15 +111,13 @@ class StepCosts:
     def learn(self, outcome: Outcome) -> None:
         """Correct what this step has shown to be wrong."""
         foreseen, seconds = self.foresee(outcome), outcome.seconds
-        ratio = _tamed(seconds.verify / foreseen.verify)
-        self._pace += PACE_RATE * (ratio - self._pace)
-        self.verify.correct(outcome.num_rows, ratio / self._pace)
+        self.verify.correct(outcome.num_rows, _tamed(seconds.verify / foreseen.verify))
         if outcome.depth:
-            ratio = _tamed(seconds.draft / foreseen.draft) / self._pace
+            ratio = _tamed(seconds.draft / foreseen.draft)
             self.read.correct(outcome.num_caught_up, ratio)
             self.level.correct(len(outcome.plan.members or range(outcome.batch_size)) * outcome.plan.width, ratio)
         rest = self.draft_rest if outcome.depth else self.plain_rest
-        rest.correct(outcome.batch_size, _tamed(seconds.rest / foreseen.rest) / self._pace)
+        rest.correct(outcome.batch_size, _tamed(seconds.rest / foreseen.rest))
 
 
 def _tamed(ratio: float) -> float:

@@ -89,10 +89,11 @@ class Engine:
         """
         started = time.monotonic()
         self.scheduler.make_room()
-        self._prefill(self.scheduler.chunks())
+        chunks = self.scheduler.chunks()
+        self._prefill(chunks)
         batch = self.scheduler.batch()
         if batch is not None:
-            self._decode(batch)
+            self._decode(batch, sum(chunk.num_tokens for chunk in chunks))
         finished = self.scheduler.retire()
         self._count(batch, finished, time.monotonic() - started)
         return finished
@@ -127,7 +128,7 @@ class Engine:
                 first.sequence.output_logprobs.append(first.logprob)
             self._append(first.sequence, [first.token])
 
-    def _decode(self, batch: Batch) -> None:
+    def _decode(self, batch: Batch, num_prompt_tokens: int) -> None:
         """Plan, draft, allocate, verify, accept, commit, extend, append."""
         watch = Stopwatch(self.target.device)
         plan = self.planner.plan(batch).among(batch.spacious)
@@ -148,18 +149,8 @@ class Engine:
         logprobs = self._path_logprobs(batch, rows, result, logits)
         num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs))
         watch.mark()
-        self._learn(
-            Outcome(
-                plan,
-                len(batch),
-                batch.num_cached,
-                draft.depth,
-                draft.num_caught_up,
-                len(rows.tokens),
-                num_accepted,
-                watch.read(),
-            )
-        )
+        sizes = (len(batch), batch.num_cached, draft.depth, draft.num_caught_up, len(rows.tokens))
+        self._learn(Outcome(plan, *sizes, num_accepted, num_prompt_tokens, watch.read()))
 
     def _path_logprobs(
         self, batch: Batch, rows: VerifyRows, result: VerifyResult, logits: Float[Tensor, "R V"]

@@ -6,14 +6,14 @@ A step is worth (sequences + drafts expected to be accepted) / (seconds to draft
     between levels    stop once the next level's nodes would not pay for drafting them
     after drafting    as many of the batch's best candidates as make the rate best, over the buckets of the cost curve
 
-While nothing is drafted nothing is learnt about drafts, so now and then one sequence is drafted for all the same: a
-probe. Probes, and drafts wider than needed, may take PROBE_SHARE of the time. Knows values and seconds; does not know
-models, requests or who drafts.
+What is not done is not learnt about. So now and then one sequence is drafted for although nothing is, or a step is
+plain or drafts wider than it would: a probe. What probes cost is at most PROBE_SHARE of the time. Knows values and
+seconds; does not know models, requests or who drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,7 @@ FIRST_PROBES = 4  # drafts from which the first opinion is formed
 FIRST_MEMBERS = 2  # sequences of each of them
 OBSERVE_EVERY = 8  # drafting steps
 REVIEW_EVERY = 8  # steps for which a decision about width and depth holds, the batch being the same
+MARGIN = 1.02  # times plain decoding's rate that drafts must promise
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
 MEMORY = 0.98  # per step, of how far expectations came true
 PRIOR = 2.0  # tokens that expectations are taken to have been right about before anything was seen
@@ -63,8 +64,10 @@ class GlobalPlanner:
         self._drafting = True
         self._num_steps = self._num_off = self._num_drafts = 0
         self._debt = 0.0  # seconds of probes not yet made up for by PROBE_SHARE of the time since
+        self._probe_is_plain = False
         self._reviewed = (0, 0)  # batch size and step of the last decision
         self._accepted = self._expected = PRIOR
+        self._prompt_tokens = 0.0  # of new prompts, computed along with a step on average
         self._foreseen = 0.0  # drafts that this step's budget is expected to yield
 
     @property
@@ -75,8 +78,8 @@ class GlobalPlanner:
         if self._curves.num_observations < FIRST_PROBES:
             return self._probe(batch, FIRST_MEMBERS)
         self._review(batch)
-        if self._debt <= 0 and self._may_learn():
-            return self._probe(batch, len(batch) if self._drafting else 1)
+        if self._debt <= 0:
+            return self._next_probe(batch)
         if not self._drafting:
             return PLAIN
         if not self._can_look:
@@ -115,6 +118,7 @@ class GlobalPlanner:
         self._debt -= PROBE_SHARE * outcome.seconds.total
         if outcome.plan.probe:
             self._debt = self._price_of(outcome)
+        self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
         self._expected = MEMORY * self._expected + self._foreseen
 
@@ -148,7 +152,7 @@ class GlobalPlanner:
         self._reviewed = len(batch), self._num_steps
         plain = len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
         self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
-        hurdle = 1.0
+        hurdle = MARGIN
         if not self._drafting:
             backlog = min(self._num_off, HORIZON) * len(batch)
             hurdle += self.costs.read(backlog) / (HORIZON * len(batch) / plain)
@@ -157,13 +161,15 @@ class GlobalPlanner:
     def _prospects(self, batch: Batch) -> list[Prospect]:
         """The best rate of every width and depth, by what such drafts have lately been worth."""
         size, costs = len(batch), self.costs
+        prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
         rows = [size, *self._buckets(size, size * self._max_nodes)]
         verify = {n: costs.verified(n, batch.num_cached) for n in rows}
         prospects = []
         for width in self._curves.widths:
             for depth in range(1, self._max_depth + 1):
                 gains = {n: size * self._curves.expected(width, depth, n / size - 1) for n in rows}
-                spent = costs.draft_rest(size) + costs.drafted(size * (1 + self._per_sequence), size, width, depth)
+                drafted = costs.drafted(size * (1 + self._per_sequence), size, width, depth)
+                spent = prompts + costs.draft_rest(size) + drafted
                 rate = max((size + self._trust * gains[n]) / (spent + verify[n]) for n in rows)
                 prospects.append(Prospect(rate, width, depth))
         return prospects
@@ -193,9 +199,14 @@ class GlobalPlanner:
         ]
         return rates[1] > rates[0]
 
-    def _may_learn(self) -> bool:
-        """Whether a probe could teach anything: nothing is drafted, or not as wide as it could be."""
-        return not self._drafting or self._best.width < self._top_k
+    def _next_probe(self, batch: Batch) -> Plan:
+        """For one sequence where nothing is drafted; else by turns a plain step and the widest draft."""
+        if not self._drafting:
+            return self._probe(batch, 1)
+        self._probe_is_plain = not self._probe_is_plain
+        if self._probe_is_plain:
+            return replace(PLAIN, probe=True)
+        return self._probe(batch, len(batch))
 
     def _probe(self, batch: Batch, num_members: int) -> Plan:
         """The widest draft for some of the sequences, by turns."""

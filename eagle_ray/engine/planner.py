@@ -34,7 +34,11 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one step. num_cached: tokens cached before it. num_accepted: drafts, of the whole batch."""
+    """What came of one step.
+
+    num_cached: tokens cached before it. num_accepted: drafts, of the whole batch. num_prompt_tokens: of the prompts
+    that were computed along with it.
+    """
 
     plan: Plan
     batch_size: int
@@ -43,6 +47,7 @@ class Outcome:
     num_caught_up: int
     num_rows: int
     num_accepted: int
+    num_prompt_tokens: int
     seconds: Seconds
 
 

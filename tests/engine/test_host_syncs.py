@@ -74,7 +74,7 @@ def test_a_step_under_the_global_budget_asks_once_more():
     engine.planner = GlobalPlanner(12, 4, 4, world(draft_share=0.01), can_look=False)
     engine.planner._curves.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
     engine.planner._curves.num_observations = FIRST_PROBES
-    engine.planner._num_drafts = 1
+    engine.planner._num_drafts, engine.planner._debt = 1, 1.0
     assert watched_step(engine) == ([], ["tolist"] * 2)
 
 
