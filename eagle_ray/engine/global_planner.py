@@ -30,7 +30,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 PROBE_SHARE = 0.01  # of the time
 FIRST_PROBES = 4  # drafts from which the first opinion is formed
 FIRST_MEMBERS = 2  # sequences of each of them
-OBSERVE_EVERY = 8  # drafting steps
+OBSERVE_EVERY = 4  # drafting steps
 REVIEW_EVERY = 8  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.02  # times plain decoding's rate that drafts must promise
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
@@ -185,11 +185,11 @@ class GlobalPlanner:
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._best.width, level.shape[1]), dim=1).values.exp()
         children = torch.tensor(self._curves.children(builder.depth + 1)[: self._best.width], device=beam.device)
-        more = torch.cat([now, (beam[:, :, None] * children).flatten()])
-        rows = self._buckets(len(batch), now.numel())
+        next_level = (beam[:, :, None] * children).flatten()
+        candidates = torch.stack([torch.cat([now, level]) for level in (torch.zeros_like(next_level), next_level)])
+        rows = self._buckets(len(batch), candidates.shape[1])
         places = torch.tensor(rows, device=now.device) - len(batch) - 1
-        most = rows[-1] - len(batch)
-        totals = torch.stack([values.topk(most).values.cumsum(0)[places] for values in (now, more)])
+        totals = candidates.topk(rows[-1] - len(batch)).values.cumsum(1)[:, places]
         spent = self.costs.draft_rest(len(batch)) + self.costs.drafted(
             len(batch), len(batch), self._best.width, builder.depth
         )

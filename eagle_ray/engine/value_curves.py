@@ -7,7 +7,6 @@ first w' children. So one wide draft tells what all narrower ones would have off
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -15,7 +14,7 @@ from torch import Tensor
 
 # Drafted nodes per sequence, on average over the batch, at which a curve is kept.
 SIZES = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-RATE = 0.2  # how far one observation of many sequences moves a curve
+RATE = 0.2  # how far one observation of many sequences moves a curve; of fewer, by the root of their number
 ENOUGH = 8  # sequences that make a full observation
 SMALLEST = 1e-30
 
@@ -27,7 +26,8 @@ class ValueCurves:
         self.widths, self.max_depth = widths, max_depth
         self.num_observations = 0
         self._values: dict[tuple[int, int], list[float]] = {}
-        self._children: list[list[float]] = []
+        self._masses: list[list[float]] = []  # of each level: its parents' values, then its children's by rank
+        self._times_seen: list[int] = []  # of each level
 
     def expected(self, width: int, depth: int, size: float) -> float:
         """Draft tokens of one sequence when its batch verifies `size` nodes a sequence of such a draft.
@@ -49,39 +49,40 @@ class ValueCurves:
 
         Deeper than any draft yet: as at the deepest level there was.
         """
-        return self._children[min(depth, len(self._children)) - 1]
+        parents, *children = self._masses[min(depth, len(self._masses)) - 1]
+        return [mass / max(parents, SMALLEST) for mass in children]
 
     def observe(self, levels: list[Float[Tensor, "M _ K"]], width: int) -> None:
         """The log values of one draft's candidates, level by level; one look at the device."""
         seen = [(w, d) for w in self.widths if w <= width for d in range(1, len(levels) + 1)]
         curves = torch.stack([_curve([level[:, :w, :w] for level in levels[:d]]) for w, d in seen])
-        children = _child_probabilities(levels)
-        flat = torch.cat([curves.flatten(), children.flatten()]).tolist()
-        rate = self._rate(len(levels[0]))
-        growth = self._move(seen, flat, rate)
-        self._carry(seen, growth)
-        for depth, place in enumerate(range(curves.numel(), len(flat), children.shape[1])):
-            self._move_children(depth, flat[place : place + children.shape[1]], rate)
+        masses = _masses(levels)
+        flat = torch.cat([curves.flatten(), masses.flatten()]).tolist()
+        rate = RATE * min(len(levels[0]) / ENOUGH, 1) ** 0.5
+        for depth, place in enumerate(range(curves.numel(), len(flat), masses.shape[1])):
+            self._move_masses(depth, flat[place : place + masses.shape[1]], rate)
+        self._carry(seen, self._move(seen, flat, rate))
         self.num_observations += 1
 
-    def _rate(self, num_members: int) -> float:
-        """The first observation is taken whole, the next ones by their number, and of few sequences less."""
-        return max(RATE * min(num_members / ENOUGH, 1), 1 / (self.num_observations + 1))
+    def _rate_at(self, depth: int, rate: float) -> float:
+        """The first observation of a level is taken whole, the next ones by their number."""
+        return max(rate, 1 / self._times_seen[depth - 1])
 
     def _move(self, seen: list[tuple[int, int]], flat: list[float], rate: float) -> list[float]:
         """Move the curves that were seen; how many times larger the widest and deepest of them has become."""
         before = self._values.get(seen[-1], [0.0] * len(SIZES))
         for place, arm in enumerate(seen):
             fresh = flat[place * len(SIZES) :][: len(SIZES)]
-            self._values[arm] = _moved(self._values.get(arm, fresh), fresh, rate)
+            self._values[arm] = _moved(self._values.get(arm, fresh), fresh, self._rate_at(arm[1], rate))
         return [y / x if x > 0 else 1.0 for x, y in zip(before, self._values[seen[-1]], strict=True)]
 
-    def _move_children(self, depth: int, fresh: list[float], rate: float) -> None:
-        if depth == len(self._children):
-            self._children.append([0.0] * max(self.widths))
-            rate = 1.0
-        old = self._children[depth]
-        old[: len(fresh)] = _moved(old[: len(fresh)], fresh, rate)
+    def _move_masses(self, depth: int, fresh: list[float], rate: float) -> None:
+        if depth == len(self._masses):
+            self._masses.append([0.0] * (1 + max(self.widths)))
+            self._times_seen.append(0)
+        self._times_seen[depth] += 1
+        old = self._masses[depth]
+        old[: len(fresh)] = _moved(old[: len(fresh)], fresh, self._rate_at(depth + 1, rate))
 
     def _carry(self, seen: list[tuple[int, int]], growth: list[float]) -> None:
         """Curves that were not seen change as the widest and deepest one that was."""
@@ -106,10 +107,12 @@ def _curve(levels: list[Float[Tensor, "M _ _"]]) -> Float[Tensor, " S"]:
     return total[below] + (places - below) * (total[above] - total[below])
 
 
-def _child_probabilities(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K"]:
-    """By depth and rank: the mean probability of a child given its parent, parents weighed by their values."""
-    rows = [levels[0].exp().mean((0, 1))]
-    for above, level in pairwise(levels):
-        parents = above.flatten(1).topk(level.shape[1], dim=1).values.exp()
-        rows.append(level.exp().sum((0, 1)) / parents.sum().clamp(min=SMALLEST))
+def _masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]:
+    """Of each level and sequence: the values of the nodes that were given children, then of their children by rank."""
+    rows = []
+    for depth, level in enumerate(levels):
+        parents = torch.ones_like(level[:, :1, 0])
+        if depth:
+            parents = levels[depth - 1].flatten(1).topk(level.shape[1], dim=1).values.exp()
+        rows.append(torch.cat([parents.sum()[None], level.exp().sum((0, 1))]) / len(level))
     return torch.stack(rows)

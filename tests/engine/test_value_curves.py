@@ -1,0 +1,51 @@
+"""What recent drafts were worth, against trees whose worth can be counted by hand."""
+
+import pytest
+import torch
+
+from eagle_ray.engine.value_curves import SIZES, ValueCurves
+
+
+def levels(*conditional: list[float]) -> list[torch.Tensor]:
+    """One sequence's log values: each level gives its two best nodes two children of these probabilities."""
+    grown, beam = [], torch.ones(1, 1)
+    for probs in conditional:
+        values = beam[:, :, None] * torch.tensor(probs)
+        grown.append(values.log())
+        beam = values.flatten(1).topk(2).values
+    return grown
+
+
+def test_curves_are_the_sums_of_the_best_values_of_each_width_and_depth():
+    curves = ValueCurves((1, 2), 2)
+    curves.observe(levels([0.8, 0.1], [0.5, 0.2]), width=2)
+    assert curves.expected(1, 1, 1) == pytest.approx(0.8)
+    assert curves.expected(1, 2, 2) == pytest.approx(0.8 + 0.4)
+    assert curves.expected(2, 2, 3) == pytest.approx(0.8 + 0.4 + 0.16)
+    assert curves.expected(2, 2, 0.5) == pytest.approx(0.4)
+    assert curves.expected(2, 2, SIZES[-1]) == pytest.approx(0.9 + (0.8 + 0.1) * 0.7)
+
+
+def test_children_are_told_of_their_parents_values_and_deeper_ones_as_the_deepest_seen():
+    curves = ValueCurves((1, 2), 4)
+    curves.observe(levels([0.8, 0.1], [0.5, 0.2]), width=2)
+    assert curves.children(1) == pytest.approx([0.8, 0.1])
+    assert curves.children(2) == curves.children(4) == pytest.approx([0.5, 0.2])
+    curves.observe(levels([0.8, 0.1], [0.5, 0.2], [0.9, 0.0]), width=2)
+    assert curves.children(3) == pytest.approx([0.9, 0.0])
+
+
+def test_of_wider_and_deeper_drafts_than_any_yet_the_least_is_known():
+    curves = ValueCurves((1, 2), 3)
+    assert curves.expected(2, 3, 4) == 0
+    curves.observe([level[:, :1, :1] for level in levels([0.8, 0.1])], width=1)
+    assert curves.expected(2, 3, 1) == pytest.approx(0.8)
+
+
+def test_recent_drafts_count_and_what_was_not_seen_changes_with_them():
+    curves = ValueCurves((1, 2), 1)
+    curves.observe(levels([0.8, 0.1]), width=2)
+    for _ in range(200):
+        curves.observe([level[:, :1, :1] for level in levels([0.4, 0.1])], width=1)
+    assert curves.expected(1, 1, 1) == pytest.approx(0.4, rel=0.01)
+    assert curves.expected(2, 1, 2) == pytest.approx(0.45, rel=0.1)
