@@ -12,6 +12,7 @@ Exit codes: 0 done (rows with errors included), 2 usage or configuration, 3 row 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from eagle_ray.config import ConfigError, JobConfig, load_config
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Wrong usage raises SystemExit(2), as argparse does."""
     args = _parser().parse_args(argv)
+    _print_anything()
     try:
         code = args.command(args)
         sys.stdout.flush()
@@ -38,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("eagle-ray: interrupted", file=sys.stderr)
         return 130
+
+
+def _print_anything() -> None:
+    """Completions are in any script; a terminal that knows only ASCII gets the others as escapes, not a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _end_quietly() -> int:

@@ -8,7 +8,6 @@ The rows, the tokenizer and the checks are the job's own, so that what passes he
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,13 +52,7 @@ def validate(config: JobConfig) -> str:
     sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, text), _model(config), _output(config)]
     if rows and not good:
         raise ConfigError("no row can be answered\n" + _rows(rows, 0))
-    return _showable("\n".join(sections))
-
-
-def _showable(report: str) -> str:
-    """What stdout cannot encode is escaped: a terminal or a log may be ASCII."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return report.encode(encoding, "backslashreplace").decode(encoding)
+    return "\n".join(sections)
 
 
 def _checked(request: dict[str, Any], config: JobConfig, text: Text | None, limits: Limits) -> CheckedRow:

@@ -175,6 +175,11 @@ def test_a_scalar_that_yaml_cannot_read_is_itself_or_names_the_file(tmp_path, te
     assert f"{job} is not valid YAML" in refusal(path=job)
 
 
+def test_a_section_that_holds_itself_is_refused(tmp_path):
+    job = write(tmp_path / "job.yaml", "input: &me\n  path: in.jsonl\n  columns: *me\n")
+    assert "holds itself" in refusal(path=job)
+
+
 def test_a_chat_template_is_a_readable_text(tmp_path):
     (tmp_path / "bad.jinja").write_bytes(b"\xff")
     assert "which is not UTF-8 text" in refusal(f"model.chat_template={tmp_path}/bad.jinja")

@@ -98,7 +98,10 @@ def _from_file(path: Path) -> list[Setting]:
         raise ConfigError(f"{path} is not valid YAML: {error} (quote what is meant as text)") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as input: and output:, got {type(tree).__name__}")
-    return list(_flatten("", tree, str(path)))
+    try:
+        return list(_flatten("", tree, str(path)))
+    except RecursionError:
+        raise ConfigError(f"{path}: a section holds itself, through a YAML alias (*name); write it out") from None
 
 
 def _from_env(env: Mapping[str, str]) -> list[Setting]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +32,7 @@ class _Call:
 
     def finish(self, error: Exception | None = None) -> None:
         """Answer from the engine's thread; a caller or loop that is gone wants no answer."""
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, perhaps only just now
             self.loop.call_soon_threadsafe(self._settle, error)
 
     def _settle(self, error: Exception | None) -> None:

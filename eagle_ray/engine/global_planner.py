@@ -28,6 +28,7 @@ from eagle_ray.speculative.plan import PLAIN, Plan
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 PROBE_SHARE = 0.01  # of the time
+PROBE_FLOOR = 0.1  # of a step: what a probe is taken to cost at least, which makes one of ten steps the most
 FIRST_PROBES = 4  # drafts from which the first opinion is formed
 FIRST_MEMBERS = 2  # sequences of each of them
 OBSERVE_EVERY = 4  # drafting steps
@@ -229,4 +230,4 @@ class GlobalPlanner:
         instead = self.costs.plain_step(probe.batch_size, probe.num_cached)
         if self._drafting and self._best.rate > 0:
             instead = (probe.batch_size + probe.num_accepted) / self._best.rate
-        return max(probe.seconds.total - instead, 0.0)
+        return max(probe.seconds.total - instead, PROBE_FLOOR * instead)

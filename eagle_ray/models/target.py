@@ -6,6 +6,8 @@ rows of many sequences, trees included, packed as [1, R]. Does not know requests
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.attention import ATTENTION, PromptLayout, TreeLayout
@@ -137,10 +140,23 @@ class Target:
 def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
     """A causal LM from a local directory in transformers' layout. Raises EngineError where it cannot be read."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"the target in {path} cannot be loaded: {error}") from error
     return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws bars for weights that are read in a moment, over whatever the caller prints."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
