@@ -27,7 +27,7 @@ from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.plan import PLAIN, Plan
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
-PROBE_SHARE = 0.01  # of the time
+PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a step: what a probe is taken to cost at least, which makes one of ten steps the most
 FIRST_PROBES = 4  # drafts from which the first opinion is formed
 FIRST_MEMBERS = 2  # sequences of each of them

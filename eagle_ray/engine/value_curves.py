@@ -34,15 +34,16 @@ class ValueCurves:
 
         Of a draft wider or deeper than any yet: at least what the widest and deepest of those yields.
         """
-        known = [arm for arm in self._values if arm[0] <= width and arm[1] <= depth]
-        if not known:
-            return 0.0
-        curve = self._values[max(known)]
+        curve = self._values.get((width, depth)) or self._nearest(width, depth)
         right = bisect_right(SIZES, size)
         if right == len(SIZES):
             return curve[-1]
         a, x = (SIZES[right - 1], curve[right - 1]) if right else (0.0, 0.0)
         return x + (curve[right] - x) * (size - a) / (SIZES[right] - a)
+
+    def _nearest(self, width: int, depth: int) -> list[float]:
+        known = [arm for arm in self._values if arm[0] <= width and arm[1] <= depth]
+        return self._values[max(known)] if known else [0.0] * len(SIZES)
 
     def children(self, depth: int) -> list[float]:
         """By rank: conditional probability of the children, at `depth`, of the nodes that are worth any.
