@@ -1,6 +1,7 @@
 """Cost curves, their corrections, their measurement on real steps and their keeping on disk."""
 
 import json
+import logging
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,13 @@ from eagle_ray.engine.planner import Outcome
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.speculative.plan import PLAIN
 from tests.toy import llama_engine
+
+
+@pytest.fixture(autouse=True)
+def log_is_heard(monkeypatch):
+    """A job that ran before may have taken the log to stderr alone."""
+    monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
+
 
 seconds = st.lists(st.floats(1e-6, 10), min_size=1, max_size=12)
 
