@@ -35,7 +35,7 @@ def accept_path(tree: DraftTree, rows: VerifyRows, picks: Int[Tensor, " R"], max
     picks: the target's choice after each row. max_depth: bound on the depths, D1 - 1.
     """
     picks_at = picks[rows.row_of]
-    if tree.num_nodes == 1:
+    if max_depth == 0:
         return VerifyResult(torch.zeros_like(picks_at), torch.zeros_like(picks_at[:, 0]), picks_at)
     accepted = accepted_mask(tree, picks_at, max_depth)
     nodes = torch.full((tree.tokens.shape[0], max_depth + 2), -1, dtype=torch.int64, device=picks.device)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,7 +111,15 @@ def test_no_plan_changes_what_is_produced(oracle, num_slots):
     prompts, params, plain = (some[: 24 * num_slots] for some in oracle)
     engine = llama_engine(num_slots, 20, 5, 4)
     engine.planner = Whimsical(num_slots)
-    sequences = run(engine, prompts, params)
+    sequences = run(engine, prompts, [replace(p, logprobs=i % 2 == 0) for i, p in enumerate(params)])
+    for sequence in sequences:
+        stats, logprobs = sequence.stats, sequence.output_logprobs
+        assert len(logprobs) == (len(sequence.output_ids) if sequence.sampling.logprobs else 0)
+        assert len(sequence.output_ids) == 1 + stats.num_steps + stats.num_accepted_draft_tokens - (
+            stats.num_discarded_tokens
+        )
+        assert sum(stats.drafted.accepted) == sum(stats.calibrated.accepted) == stats.num_accepted_draft_tokens
+        assert sum(stats.drafted.nodes) == sum(stats.calibrated.nodes) <= stats.num_draft_tokens
     assert differing([s.output_ids for s in sequences], plain) == []
     assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
 

@@ -54,3 +54,12 @@ def test_a_root_alone_yields_its_bonus_token():
     tree = DraftTree.of_roots(torch.tensor([3, 4]))
     result = accept_path(tree, tree.pack(torch.tensor([1, 1]), 2), torch.tensor([8, 9]), 0)
     assert result.tokens.tolist() == [[8], [9]] and result.num_accepted.tolist() == [0, 0]
+
+
+def test_roots_alone_have_a_result_as_wide_as_the_drafts_that_were_not_kept():
+    tree = DraftTree.of_roots(torch.tensor([3, 4]))
+    rows = tree.pack(torch.tensor([7, 9]), 2)
+    result = accept_path(tree, rows, torch.tensor([11, 12]), max_depth=3)
+    assert result.accepted_nodes.tolist() == [[0, -1, -1, -1]] * 2
+    assert result.num_accepted.tolist() == [0, 0]
+    assert result.tokens.shape == (2, 4) and result.tokens[:, 0].tolist() == [11, 12]
