@@ -18,9 +18,12 @@ from tests.toy import llama_engine
 
 
 @pytest.fixture(autouse=True)
-def log_is_heard(monkeypatch):
-    """A job that ran before may have taken the log to stderr alone."""
-    monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
+def log_is_heard(monkeypatch, caplog):
+    """A job that ran before may have taken the log to stderr alone, or wanted to hear of errors only."""
+    log = logging.getLogger("eagle_ray")
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "disabled", False)
+    caplog.set_level(logging.WARNING, logger="eagle_ray")
 
 
 seconds = st.lists(st.floats(1e-6, 10), min_size=1, max_size=12)
