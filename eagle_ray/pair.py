@@ -40,7 +40,7 @@ from eagle_ray.text import Text
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
-DEFAULT_MODEL_LEN = 4096  # dense slots: a longer default would cost memory that most rows never use
+DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 SHORTEST = 64  # tokens that must have room beside one tree
 
 
@@ -90,9 +90,8 @@ def build_engine(
     head: None is plain decoding, whatever `speculative` says. kv_tokens: None lets every slot be full. Raises
     ConfigError where they are too few for one sequence's tree.
     """
-    columns = (
-        1 if head is None else _tree_columns(speculative, causal_lm.config.get_text_config(decoder=True).vocab_size)
-    )
+    vocab_size = causal_lm.config.get_text_config(decoder=True).vocab_size
+    columns = 1 if head is None else _tree_columns(speculative, vocab_size)
     _check_kv_tokens(kv_tokens, columns)
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens)
     if head is None:

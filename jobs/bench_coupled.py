@@ -88,11 +88,10 @@ def cell(shape: TreeShape, rows: list[dict], params: SamplingParams, slots: int)
     """A line per category and one for all, then how many outputs are plain decoding's."""
     started = time.monotonic()
     oracle = answer(build(SpeculativeConfig(method="none"), slots), rows, params)
-    tree = dict(max_nodes=shape.max_nodes, max_depth=shape.max_depth, top_k=shape.top_k, budget="uniform")
-    published = build(SpeculativeConfig(**tree, coupled=False), slots)
+    published = build(shape.settings(coupled=False), slots)
     published.engine.drafter.ranking.calibration = None  # the ranking of EAGLE-2 as it was published
     plain = answer(published, rows, params)
-    coupled = answer(build(SpeculativeConfig(**tree, coupled=True), slots), rows, params)
+    coupled = answer(build(shape.settings(), slots), rows, params)
     place = f"| {params.temperature:g} | {params.top_p:g} |"
     for category in [*dict.fromkeys(row["category"] for row in rows), "all"]:
         mine = torch.tensor([i for i, row in enumerate(rows) if category in (row["category"], "all")])

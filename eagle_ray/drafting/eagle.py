@@ -129,10 +129,10 @@ class EagleDrafter:
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
                 self._first[slot] = self._end[slot] = 1
-            self._forget(slot, start)
+            self._give_up(slot, start)
 
-    def _forget(self, slot: int, newest: int) -> None:
-        """Give up pairs that are no longer among the queue's last ones, of which column `newest` is the last."""
+    def _give_up(self, slot: int, newest: int) -> None:
+        """Lose pairs that are no longer among the queue's last ones, of which column `newest` is the last."""
         oldest = newest + 1 - self._queue.window
         if oldest > self._end[slot]:
             self._first[slot] = self._end[slot] = oldest
@@ -178,7 +178,7 @@ class EagleDrafter:
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""
         for slot, length in zip(batch.host_slots, batch.host_lengths, strict=True):
-            self._forget(slot, length)
+            self._give_up(slot, length)
         columns = [self._end[slot] for slot in batch.host_slots]
         counts = [length + 1 - column for length, column in zip(batch.host_lengths, columns, strict=True)]
         tokens, features = self._queued(batch.host_slots, columns, counts)

@@ -104,8 +104,8 @@ class StepCosts:
         verify = self.verified(outcome.num_rows, outcome.num_cached)
         if not outcome.depth:
             return Seconds(0.0, verify, self.plain_rest(outcome.batch_size))
-        width, members = outcome.plan.width, len(outcome.plan.members or range(outcome.batch_size))
-        draft = self.drafted(outcome.num_caught_up, members, width, outcome.depth)
+        members = outcome.plan.num_members(outcome.batch_size)
+        draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, outcome.depth)
         return Seconds(draft, verify, self.draft_rest(outcome.batch_size))
 
     def learn(self, outcome: Outcome) -> None:
@@ -115,7 +115,7 @@ class StepCosts:
         if outcome.depth:
             ratio = _tamed(seconds.draft / foreseen.draft)
             self.read.correct(outcome.num_caught_up, ratio)
-            self.level.correct(len(outcome.plan.members or range(outcome.batch_size)) * outcome.plan.width, ratio)
+            self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         rest.correct(outcome.batch_size, _tamed(seconds.rest / foreseen.rest))
 

@@ -36,7 +36,7 @@ from eagle_ray.speculative.verify import VerifyResult, accept_path
 class EngineCounters:
     """What the engine has done since it was made. num_slot_steps: running sequences, summed over steps.
 
-    num_plain_steps: steps in which nothing was drafted. num_probes: steps that drafted in order to learn.
+    num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn.
     num_verify_rows: rows of all decode passes, padding included. busy_s: seconds spent inside step().
     """
 

@@ -22,7 +22,7 @@ from eagle_ray.engine.costs import BUCKETS, StepCosts
 from eagle_ray.engine.planner import Allocation, Outcome
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.value_curves import ValueCurves
-from eagle_ray.speculative.budget import Budget, Ranking
+from eagle_ray.speculative.budget import Budget, Candidates
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.plan import PLAIN, Plan
 
@@ -41,7 +41,7 @@ PRIOR = 2.0  # tokens that expectations are taken to have been right about befor
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A kind of step and what it is expected to yield. rate: tokens a second. depth 0 is a plain step."""
+    """A kind of draft and what a step with it is expected to yield. rate: tokens a second."""
 
     rate: float
     width: int = 0
@@ -96,17 +96,16 @@ class GlobalPlanner:
         if plan.probe or self._num_drafts % OBSERVE_EVERY == 0:
             self._curves.observe(draft.levels, plan.width)
         self._num_drafts += 1
-        ranking = Ranking.of(draft.tree, self._budget(draft, batch))
-        num_candidates = len(ranking.log_values)
+        candidates = Candidates.of(draft.tree, self._budget(draft, batch))
+        num_candidates = len(candidates.log_values)
         rows = [size, *self._buckets(size, num_candidates)]
-        gains = ranking.expected([n - size for n in rows])
-        members = len(plan.members or range(size))
-        drafted = self.costs.drafted(draft.num_caught_up, members, plan.width, draft.depth)
+        gains = candidates.expected([n - size for n in rows])
+        drafted = self.costs.drafted(draft.num_caught_up, plan.num_members(size), plan.width, draft.depth)
         spent = drafted + self.costs.draft_rest(size)
         rates = [self._rate(batch, gain, spent, n) for n, gain in zip(rows, gains, strict=True)]
         best = max(range(len(rows)), key=rates.__getitem__)
         self._foreseen = gains[best]
-        keep = ranking.keep(rows[best])
+        keep = candidates.keep(rows[best])
         most = int(keep.sum(1).max().item()) if self._can_look else 1 + self._max_nodes
         return Allocation(keep, min(most, draft.tree.num_nodes), rows[best])
 

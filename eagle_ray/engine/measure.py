@@ -1,6 +1,6 @@
 """Measuring what the parts of a step cost on this machine, by taking real steps of set sizes with the engine itself.
 
-    costs = measure(engine, max_nodes=60, top_k=10)
+    costs = measure(engine, max_nodes=60, max_depth=6, top_k=10)
 
 The sequences are made up and forgotten. Every size is run REPLAYS times, fewer where one step is long, in turn with
 the others, and the lower quartile of its times taken. Does not know how the costs will be used.
@@ -20,7 +20,6 @@ from eagle_ray.engine.engine import Engine, EngineCounters
 from eagle_ray.engine.planner import Allocation, Outcome
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.speculative.budget import Budget, uniform
 from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import SamplingParams
 
@@ -57,9 +56,7 @@ class SetPlanner:
         return Plan(self.setting.depth, self.setting.width) if self.setting.depth else PLAIN
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
-        num_nodes = min(self.setting.num_nodes, draft.tree.num_nodes)
-        num_rows = len(batch) * num_nodes
-        return Allocation(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
+        return Allocation.uniform(draft, self.setting.num_nodes)
 
     def learn(self, outcome: Outcome) -> None:
         self.outcome = outcome

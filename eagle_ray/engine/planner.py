@@ -31,6 +31,13 @@ class Allocation:
     num_nodes: int
     num_rows: int
 
+    @classmethod
+    def uniform(cls, draft: Draft, most_nodes: int) -> Allocation:
+        """The best most_nodes of every tree, roots included; fewer only where a tree has fewer."""
+        num_nodes = min(most_nodes, draft.tree.num_nodes)
+        num_rows = len(draft.tree.tokens) * num_nodes
+        return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -86,9 +93,7 @@ class UniformPlanner:
         return self._plan
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
-        num_nodes = min(self._num_nodes, draft.tree.num_nodes)
-        num_rows = len(batch) * num_nodes
-        return Allocation(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
+        return Allocation.uniform(draft, self._num_nodes)
 
     def learn(self, outcome: Outcome) -> None:
         pass

@@ -183,9 +183,7 @@ class TreeGroup:
         return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
 
     def _made_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
-        mask = torch.zeros((), dtype=dtype, device=self.ancestors.device)
-        mask = mask.where(self._visible(window), torch.finfo(dtype).min)
-        return mask.repeat(1, groups, 1)[:, None]
+        return _additive(self._visible(window), dtype).repeat(1, groups, 1)[:, None]
 
     def _visible(self, window: int | None) -> Bool[Tensor, "B N T"]:
         lengths = self.batch.lengths[:, None]
@@ -242,9 +240,13 @@ def causal_attention(
     position = torch.arange(length, device=query.device)
     distance = position[length - num_rows :, None] - position
     seen = (distance >= 0) & (distance < (attention.window or length))
-    mask = torch.zeros((), dtype=query.dtype, device=query.device).where(seen, torch.finfo(query.dtype).min)
-    groups = query.shape[1] // key.shape[1]
-    return masked_attention(query, key, value, mask.repeat(groups, 1)[None, None], attention)
+    mask = _additive(seen, query.dtype).repeat(query.shape[1] // key.shape[1], 1)
+    return masked_attention(query, key, value, mask[None, None], attention)
+
+
+def _additive(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+    """0 where seen, and where not what no score can make up for."""
+    return torch.zeros((), dtype=dtype, device=seen.device).where(seen, torch.finfo(dtype).min)
 
 
 def masked_attention(

@@ -9,6 +9,8 @@ a packed weight is no parameter, takes no gradient and cannot be moved.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -48,18 +50,20 @@ def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None
 
     fewest_weights: smaller layers stay. A weight that is tied to an embedding stays there too.
     """
+    can_pack = cache(_can_pack)  # tried once, not for every layer
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.weight.numel() >= fewest_weights and _can_pack(child.weight):
+            large = type(child) is nn.Linear and child.weight.numel() >= fewest_weights
+            if large and can_pack(child.weight.device.type, child.weight.dtype):
                 setattr(module, name, PackedLinear(child))
 
 
-def _can_pack(weight: Tensor) -> bool:
+def _can_pack(device: str, dtype: torch.dtype) -> bool:
     """Found out by trying: the operators have no public name, and bf16 wants a CPU that has it."""
-    if weight.device.type != "cpu" or weight.dtype not in DTYPES or not torch.backends.mkldnn.is_available():
+    if device != "cpu" or dtype not in DTYPES or not torch.backends.mkldnn.is_available():
         return False
     try:
-        PackedLinear(nn.Linear(16, 16, dtype=weight.dtype))(torch.zeros(1, 16, dtype=weight.dtype))
+        PackedLinear(nn.Linear(16, 16, dtype=dtype))(torch.zeros(1, 16, dtype=dtype))
     except (AttributeError, RuntimeError):
         return False
     return True

@@ -47,7 +47,7 @@ def uniform(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
 
 def global_(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
     """The num_rows - B most valuable nodes of the whole batch, and every root."""
-    return Ranking.of(tree, budget).keep(budget.num_rows)
+    return Candidates.of(tree, budget).keep(budget.num_rows)
 
 
 def static(paths: Iterable[tuple[int, ...]]) -> Policy:
@@ -83,7 +83,7 @@ def _code(path: tuple[int, ...], base: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class Candidates:
     """The candidates of a whole batch, most valuable first, cut to num_nodes - 1 of each tree.
 
     log_values: of the candidates in that order, -inf past the last. owners, nodes: their tree and index in it.
@@ -96,7 +96,7 @@ class Ranking:
     shape: torch.Size
 
     @classmethod
-    def of(cls, tree: DraftTree, budget: Budget) -> Ranking:
+    def of(cls, tree: DraftTree, budget: Budget) -> Candidates:
         values = _worth(tree, budget)[:, 1:]
         batch, num_candidates = values.shape
         order = torch.arange(num_candidates, device=values.device).expand(batch, -1)

@@ -17,7 +17,7 @@ class Plan:
 
     width: nodes kept and children drawn at each level. members: the sequences of the batch to draft for, ascending;
     None is all of them. enough: asked before each level after the first; True ends the drafting there.
-    probe: whether this is drafted in order to learn what drafts are worth.
+    probe: whether this is done in order to learn what it costs or yields, and not because it promises most.
     """
 
     max_depth: int
@@ -32,6 +32,10 @@ class Plan:
             return self
         both = members if self.members is None else tuple(m for m in self.members if m in members)
         return replace(self, members=both) if both else PLAIN
+
+    def num_members(self, batch_size: int) -> int:
+        """How many of a batch's sequences are drafted for."""
+        return batch_size if self.members is None else len(self.members)
 
     @property
     def drafts(self) -> bool:

@@ -112,7 +112,8 @@ class BatchSampling:
     def select(self, members: Sequence[int]) -> BatchSampling:
         """The same for some of the sequences."""
         index = torch.tensor(members, dtype=torch.int64, device=self.seed.device)
-        rows = [i for i, member in enumerate(members) if member in set(self.sampled)]
+        sampled = set(self.sampled)
+        rows = [i for i, member in enumerate(members) if member in sampled]
         return replace(
             self,
             temperature=self.temperature[index],

@@ -28,6 +28,11 @@ class TreeShape:
     max_depth: int
     top_k: int
 
+    def settings(self, coupled: bool = True) -> SpeculativeConfig:
+        """This tree for every sequence at every step."""
+        bounds = dict(max_nodes=self.max_nodes, max_depth=self.max_depth, top_k=self.top_k)
+        return SpeculativeConfig(**bounds, budget="uniform", coupled=coupled)
+
     def __str__(self) -> str:
         return f"{self.max_nodes} nodes, {self.max_depth} levels, top-{self.top_k}"
 
@@ -41,10 +46,7 @@ CHAIN = TreeShape(6, 6, 1)
 def load_pair(target: Path, draft: Path, shape: TreeShape) -> Pair:
     """The pair published in two directories, in fp32 on the CPU."""
     model = ModelConfig(target=str(target), draft=str(draft), device="cpu", dtype="float32")
-    speculative = SpeculativeConfig(
-        max_nodes=shape.max_nodes, max_depth=shape.max_depth, top_k=shape.top_k, budget="uniform"
-    )
-    return build_pair(model, speculative, slots=SLOTS)
+    return build_pair(model, shape.settings(), slots=SLOTS)
 
 
 def tau_by_category(

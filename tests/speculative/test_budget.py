@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.speculative.budget import Budget, Ranking, global_, static, uniform
+from eagle_ray.speculative.budget import Budget, Candidates, global_, static, uniform
 from eagle_ray.speculative.tree import DraftTree
 from tests.speculative.test_tree import check_laws, grown, shapes
 
@@ -55,10 +55,10 @@ def test_global_buys_the_best_nodes_of_the_batch_and_their_ancestors(data, seed,
 
 def test_expected_tokens_are_the_sums_of_the_best_values():
     tree = grown(5, 3, 3, 3, False)
-    ranking = Ranking.of(tree, Budget(num_rows=0, num_nodes=tree.num_nodes))
+    candidates = Candidates.of(tree, Budget(num_rows=0, num_nodes=tree.num_nodes))
     best = tree.log_values[:, 1:].exp().flatten().sort(descending=True).values
     sizes = [0, 1, 5, best.numel()]
-    torch.testing.assert_close(torch.tensor(ranking.expected(sizes)), torch.stack([best[:m].sum() for m in sizes]))
+    torch.testing.assert_close(torch.tensor(candidates.expected(sizes)), torch.stack([best[:m].sum() for m in sizes]))
 
 
 @pytest.mark.parametrize("max_nodes", [1, 5, 60])
