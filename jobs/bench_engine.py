@@ -4,8 +4,8 @@ The embedded pair is widened to 230M parameters (eagle_ray/models/widening.py): 
 real model's proportions of cost. Every way is an engine over the same weights; ways take turns, in another order each
 round, on the same prompts, and a round's tokens per second are divided by plain decoding's in the same round. Greedy.
 
-    steady   the decode steps of a queue that is always full, over as many tokens as plain decoding commits in --seconds;
-             "all" counts the prompts too, whose number in a window is a matter of luck, over all rounds together
+    steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
+             counts the prompts too, whose number in a window is a matter of luck, over all rounds together
     drain    1.5 rows a slot of mixed prompts and lengths, to the last one's end, prompts and all
 
 A table on stdout, everything in --out. In full about an hour on two quiet cores; for two minutes:
@@ -214,7 +214,7 @@ def drain(
 
 
 def turns(names: list[str], num_rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name): everyone once a round, each round in a random order, so that nobody always follows the same one."""
+    """(round, name): everyone once a round, in a random order, so that nobody always follows the same one."""
     shuffle = random.Random(0)
     for turn in range(num_rounds):
         yield from ((turn, name) for name in shuffle.sample(names, len(names)))
