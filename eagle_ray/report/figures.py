@@ -73,7 +73,7 @@ def _budgets(budget: dict[str, list[int]]) -> Axis:
 
 def speed(timeline: dict[str, Any]) -> str:
     """Tokens per second of all workers together."""
-    return _over_time(timeline, "tokens_per_s", "tokens/s, all workers", level=None)
+    return _over_time(timeline, "tokens_per_s", "tokens/s, all workers")
 
 
 def busy_slots(timeline: dict[str, Any], slots: int) -> str:
@@ -82,11 +82,11 @@ def busy_slots(timeline: dict[str, Any], slots: int) -> str:
     return _over_time(timeline, "busy_slots", "busy slots, all workers", level=most)
 
 
-def _over_time(timeline: dict[str, Any], name: str, title: str, level: float | None) -> str:
+def _over_time(timeline: dict[str, Any], name: str, title: str, level: float | None = None) -> str:
     values = [sum(column) for column in zip(*(w[name] for w in timeline["workers"].values()), strict=True)]
     width = timeline["bin_s"]
     x = Axis.of_time(width * timeline["num_bins"], "time at work")
-    plot = Plot(x, Axis.over(0, max(*values, level or 0), title), WIDE, 200)
+    plot = Plot(x, Axis.over(0, max(*values, level or 0), title, finest=1), WIDE, 200)
     marks = [plot.upright(attempt["offset_s"]) for attempt in timeline["attempts"][1:]]
     if level:
         marks.append(plot.level(level))

@@ -146,7 +146,7 @@ def _over_time(summary: dict[str, Any], record: dict[str, Any]) -> str:
     words = f"In stretches of {timeline['bin_s']:g} s.{cut if len(timeline['attempts']) > 1 else ''}"
     parts = [
         _figure(figures.speed(timeline), words),
-        _figure(figures.busy_slots(timeline, slots), f"Each worker has {slots}."),
+        _figure(figures.busy_slots(timeline, slots), f"Slots that held a row; each worker has {slots}."),
         _workers(timeline, slots),
     ]
     return _section("Over time", "\n".join(parts))
@@ -256,13 +256,18 @@ def _attempts(record: dict[str, Any]) -> str:
     rows = [
         [
             str(attempt["attempt"]),
-            escape(attempt["started_at"]),
-            escape(attempt.get("finished_at", ABSENT)),
+            _moment(attempt["started_at"]),
+            _moment(attempt.get("finished_at", ABSENT)),
             escape(attempt.get("outcome", RUNNING)),
         ]
         for attempt in record["attempts"]
     ]
-    return _section("Attempts", _table(["attempt", "started", "ended", "outcome"], rows, left=(0, 1, 2, 3)))
+    return _section("Attempts", _table(["attempt", "started, UTC", "ended, UTC", "outcome"], rows, left=(0, 1, 2, 3)))
+
+
+def _moment(text: str) -> str:
+    """2026-11-21 12:00:00, of the record's own writing."""
+    return escape(text.replace("T", " ").removesuffix("+00:00"))
 
 
 def _foot(summary: dict[str, Any], record: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ Point = tuple[float, float]
 ROUND = (1, 2, 2.5, 5, 10)
 TIMES_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 TIME_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
-LEFT, RIGHT, TOP, BOTTOM = 48, 14, 30, 42  # around the frame: tick labels and titles
+LEFT, RIGHT, TOP, BOTTOM = 48, 22, 30, 42  # around the frame: tick labels and titles
 
 
 def plain(value: float) -> str:
@@ -41,9 +41,9 @@ class Axis:
     show: Callable[[float], str]
 
     @classmethod
-    def over(cls, low: float, high: float, title: str, show: Callable[[float], str] = plain) -> Axis:
-        """Widened to round ticks, about five of them."""
-        step = _round_step((high - low) / 5 or 1)
+    def over(cls, low: float, high: float, title: str, show: Callable[[float], str] = plain, finest: float = 0) -> Axis:
+        """Widened to round ticks, about five of them. finest: the least distance between two, 1 for things."""
+        step = max(_round_step((high - low) / 5 or 1), finest)
         first, last = math.floor(low / step), math.ceil(round(high / step, 6))
         ticks = [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]
         return cls(ticks[0], ticks[-1], title, ticks, show)
@@ -139,7 +139,7 @@ class Plot:
 
     def _titles(self) -> Iterator[str]:
         """The y axis' above it, read like any text; the x axis' under its right end."""
-        yield _text(LEFT - 8, 14, self.y.title, "start", "title")
+        yield _text(0, 14, self.y.title, "start", "title")
         yield _text(self.width - RIGHT, self.height - 6, self.x.title, "end", "title")
 
 

@@ -52,7 +52,7 @@ def test_numbers_are_short():
 
 
 def plot() -> Plot:
-    return Plot(Axis.over(0, 10, "x <b>"), Axis.over(0, 100, "y"), width=162, height=172)  # 100 by 100 pixels inside
+    return Plot(Axis.over(0, 10, "x <b>"), Axis.over(0, 100, "y"), width=170, height=172)  # 100 by 100 pixels inside
 
 
 def numbers(mark: str) -> list[float]:
