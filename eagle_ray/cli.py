@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate | bench.
+"""The command line: eagle-ray demo | run | validate | report | compare | bench.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -57,7 +57,7 @@ def _end_quietly() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle-ray", description="Batch inference on Ray with EAGLE-2.")
     parser.add_argument("--version", action="version", version=f"eagle-ray {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | run | validate | bench")
+    commands = parser.add_subparsers(required=True, metavar="demo | run | validate | report | compare | bench")
 
     demo = commands.add_parser("demo", help="the embedded pair on bundled prompts: CPU, no network")
     demo.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
@@ -76,6 +76,17 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.set_defaults(command=_validate, if_exists=None)
+
+    report = commands.add_parser("report", help="a run's numbers, finished or not, and its report.html")
+    report.add_argument("run", metavar="RUN", help="the output directory of a run")
+    report.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
+    report.set_defaults(command=_report)
+
+    compare = commands.add_parser("compare", help="two runs over the same rows, side by side")
+    compare.add_argument("run_a", metavar="RUN_A", help="the output directory of a run")
+    compare.add_argument("run_b", metavar="RUN_B", help="that of another")
+    compare.add_argument("--json", action="store_true", help="every number, to stdout")
+    compare.set_defaults(command=_compare)
 
     bench = commands.add_parser("bench", help="measure this machine")
     benches = bench.add_subparsers(required=True, metavar="cost")
@@ -138,6 +149,20 @@ def _validate(args: argparse.Namespace) -> int:
     from eagle_ray.validate import validate
 
     print(validate(config))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from eagle_ray.review import review, review_json
+
+    print((review_json if args.json else review)(Path(args.run)))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from eagle_ray.review import comparison, comparison_json
+
+    print((comparison_json if args.json else comparison)(Path(args.run_a), Path(args.run_b)))
     return 0
 
 

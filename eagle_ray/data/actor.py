@@ -20,6 +20,7 @@ import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.metrics import Metrics
 from eagle_ray.data.progress import Report
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
@@ -45,6 +46,7 @@ class EngineActor:
             ray.get(progress.fail.remote(_for_the_user(error)), timeout=LAST_WORDS_S)
             time.sleep(UNTIL_THE_DRIVER_ENDS_S)  # raised at once, it would come out as a page of Ray's traceback
             raise
+        self._metrics = Metrics(config.name, run.run_id, self._worker.worker_id)
         self._report(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
@@ -57,7 +59,9 @@ class EngineActor:
         yield answers
 
     def _report(self, answers: pa.Table | None) -> None:
-        self._progress.report.remote(Report.of(self._worker.worker_id, self._worker.counters(), answers))
+        report = Report.of(self._worker.worker_id, self._worker.counters(), answers)
+        self._progress.report.remote(report)
+        self._metrics.count(report, answers)
 
     def _die(self, error: EngineError) -> NoReturn:
         """Say why, wait until it is heard, and end the process."""
