@@ -15,30 +15,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, SamplesOf, num_samples, without_ids
+from eagle_ray.data.lock import lock_output
 from eagle_ray.data.overlap import check_apart, check_not_own
+from eagle_ray.data.partitions import Partitions
+from eagle_ray.data.parts import has_column, tables
 from eagle_ray.data.ray_environment import prepare
-from eagle_ray.data.record import (
-    PROGRESS,
-    RUN,
-    SUCCESS,
-    SUMMARY,
-    Run,
-    lock_output,
-    noting_outcome,
-    open_run,
-    output_of,
-)
-from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
-from eagle_ray.report.summary import has_column, summarise, summary_json
+from eagle_ray.data.record import PROGRESS, RUN, SUCCESS, SUMMARY, Run, noting_outcome, open_run, output_of
+from eagle_ray.data.stops import Incomplete, JobStopped, Overtaken, TooManyErrors
+from eagle_ray.data.storage import Location, parquet_bytes, read_json, write_json
+from eagle_ray.data.zombies import outlast_writers, remove_strays
+from eagle_ray.report.summary import summarise, summary_json
 from eagle_ray.report.table import run_table
 
 log = logging.getLogger("eagle_ray")
@@ -99,6 +93,7 @@ def complete(config: JobConfig) -> dict[str, Any]:
     output = output_of(config)
     check_apart(config.input.path, output)
     plan = plan_input(config)
+    Partitions.of(config.output.partition_by, plan.carried)
     check_not_own(plan.files, output)
     samples = {row["request_id"]: num_samples(row, config) for row in requests_of(plan)}
     if config.output.if_exists == "overwrite" or (samples and not (output / RUN).exists()):
@@ -106,11 +101,13 @@ def complete(config: JobConfig) -> dict[str, Any]:
     with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
+            remove_strays(run)
             _make_missing(config, plan, run, samples)
+            outlast_writers(run)
             _settle(config, run, samples)
             summary = _sum_up(run)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
-            write_whole(run.output / SUCCESS, b"")
+            (run.output / SUCCESS).write_whole(b"", run.check_current)
     return summary
 
 
@@ -143,21 +140,22 @@ def _settle(config: JobConfig, run: Run, samples: dict[str, int]) -> None:
     ledger, samples_of = Ledger.read(run.data), _samples_of(config, samples)
     for file, ids in ledger.excess(samples_of).items():
         log.warning("%d ids stand twice; taken out of %s: %s", len(ids), file, _some(ids))
-        _rewrite(file, without_ids(file, ids), config, run)
+        before = file.stat().version
+        _rewrite(file, before, without_ids(file, ids), config, run)
     if missing := samples.keys() - ledger.done(samples_of):
         raise Incomplete(f"{len(missing)} of {len(samples)} ids are missing: {_some(missing)}; run the job again")
 
 
 def _sum_up(run: Run) -> dict[str, Any]:
     """``_summary.json``, written and returned."""
-    by = GROUP_BY if has_column(run.output, GROUP_BY) else None
+    by = GROUP_BY if has_column(run.data, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
-    summary = facts | summary_json(summarise(run.output, by), by) | {"last_work": _last_work(run.output)}
-    write_json(run.output / SUMMARY, summary)
+    summary = facts | summary_json(summarise(partial(tables, run.data), by), by) | {"last_work": _last_work(run.output)}
+    write_json(run.output / SUMMARY, summary, run.check_current)
     return summary
 
 
-def _last_work(output: Path) -> dict[str, Any] | None:
+def _last_work(output: Location) -> dict[str, Any] | None:
     """What the last progress line said; a damaged file says nothing and stops nothing."""
     try:
         return read_json(output / PROGRESS)
@@ -173,11 +171,15 @@ def _check_error_rate(counts: dict[str, Any], most: float) -> None:
         )
 
 
-def _rewrite(file: Path, table: pa.Table, config: JobConfig, run: Run) -> None:
+def _rewrite(file: Location, before: int | str, table: pa.Table, config: JobConfig, run: Run) -> None:
+    """before: the version that the table was read from."""
     if table.num_rows:
-        write_parquet(file, table, config.output.compression, run.check_current)
+        data = parquet_bytes(table, config.output.compression)
+        if file.replace(data, before, run.check_current) is None:
+            raise Overtaken(f"{file} was rewritten by another driver")
     else:
-        file.unlink()
+        run.check_current()
+        file.remove()
 
 
 def _samples_of(config: JobConfig, samples: dict[str, int]) -> SamplesOf:

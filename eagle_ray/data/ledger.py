@@ -3,17 +3,15 @@
 An id is done when its n samples stand in one file. The ledger is read from the files at each start and recounted at
 the end; an id found twice is written down to one. Does not know Ray, the input or why a row failed.
 
-    >>> ledger = Ledger.read(Path("runs/a/data"))
+    >>> ledger = Ledger.read(Location.of("runs/a/data"))
     >>> sorted(ledger.done(lambda request_id: 1))
     ['q1', 'q2']
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,10 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eagle_ray.config import JobConfig
+from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.data.stops import OutputDamaged, OutputMismatch
+from eagle_ray.data.storage import Location, StorageError
 
-PART = re.compile(r"part-\d{3,}-\d{6}\.parquet")  # the names that the sink gives
 SamplesOf = Callable[[str], int]
 """How many samples an id is to have."""
 
@@ -33,20 +32,20 @@ SamplesOf = Callable[[str], int]
 class Ledger:
     """files[i] holds counts[i][id] rows of each of its ids, in the order in which the files were made."""
 
-    files: list[Path]
+    files: list[Location]
     counts: list[dict[str, int]]
 
     @classmethod
-    def read(cls, data: Path) -> Ledger:
+    def read(cls, data: Location) -> Ledger:
         """Raises OutputMismatch for a file that another major version, or somebody else, wrote, or that is damaged."""
-        files = sorted(data.glob("*.parquet"))
+        files = part_files(data)
         return cls(files, [_rows_by_id(file) for file in files])
 
     def done(self, samples_of: SamplesOf) -> set[str]:
         """Ids all of whose samples stand in one file."""
         return {id for counts in self.counts for id, rows in counts.items() if rows == samples_of(id)}
 
-    def excess(self, samples_of: SamplesOf) -> dict[Path, set[str]]:
+    def excess(self, samples_of: SamplesOf) -> dict[Location, set[str]]:
         """Ids to take out of each file so that every id stands in one, where it is complete; the newest such wins."""
         keeper: dict[str, int] = {}
         for i, counts in enumerate(self.counts):
@@ -60,15 +59,16 @@ def num_samples(row: dict[str, Any], config: JobConfig) -> int:
     return row["n"] or config.sampling.n
 
 
-def without_ids(file: Path, ids: set[str]) -> pa.Table:
+def without_ids(file: Location, ids: set[str]) -> pa.Table:
     """The file's rows but for these ids."""
-    table = pq.read_table(file, partitioning=None)
+    with file.open() as opened:
+        table = pq.read_table(opened, partitioning=None)
     return table.filter(pc.invert(pc.is_in(table["request_id"], pa.array(sorted(ids), pa.string()))))
 
 
-def own_files(data: Path) -> list[Path]:
+def own_files(data: Location) -> list[Location]:
     """Every Parquet file of a run's, whatever its version; raises OutputMismatch where one is somebody else's."""
-    files = sorted(data.glob("*.parquet"))
+    files = part_files(data)
     if foreign := [str(file) for file in files if not _is_own(file)]:
         raise OutputMismatch(
             f"{', '.join(foreign)} was not made by eagle-ray, nothing was deleted: move it away, or choose another "
@@ -77,17 +77,22 @@ def own_files(data: Path) -> list[Path]:
     return files
 
 
-def _is_own(file: Path) -> bool:
+def _is_own(file: Location) -> bool:
     """By its schema's version; a damaged file by its name."""
     try:
-        return VERSION_KEY in (pq.read_schema(file).metadata or {})
+        with file.open() as opened:
+            return VERSION_KEY in (pq.read_schema(opened).metadata or {})
+    except StorageError:
+        raise
     except (pa.ArrowException, OSError):
-        return PART.fullmatch(file.name) is not None
+        return attempt_of(file) is not None
 
 
-def _rows_by_id(file: Path) -> dict[str, int]:
+def _rows_by_id(file: Location) -> dict[str, int]:
     try:
         ids = _ids_in(file)
+    except StorageError:  # the storage is at fault, not the file
+        raise
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise OutputDamaged(
@@ -96,8 +101,8 @@ def _rows_by_id(file: Path) -> dict[str, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(ids).to_pylist()}
 
 
-def _ids_in(file: Path) -> pa.ChunkedArray:
-    with pq.ParquetFile(file) as parquet:
+def _ids_in(file: Location) -> pa.ChunkedArray:
+    with file.open() as opened, pq.ParquetFile(opened) as parquet:
         version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
         if version != SCHEMA_VERSION:
             raise OutputMismatch(

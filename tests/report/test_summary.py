@@ -1,14 +1,17 @@
 """The summary adds up; its ratios are of sums, not means of ratios; its tables are plain."""
 
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.data.parts import tables
 from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.data.storage import Location
 from eagle_ray.report.comparison import compare
-from eagle_ray.report.summary import Group, summarise, summary_json, total
+from eagle_ray.report.summary import Group, ReadColumns, summarise, summary_json, total
 from eagle_ray.report.table import comparison_table, render, run_table
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -46,15 +49,19 @@ def error(request_id: str, category: str | None) -> dict:
     return blank | {"status": "error", "error_code": "prompt_too_long", "error_message": "too long"}
 
 
-def write(output: Path, *files: list[dict]) -> Path:
+def reader(output: Path) -> ReadColumns:
+    return partial(tables, Location.of(output) / "data")
+
+
+def write(output: Path, *files: list[dict]) -> ReadColumns:
     (output / "data").mkdir(parents=True)
     for i, rows in enumerate(files):
         pq.write_table(table_of(rows, SCHEMA), output / "data" / f"part-001-{i:06d}.parquet")
-    return output
+    return reader(output)
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path) -> ReadColumns:
     first = [row("a", "code", 10, 9), row("b", "chat", 30, 3)]
     return write(tmp_path / "run", first, [row("c", "code", 2, 0, decode_s=2.0), error("d", None)])
 
@@ -77,7 +84,7 @@ def test_tau_is_pooled_over_steps(run):
 
 
 def test_nothing_is_no_division_by_zero(tmp_path):
-    assert summarise(tmp_path) == {}
+    assert summarise(reader(tmp_path)) == {}
     empty = total({})
     assert empty == Group() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
 
@@ -149,4 +156,6 @@ def test_a_category_of_any_type_groups_by_its_text(tmp_path, values, names):
     (tmp_path / "data").mkdir()
     rows = table_of([row(id, None, 2, 1) for id in "abc"], SCHEMA)
     pq.write_table(rows.drop_columns("category").append_column("category", values), tmp_path / "data" / "a.parquet")
-    assert [(name, group.rows) for name, group in summarise(tmp_path, by="category").items()] == [(n, 1) for n in names]
+    assert [(name, group.rows) for name, group in summarise(reader(tmp_path), by="category").items()] == [
+        (n, 1) for n in names
+    ]
