@@ -67,10 +67,10 @@ def stat(url: str) -> Stamp:
     return Stamp(found["ContentLength"], found["ETag"])
 
 
-def read_stamped(url: str) -> tuple[bytes, Stamp]:
-    """The bytes, and the stamp of the very object that held them."""
+def read_stamped(url: str, size: int = SMALL) -> tuple[bytes, Stamp]:
+    """The bytes, and the stamp of the very object that held them. size: of bytes, for which there is time."""
     bucket, key = split(url)
-    found = _request(url, "get_object", SMALL, Bucket=bucket, Key=key)
+    found = _request(url, "get_object", size, Bucket=bucket, Key=key)
     return found["Body"], Stamp(len(found["Body"]), found["ETag"])
 
 
@@ -238,7 +238,7 @@ def _put_where(url: str, data: bytes, before: BeforePublish, **condition: Any) -
 def _own_earlier_try(url: str, data: bytes) -> Stamp | None:
     """A try whose answer was lost may have arrived: then the object holds these very bytes."""
     try:
-        found, stamp = read_stamped(url)
+        found, stamp = read_stamped(url, len(data))
     except NotFound:
         return None
     return stamp if found == data else None

@@ -114,3 +114,45 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
         assert time.monotonic() - began > 1  # of three, some of which have passed
         with record.noting_outcome(run):
             pass
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outside):
+    """Real drivers with a Ray of their own, through a server that throttles and breaks all the while."""
+    output = bucket / "out"
+    job = job.model_copy(update={"execution": job.execution.model_copy(update={"slots": 1, "rows_per_file": 1})})
+    address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
+    with FaultProxy(address.hostname, address.port) as proxy:
+        proxy.fail("PUT", Refuse(503, "SlowDown"), 3, path="part-")
+        proxy.fail("GET", Refuse(500, "InternalError"), 3, path="in/")
+        first = start_driver(job, proxy.url)
+        wait_for_files(output, first, 3)
+        second = start_driver(job, proxy.url)
+        _, said = second.communicate(timeout=120)
+        assert second.returncode == 5 and f"{output} is being written by process {first.pid} on " in said
+        first.send_signal(signal.SIGKILL)
+        first.communicate(timeout=30)
+        assert not (output / "_SUCCESS").exists()
+        third = start_driver(job, proxy.url)
+        _, said = third.communicate(timeout=240)
+        assert third.returncode == 0, said
+        assert f"is held by process {first.pid} on" in said and "no sign of life: taken over" in said
+    assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+
+
+def start_driver(job, endpoint: str) -> subprocess.Popen:
+    """The installed command, in a process of its own."""
+    settings = job.model_copy(update={"execution": job.execution.model_copy(update={"ray_address": "local"})})
+    config = Path(job.output.path.removeprefix("s3://").replace("/", "-") + ".yaml").name
+    file = Path(tempfile.mkdtemp()) / config
+    file.write_text(json.dumps(settings.model_dump(mode="json")))
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "AWS_ENDPOINT_URL": endpoint}
+    command = [sys.executable, "-m", "eagle_ray.cli", "run", "-c", str(file)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_files(output: Location, driver: subprocess.Popen, count: int) -> None:
+    deadline = time.monotonic() + 180
+    while len((output / "data").glob("**/*.parquet")) < count:
+        assert time.monotonic() < deadline and driver.poll() is None, "the driver ended, or wrote nothing for minutes"
+        time.sleep(0.1)
