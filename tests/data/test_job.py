@@ -33,7 +33,7 @@ print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 
 
 INTERRUPTED = "130 ['ray', 'torch', 'transformers']\n"
-SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20}
+SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20, "report.html": True}
 
 
 def with_changes(config: JobConfig, **sections: dict) -> JobConfig:
@@ -107,6 +107,16 @@ def test_the_summary_counts_what_the_files_hold(done):
     assert summary["total"]["rows"] == 62 and summary["total"]["error_codes"] == {"no_tokenizer": 2}
     assert summary["total"]["output_tokens"] == sum(row["completion_tokens"] or 0 for row in found)
     assert summary["groups"]["c1"]["rows"] == 30
+
+
+def test_the_report_shows_the_summary(done):
+    summary, report = read_json(Path(done.output.path) / "_summary.json"), Path(done.output.path, "report.html")
+    assert sum(worker["rows"] for worker in summary["timeline"]["workers"].values()) == 60  # two rows are errors
+    html = report.read_text()
+    assert "no_tokenizer" in html and f"{summary['total']['output_tokens']:,}" in html and "Over time" in html
+    report.unlink()
+    assert run_job(done) == 0
+    assert report.exists()
 
 
 def test_a_resume_makes_only_what_is_missing(done):
