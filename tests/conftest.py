@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,16 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the job says, in order."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("eagle_ray").addHandler(handler)
+    yield said
+    logging.getLogger("eagle_ray").removeHandler(handler)
 
 
 @pytest.fixture
