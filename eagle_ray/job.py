@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.asked import Asked, asked_of, names_of
 from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
-from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.data.input.plan import InputPlan, plan_input
 from eagle_ray.data.interrupts import interruptible
-from eagle_ray.data.ledger import Ledger, SamplesOf, num_samples, without_ids
+from eagle_ray.data.ledger import Ledger, without_ids
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
@@ -85,25 +86,25 @@ def complete(config: JobConfig) -> dict[str, Any]:
     check_apart(config.input.path, output)
     plan = plan_input(config)
     check_not_own(plan.files, output)
-    samples = {row["request_id"]: num_samples(row, config) for row in requests_of(plan)}
-    if config.output.if_exists == "overwrite" or (samples and not (output / RUN).exists()):
+    asked = asked_of(plan, config)
+    if config.output.if_exists == "overwrite" or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
-            _make_missing(config, plan, run, samples)
-            _settle(config, run, samples)
+            _make_missing(config, plan, run, asked)
+            _settle(config, plan, run, asked)
             summary = _sum_up(run)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             write_whole(run.output / SUCCESS, b"")
     return summary
 
 
-def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[str, int]) -> None:
+def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
     """Answer the ids that no file holds yet."""
-    done = Ledger.read(run.data).done(_samples_of(config, samples)) & samples.keys()
-    num_rows = sum(samples[id] for id in samples.keys() - done)
-    log.info("%d rows asked for, %d already there", sum(samples.values()), sum(samples.values()) - num_rows)
+    done = Ledger.read(run.data).done(asked.samples_of)
+    num_rows = asked.without(done).num_rows
+    log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
     if num_rows == 0:
         return
     _check_models(config)
@@ -123,14 +124,15 @@ def _check_models(config: JobConfig) -> None:
     check_pair(config.model, config.speculative)
 
 
-def _settle(config: JobConfig, run: Run, samples: dict[str, int]) -> None:
+def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
     """Recount from the files: an id found twice is written down to one, a missing one stops the job."""
-    ledger, samples_of = Ledger.read(run.data), _samples_of(config, samples)
-    for file, ids in ledger.excess(samples_of).items():
-        log.warning("%d ids stand twice; taken out of %s: %s", len(ids), file, _some(ids))
+    ledger = Ledger.read(run.data)
+    for file, ids in ledger.excess(asked.samples_of).items():
+        log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, names_of(ids, plan))
         _rewrite(file, without_ids(file, ids), config, run)
-    if missing := samples.keys() - ledger.done(samples_of):
-        raise Incomplete(f"{len(missing)} of {len(samples)} ids are missing: {_some(missing)}; run the job again")
+    if len(missing := asked.without(ledger.done(asked.samples_of)).ids):
+        names = names_of(missing, plan)
+        raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
 
 
 def _sum_up(run: Run) -> dict[str, Any]:
@@ -163,16 +165,6 @@ def _rewrite(file: Path, table: pa.Table, config: JobConfig, run: Run) -> None:
         write_parquet(file, table, config.output.compression, run.check_current)
     else:
         file.unlink()
-
-
-def _samples_of(config: JobConfig, samples: dict[str, int]) -> SamplesOf:
-    """Ids of other inputs may stand in the same output: they have the job's own number of samples."""
-    return lambda id: samples.get(id, config.sampling.n)
-
-
-def _some(ids: Iterable[str]) -> str:
-    first, *rest = sorted(ids)[:4]
-    return ", ".join([first, *rest[:2]]) + (", ..." if len(rest) > 2 else "")
 
 
 def show_log(level: str) -> None:

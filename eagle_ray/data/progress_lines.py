@@ -135,6 +135,7 @@ class ProgressLines:
             "attempt": self._run.attempt,
             "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "elapsed_s": round(now - self._started, 1),
+            "working_s": round(running, 1),  # since the first worker was ready
             "workers_started": progress.starts,
             "workers_ready": len(progress.workers),
             "rows_to_do": self._num_rows,

@@ -79,11 +79,11 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
 
 
 def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[list[Setting]]:
-    """For each batch size: a plain step, one level, a small tree, and trees whose rows no smaller batch has."""
+    """For each batch size: a plain step, one level, the widest level, a small tree, and trees of ever more rows."""
     depth, limit = min(2, max_depth), max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
     most_rows = 0
     for batch_size in [*(n for n in BUCKETS if n < num_slots and n & (n - 1) == 0), num_slots]:
-        trees = [Setting(batch_size, 1, 0, 0), Setting(batch_size, 2, 1, 1)]
+        trees = [Setting(batch_size, 1, 0, 0), Setting(batch_size, 2, 1, 1), Setting(batch_size, 2, top_k, depth)]
         for n in BUCKETS:
             width = next((w for w in range(1, top_k + 1) if w + (depth - 1) * w**2 >= n - 1), 0)
             new = most_rows < batch_size * n <= limit
