@@ -38,7 +38,8 @@ MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "1
 SAMPLES = 2
 KILLING = 0.5  # the share of the time in which things are killed
 PAUSE_S = (2.0, 9.0)  # between two kills
-VICTIMS = {"driver": 3, "engine": 4, "write task": 3, "node": 2}  # and how often each is chosen
+VICTIMS = {"driver": 3, "engine": 4, "write task": 3, "progress": 1, "node": 2}  # and how often each is chosen
+TITLES = {"engine": "EngineActor", "write task": "Write", "progress": "ProgressActor"}  # in Ray's names of processes
 LOOK_FOR_S = 3.0  # write tasks live for a moment
 WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
 # What a row is. Times, the worker and what the drafts happened to do depend on who else was in the batch.
@@ -131,7 +132,7 @@ class Chaos:
             self.cluster.remove_node(self.chance.choice(sorted(self.cluster.worker_nodes, key=raylet_of)), False)
             time.sleep(self.chance.uniform(0, 3))
             self.cluster.add_node(**MODEST | {"num_gpus": 1})
-        elif not self._kill_worker("EngineActor" if victim == "engine" else "Write"):
+        elif not self._kill_worker(TITLES[victim]):
             return
         self.killed[victim] += 1
         print(f"  killed: {victim}", flush=True)
@@ -156,9 +157,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="about how long all of it takes (300)")
     parser.add_argument("--seed", type=int, default=0, help="of the kills (0)")
     parser.add_argument("--rows", type=int, default=1500, help="prompts, each answered twice (1500)")
+    parser.add_argument("--local", action="store_true", help="output to local files instead of an S3 server (moto's)")
     args = parser.parse_args()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as directory, storage(Path(directory)) as (where, output):
+    store = local_files if args.local else s3_server
+    with tempfile.TemporaryDirectory(prefix="chaos-") as directory, store(Path(directory)) as (where, output):
         prompts = write_prompts(Path(directory), args.rows)
         with cluster() as nodes, Watcher(where, f"{output.removeprefix('s3://')}/data") as watcher:
             chaos = Chaos(nodes, command(prompts, output, nodes), Path(directory) / "log", random.Random(args.seed))
@@ -183,7 +186,7 @@ def report(chaos: Chaos, code: int, watcher: Watcher, where: fs.FileSystem, rows
     checks = {
         "the last command ended with 0": code == 0,
         f"every id {SAMPLES} times, none twice, none missing, by DuckDB": code == 0 and counted(found) == (rows, 0),
-        "_SUCCESS is there": where.get_file_info(f"{watcher.data}/../_SUCCESS".replace("data/../", "")).is_file,
+        "_SUCCESS is there": where.get_file_info(f"{watcher.data.removesuffix('data')}_SUCCESS").is_file,
         f"no half file among {len(watcher.seen)} that were opened as they appeared": not watcher.unreadable,
         "nothing committed was computed again": not computed_again(watcher, attempts, again),
         f"rows that were computed twice ({twice(watcher)}) are the same rows": same_rows(watcher),
@@ -303,9 +306,34 @@ def cluster() -> Iterator:
 
 
 @contextmanager
-def storage(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
-    """Where the output goes, and the eyes to look at it from outside."""
+def local_files(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
+    """Eyes to look at the output from outside, and where it goes."""
     yield fs.LocalFileSystem(), str(directory / "out")
+
+
+@contextmanager
+def s3_server(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
+    """The same in a bucket of moto's HTTP server on loopback; the environment tells the job where that is."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    os.environ |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_REGION": "us-east-1"}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos"}
+    eyes = fs.S3FileSystem(
+        access_key="chaos",
+        secret_key="chaos",
+        region="us-east-1",
+        endpoint_override=f"{host}:{port}",
+        scheme="http",
+        allow_bucket_creation=True,
+    )
+    eyes.create_dir("chaos")
+    try:
+        yield eyes, "s3://chaos/out"
+    finally:
+        server.stop()
 
 
 def children_of(parents: set[int]) -> Iterator[tuple[int, str]]:
