@@ -35,6 +35,8 @@ LOOK_EVERY_S = 1.0
 TRIES = 5  # to reach a cluster that answered before
 DIED = 5  # the exit code of a job whose process left none
 INTERRUPTED = 130
+DASHBOARD = "give the dashboard's address, such as http://127.0.0.1:8265"
+TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
 LEFT_OUT = ["**/__pycache__/**"]
 HERE = ("127.0.0.1", "localhost", "::1")
 
@@ -118,15 +120,15 @@ def _python(client: Any) -> str:
 @contextmanager
 def _reached(address: str | None) -> Iterator[None]:
     """What Ray's client raises is a ClusterError that names the address."""
+    from ray.exceptions import AuthenticationError
+
     try:
         yield
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (AuthenticationError, RuntimeError, ValueError, OSError) as error:
         where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "no address"
         first = str(error).strip().partition("\n")[0]
-        raise ClusterError(
-            f"--address {where}: no Ray cluster takes the job there ({first}): give the dashboard's, such as "
-            "http://127.0.0.1:8265"
-        ) from None
+        fix = TOKEN if isinstance(error, AuthenticationError) else DASHBOARD
+        raise ClusterError(f"--address {where}: no Ray cluster takes the job there ({first}): {fix}") from None
 
 
 async def _print_log(client: Any, job: str) -> None:

@@ -31,21 +31,27 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory) -> Iterator[str]:
-    """A head with a dashboard on loopback, ended by its own process; the dashboard's URL."""
-    port, dashboard = free_port(), free_port()
+    """A head with a dashboard on loopback that wants a token, ended by its own process; the dashboard's URL."""
+    port, dashboard, client = free_port(), free_port(), free_port()
+    (token := tmp_path_factory.mktemp("token") / "token").write_text("0123456789abcdef" * 2)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"PYTHONPATH": os.getcwd()}
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
     command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", "--num-cpus=2"]
-    command += ["--object-store-memory=104857600", "--include-dashboard=true", "--ray-client-server-port=0"]
-    command += [f"--temp-dir={tmp_path_factory.mktemp('r')}"]
+    command += ["--object-store-memory=104857600", "--include-dashboard=true", "--dashboard-agent-listen-port=0"]
+    command += [f"--ray-client-server-port={client}", f"--temp-dir={tmp_path_factory.mktemp('r')}"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        wait_for(lambda: listens(dashboard))
+        wait_for(lambda: process.poll() is not None or listens(dashboard))
+        assert process.poll() is None, process.stdout.read()
         yield f"http://127.0.0.1:{dashboard}"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+        monkeypatch.undo()
 
 
 def listens(port: int) -> bool:
@@ -111,6 +117,14 @@ def test_a_submitted_job_ends_with_its_own_code_and_a_readable_log(make_job, tmp
     assert job.returncode == 6 and "sampling.temperature: was 0.0, now 0.5" in out and "Traceback" not in out
     out, err = (job := submitted(config, head, tmp_path, "--fail-on-row-errors")).communicate(timeout=PATIENCE_S)
     assert job.returncode == 3, out + err
+
+
+@pytest.mark.slow
+def test_a_job_without_the_clusters_token_is_told_which_to_set(make_job, tmp_path, head, monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    out, err = (job := submitted(make_job(token_rows(1)), head, tmp_path)).communicate(timeout=PATIENCE_S)
+    assert job.returncode == 5 and "RAY_AUTH_TOKEN_PATH" in err and err.count("\n") == 1, out + err
 
 
 @pytest.mark.slow
