@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate | submit | status | bench.
+"""The command line: eagle-ray demo | run | validate | submit | status | report | compare | bench.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -23,6 +23,9 @@ from pathlib import Path
 from eagle_ray import __version__
 from eagle_ray.config import ConfigError, JobConfig, load_config
 from eagle_ray.data.interrupts import interruptible
+from eagle_ray.data.stops import JobStopped
+
+COMMANDS = "demo | run | validate | submit | status | report | compare | bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"eagle-ray: {error}", file=sys.stderr)
         return 2
+    except JobStopped as error:
+        print(f"eagle-ray: {error}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print("eagle-ray: interrupted", file=sys.stderr)
         return 130
@@ -59,7 +65,7 @@ def _end_quietly() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle-ray", description="Batch inference on Ray with EAGLE-2.")
     parser.add_argument("--version", action="version", version=f"eagle-ray {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | run | validate | submit | status | bench")
+    commands = parser.add_subparsers(required=True, metavar=COMMANDS)
 
     demo = commands.add_parser("demo", help="the embedded pair on bundled prompts: CPU, no network")
     demo.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
@@ -83,6 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run", metavar="RUN", help="its output.path")
     status.add_argument("--json", action="store_true", help="everything that is known, as JSON")
     status.set_defaults(command=_status)
+
+    report = commands.add_parser("report", help="a run's numbers, finished or not, and its report.html")
+    report.add_argument("run", metavar="RUN", help="the output directory of a run")
+    report.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
+    report.set_defaults(command=_report)
+
+    compare = commands.add_parser("compare", help="two runs over the same rows, side by side")
+    compare.add_argument("run_a", metavar="RUN_A", help="the output directory of a run")
+    compare.add_argument("run_b", metavar="RUN_B", help="that of another")
+    compare.add_argument("--json", action="store_true", help="every number, to stdout")
+    compare.set_defaults(command=_compare)
 
     bench = commands.add_parser("bench", help="measure this machine")
     benches = bench.add_subparsers(required=True, metavar="cost")
@@ -163,27 +180,31 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _submit(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.data.stops import JobStopped
     from eagle_ray.data.submission import submit
 
     flags = ["--fail-on-row-errors"] if args.fail_on_row_errors else []
-    try:
-        return submit(config, args.address, flags, args.follow)
-    except JobStopped as error:
-        print(f"eagle-ray: {error}", file=sys.stderr)
-        return error.exit_code
+    return submit(config, args.address, flags, args.follow)
 
 
 def _status(args: argparse.Namespace) -> int:
     from eagle_ray.data.status import status_of, status_text
-    from eagle_ray.data.stops import JobStopped
 
-    try:
-        status = status_of(Path(args.run).expanduser())
-    except JobStopped as error:
-        print(f"eagle-ray: {error}", file=sys.stderr)
-        return error.exit_code
+    status = status_of(Path(args.run).expanduser())
     print(json.dumps(status.as_json(), indent=2, ensure_ascii=False) if args.json else status_text(status))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from eagle_ray.review import review, review_json
+
+    print((review_json if args.json else review)(Path(args.run)))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from eagle_ray.review import comparison, comparison_json
+
+    print((comparison_json if args.json else comparison)(Path(args.run_a), Path(args.run_b)))
     return 0
 
 

@@ -9,6 +9,7 @@ Two ordinary jobs in one Ray session, with the same slots and threads; what they
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pyarrow.parquet as pq
 
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.data.atomic import read_json, write_json
-from eagle_ray.data.record import SUMMARY
-from eagle_ray.job import GROUP_BY, complete, exit_code_of, log
+from eagle_ray.data.parts import tables
+from eagle_ray.data.record import DATA, REPORT, SUMMARY
+from eagle_ray.job import GROUP_BY, complete, exit_code_of, log, write_report
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.table import comparison_table
 
@@ -55,8 +57,10 @@ def _demo(output: Path) -> str:
     complete(demo_config(output, "eagle2"))
     log.info("plain decoding into %s", baseline)
     complete(demo_config(baseline, "none"))
-    comparison = compare(output, baseline, GROUP_BY).as_json()
-    write_json(output / SUMMARY, read_json(output / SUMMARY) | {"baseline": comparison})
+    comparison = compare(partial(tables, output / DATA), partial(tables, baseline / DATA), GROUP_BY).as_json()
+    summary = read_json(output / SUMMARY) | {"baseline": comparison}
+    write_json(output / SUMMARY, summary)
+    write_report(output, summary)
     table = f"{comparison_table(comparison, GROUP_BY)}\n{LEGEND}"
     parts = [table, _identity(comparison), *_completions(output), _where(output)]
     return "\n\n".join([*parts, f"{time.monotonic() - started:.0f} s in all"])
@@ -90,6 +94,7 @@ def _where(output: Path) -> str:
     files = f"{output}/data/*.parquet"
     return (
         f"rows: {files} (plain decoding: {output}/baseline/data), numbers: {output}/{SUMMARY}\n"
+        f"report: {output}/{REPORT}\n"
         f"try:  python -c \"import pandas; print(pandas.read_parquet('{output}/data')"
         "[['category', 'text', 'mean_acceptance_length']])\"\n"
         f"or:   duckdb -c \"select category, avg(mean_acceptance_length) from '{files}' group by 1\""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from eagle_ray.data.input.plan import InputPlan, plan_input
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.ledger import Ledger, without_ids
 from eagle_ray.data.overlap import check_apart, check_not_own
+from eagle_ray.data.parts import has_column, tables
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
     PROGRESS,
+    REPORT,
     RUN,
     SUCCESS,
     SUMMARY,
@@ -35,10 +38,14 @@ from eagle_ray.data.record import (
     noting_outcome,
     open_run,
     output_of,
+    read_record,
 )
 from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
-from eagle_ray.report.summary import has_column, summarise, summary_json
+from eagle_ray.report.budgets import budgets
+from eagle_ray.report.page import page
+from eagle_ray.report.summary import summarise, summary_json
 from eagle_ray.report.table import run_table
+from eagle_ray.report.timeline import timeline
 
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
@@ -94,10 +101,18 @@ def complete(config: JobConfig) -> dict[str, Any]:
         with noting_outcome(run):
             _make_missing(config, plan, run, asked)
             _settle(config, plan, run, asked)
-            summary = _sum_up(run)
+            summary = sum_up(run)
+            write_json(run.output / SUMMARY, summary)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             write_whole(run.output / SUCCESS, b"")
+        if config.report.html:
+            write_report(run.output, summary)
     return summary
+
+
+def write_report(output: Path, summary: dict[str, Any]) -> None:
+    """``report.html``, of the run's record as it stands."""
+    write_whole(output / REPORT, page(summary, read_record(output)).encode())
 
 
 def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
@@ -135,13 +150,13 @@ def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
         raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
 
 
-def _sum_up(run: Run) -> dict[str, Any]:
-    """``_summary.json``, written and returned."""
-    by = GROUP_BY if has_column(run.output, GROUP_BY) else None
+def sum_up(run: Run) -> dict[str, Any]:
+    """What ``_summary.json`` says, of what the files hold now."""
+    by = GROUP_BY if has_column(run.data, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
-    summary = facts | summary_json(summarise(run.output, by), by) | {"last_work": _last_work(run.output)}
-    write_json(run.output / SUMMARY, summary)
-    return summary
+    read = partial(tables, run.data)
+    over_time = {"timeline": timeline(read), "budget": budgets(read)}
+    return facts | summary_json(summarise(read, by), by) | over_time | {"last_work": _last_work(run.output)}
 
 
 def _last_work(output: Path) -> dict[str, Any] | None:

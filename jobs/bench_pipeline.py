@@ -69,7 +69,8 @@ def throughput(args: argparse.Namespace, directory: Path) -> None:
         job.append(progress["working_s"])
         busy.append(progress["busy_slots"])
     print(f"{args.rows} rows, {args.slots} slots, {args.rounds} rounds, medians (s)")
-    print("| engine alone | job, start-up apart | job over engine | busy slots | command to prompt |\n|---|---|---|---|---|")
+    columns = ("engine alone", "job, start-up apart", "job over engine", "busy slots", "command to prompt")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     ratio = statistics.median(j / a for j, a in zip(job, alone, strict=True))
     middle = [statistics.median(numbers) for numbers in (alone, job, busy, wall)]
     print(f"| {middle[0]:.1f} | {middle[1]:.1f} | {ratio:.3f} | {middle[2]:.1%} | {middle[3]:.1f} |")

@@ -41,6 +41,7 @@ def ray_session() -> Iterator[None]:
         object_store_memory=100 << 20,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
+        _system_config={"metrics_report_interval_ms": 1000},  # what a test waits for
     )
     yield
     ray.shutdown()

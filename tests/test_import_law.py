@@ -26,6 +26,7 @@ LEVEL = {
     "job": 7,
     "validate": 7,
     "demo": 8,
+    "review": 8,
     "cli": 9,
 }
 HEAVY = {

@@ -32,7 +32,6 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "speculative.budget": ("uniform", "global"),
     "execution.row_timeout_s": (None,),
     "output.partition_by": ([],),
-    "report.html": (False,),
     "report.baseline_rows": (0,),
     "report.verify_rows": (0,),
     "logging.format": ("auto", "text"),

@@ -24,6 +24,7 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.deaths import Blame
 from eagle_ray.data.faults import fault_of
 from eagle_ray.data.isolation import Isolation
+from eagle_ray.data.metrics import Metrics
 from eagle_ray.data.progress import Report
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
@@ -47,8 +48,9 @@ class EngineActor:
         except Exception as error:  # whatever it is, it is said in one line and not in a page of Ray's traceback
             self._cannot_start(error)
         self._isolation = Isolation(self._worker.answer, self._line, config.execution.slots)
+        self._metrics = Metrics(config.name, run.run_id, self._worker.worker_id)
         self._report = Report.of(self._worker.worker_id, self._worker.counters())
-        self._line.report(self._report)
+        self._tell(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """One table for the batch: Ray hands rows on when the call is over."""
@@ -57,8 +59,12 @@ class EngineActor:
         except EngineError as error:
             self._end(error)
         self._report = self._report.after(answers, self._worker.counters())
-        self._line.report(self._report)
+        self._tell(answers)
         yield answers
+
+    def _tell(self, answers: pa.Table | None) -> None:
+        self._line.report(self._report)
+        self._metrics.count(self._report, answers)
 
     def _cannot_start(self, error: Exception) -> NoReturn:
         """The job ends with what any worker would meet; what may be this one's own ends this process alone."""

@@ -63,7 +63,7 @@ def num_samples(row: dict[str, Any], config: JobConfig) -> int:
 def names_of(ids: Digests, plan: InputPlan, most: int = 3) -> str:
     """The first of these ids as the input has them, for a message; ids are sorted."""
     names = []
-    for name, found in ids_in(plan, ids):
+    for name, _ in ids_in(plan, ids):
         if len(names) == most:
             return ", ".join([*names, "..."])
         names.append(name)

@@ -31,7 +31,7 @@ from eagle_ray.data.ledger import own_files
 from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, OutputMismatch, Overtaken
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
-SUCCESS, LOCK, DATA = "_SUCCESS", "_lock", "data"
+SUCCESS, LOCK, DATA, REPORT = "_SUCCESS", "_lock", "data", "report.html"
 FORMAT_VERSION = 1  # of _run.json
 KEYS = {"run_id", "attempt", "config", "inputs", "attempts"}  # of _run.json, without which it cannot be gone on from
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
@@ -217,7 +217,7 @@ def _check_no_foreign_data(output: Path) -> None:
 
 def _remove_run(output: Path) -> None:
     """Delete what a run writes, and nothing else; ``_run.json`` is replaced by the next attempt's."""
-    for path in [*own_files(output / DATA), *(output / name for name in (PROGRESS, SUMMARY, SUCCESS))]:
+    for path in [*own_files(output / DATA), *(output / name for name in (PROGRESS, SUMMARY, SUCCESS, REPORT))]:
         path.unlink(missing_ok=True)
 
 
