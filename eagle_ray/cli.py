@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from eagle_ray import __version__
 from eagle_ray.config import ConfigError, JobConfig, load_config
@@ -146,28 +144,31 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from eagle_ray.data.storage import Location
     from eagle_ray.demo import run_demo
 
-    return run_demo(Path(args.output))
+    return run_demo(Location.of(args.output))
 
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.data.record import output_of
     from eagle_ray.data.submission import check_output_outlives_job
     from eagle_ray.job import run_job
 
     check_output_outlives_job(config)
 
     code = run_job(config)
-    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(output_of(config))):
+    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(config)):
         print(f"eagle-ray: {errors} rows ended in errors (--fail-on-row-errors)", file=sys.stderr)
         return 3
     return code
 
 
-def _num_errors(output: Path) -> int:
-    return json.loads((output / "_summary.json").read_text("utf-8"))["total"]["errors"]
+def _num_errors(config: JobConfig) -> int:
+    from eagle_ray.data.record import SUMMARY, output_of
+    from eagle_ray.data.storage import read_json
+
+    return read_json(output_of(config) / SUMMARY)["total"]["errors"]
 
 
 def _validate(args: argparse.Namespace) -> int:
@@ -188,23 +189,24 @@ def _submit(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     from eagle_ray.data.status import status_of, status_text
+    from eagle_ray.review import run_at
 
-    status = status_of(Path(args.run).expanduser())
+    status = status_of(run_at(args.run))
     print(json.dumps(status.as_json(), indent=2, ensure_ascii=False) if args.json else status_text(status))
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle_ray.review import review, review_json
+    from eagle_ray.review import review, review_json, run_at
 
-    print((review_json if args.json else review)(Path(args.run)))
+    print((review_json if args.json else review)(run_at(args.run)))
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from eagle_ray.review import comparison, comparison_json
+    from eagle_ray.review import comparison, comparison_json, run_at
 
-    print((comparison_json if args.json else comparison)(Path(args.run_a), Path(args.run_b)))
+    print((comparison_json if args.json else comparison)(run_at(args.run_a), run_at(args.run_b)))
     return 0
 
 

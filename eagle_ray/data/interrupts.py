@@ -9,7 +9,6 @@ words a second one would only cut them short. Does not know what is interrupted.
 
 from __future__ import annotations
 
-import _thread
 import signal
 import threading
 from collections.abc import Iterator
@@ -45,8 +44,12 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """From any thread: interrupt the main thread, which is in ``interruptible``."""
-    _thread.interrupt_main(FROM_WITHIN)
+    """From any thread: interrupt the main thread, by a real signal, which ends whatever it waits for.
+
+    Outside ``interruptible`` it is as Ctrl-C.
+    """
+    is_expected = signal.getsignal(FROM_WITHIN) is signal.default_int_handler
+    signal.pthread_kill(threading.main_thread().ident, FROM_WITHIN if is_expected else signal.SIGINT)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:

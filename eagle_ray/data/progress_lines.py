@@ -15,18 +15,17 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.data.atomic import write_json
 from eagle_ray.data.display import Facts, display
 from eagle_ray.data.interrupts import interrupt
 from eagle_ray.data.progress import Progress
 from eagle_ray.data.record import PROGRESS, Run
 from eagle_ray.data.stops import ClusterError, TooManyErrors
+from eagle_ray.data.storage import Location, write_json
 
 log = logging.getLogger("eagle_ray")
 LOOK_EVERY_S = 1.0
@@ -65,7 +64,7 @@ class ProgressLines:
     def __init__(self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
-        self._saved = SavedRows(run.data, f"part-{run.attempt:03d}-*.parquet")
+        self._saved = SavedRows(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._started, self._ready_at = time.monotonic(), None
         self._reason: Exception | None = None
@@ -162,12 +161,13 @@ class ProgressLines:
 class SavedRows:
     """Counts the rows of files as they appear, reading each footer once."""
 
-    directory: Path
+    directory: Location
     pattern: str
-    rows: dict[Path, int] = field(default_factory=dict)
+    rows: dict[Location, int] = field(default_factory=dict)
 
     def count(self) -> int:
         for file in self.directory.glob(self.pattern):
             if file not in self.rows:
-                self.rows[file] = pq.read_metadata(file).num_rows
+                with file.open() as opened:
+                    self.rows[file] = pq.read_metadata(opened).num_rows
         return sum(self.rows.values())

@@ -3,7 +3,7 @@
 A run that is killed leaves no word, so a run that says nothing for long is called silent. Does not know Ray, and asks
 no cluster.
 
-    >>> print(status_text(status_of(Path("runs/a"))))
+    >>> print(status_text(status_of(Location.of("runs/a"))))
     run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
     last word 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.atomic import read_json
 from eagle_ray.data.display import Facts, words_of
 from eagle_ray.data.record import PROGRESS, RUN, SUCCESS, SUMMARY, read_record
+from eagle_ray.data.storage import Location, read_json
 
 INTERRUPTED = "KeyboardInterrupt"
 SILENT_AFTER = 6  # times logging.progress_every_s
@@ -49,7 +48,7 @@ class Status:
         return asdict(self)
 
 
-def status_of(output: Path, now: datetime | None = None) -> Status:
+def status_of(output: Location, now: datetime | None = None) -> Status:
     """Raises ConfigError where the directory holds no run, OutputDamaged where its record cannot be read."""
     record = read_record(output)
     if record is None:
@@ -106,7 +105,7 @@ def _counted(total: dict[str, Any] | None) -> str:
     return f"\n{total['rows']:,} rows, {total['errors']:,} errors, {total['output_tokens']:,} tokens"
 
 
-def _read(output: Path, name: str) -> dict[str, Any] | None:
+def _read(output: Location, name: str) -> dict[str, Any] | None:
     """A file that is not there, or is damaged, says nothing."""
     try:
         return read_json(output / name)

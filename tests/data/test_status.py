@@ -2,16 +2,15 @@
 
 import json
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 
 from eagle_ray import cli
 from eagle_ray.config import ConfigError
-from eagle_ray.data.atomic import write_json
 from eagle_ray.data.record import noting_outcome, open_run
 from eagle_ray.data.status import status_of, status_text
 from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.storage import Location, write_json
 from tests.conftest import token_rows
 from tests.data.test_display import FACTS
 
@@ -23,8 +22,8 @@ MUCH_LATER = timedelta(hours=3)
 def started(make_job):
     """An attempt that has just begun."""
     config = make_job(token_rows(3))
-    output = Path(config.output.path)
-    output.mkdir()
+    output = Location.of(config.output.path)
+    output.make_directory()
     return open_run(config, []), output
 
 
@@ -75,7 +74,7 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
     run, output = started
     with noting_outcome(run):
         write_json(output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}})
-        (output / "_SUCCESS").touch()
+        (output / "_SUCCESS").write_whole(b"")
     assert cli.main(["status", str(output)]) == 0
     assert "done, " in (said := capsys.readouterr().out) and "1,096 rows, 2 errors, 5,000 tokens" in said
     assert cli.main(["status", str(output), "--json"]) == 0
@@ -84,13 +83,13 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
 
 def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
     with pytest.raises(ConfigError):
-        status_of(tmp_path)
+        status_of(Location.of(tmp_path))
     assert cli.main(["status", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no run" in capsys.readouterr().err
 
 
 def test_a_damaged_record_is_named(started, capsys):
     _, output = started
-    (output / "_run.json").write_text("{")
+    (output / "_run.json").write_whole(b"{")
     assert cli.main(["status", str(output)]) == 6
     assert "is damaged" in capsys.readouterr().err

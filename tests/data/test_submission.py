@@ -15,8 +15,8 @@ import pytest
 
 from eagle_ray import cli
 from eagle_ray.config import ConfigError
-from eagle_ray.data.atomic import read_json
 from eagle_ray.data.ray_environment import RAY_JOB
+from eagle_ray.data.storage import read_json
 from eagle_ray.data.submission import check_output_outlives_job, for_a_cluster
 from tests.conftest import token_rows
 from tests.data.test_job import ids_of, rows_of, with_changes

@@ -9,6 +9,7 @@ import pytest
 
 from eagle_ray.data.parts import tables
 from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.data.storage import Location
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.summary import Group, ReadColumns, summarise, summary_json, total
 from eagle_ray.report.table import comparison_table, render, run_table
@@ -49,18 +50,18 @@ def error(request_id: str, category: str | None) -> dict:
 
 
 def reader(output: Path) -> ReadColumns:
-    return partial(tables, output / "data")
+    return partial(tables, Location.of(output) / "data")
 
 
-def write(output: Path, *files: list[dict]) -> Path:
+def write(output: Path, *files: list[dict]) -> ReadColumns:
     (output / "data").mkdir(parents=True)
     for i, rows in enumerate(files):
         pq.write_table(table_of(rows, SCHEMA), output / "data" / f"part-001-{i:06d}.parquet")
-    return output
+    return reader(output)
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(tmp_path) -> ReadColumns:
     first = [row("a", "code", 10, 9), row("b", "chat", 30, 3)]
     return write(tmp_path / "run", first, [row("c", "code", 2, 0, decode_s=2.0), error("d", None)])
 
