@@ -53,15 +53,15 @@ def reader(output: Path) -> ReadColumns:
     return partial(tables, Location.of(output) / "data")
 
 
-def write(output: Path, *files: list[dict]) -> ReadColumns:
+def write(output: Path, *files: list[dict]) -> Path:
     (output / "data").mkdir(parents=True)
     for i, rows in enumerate(files):
         pq.write_table(table_of(rows, SCHEMA), output / "data" / f"part-001-{i:06d}.parquet")
-    return reader(output)
+    return output
 
 
 @pytest.fixture
-def run(tmp_path) -> ReadColumns:
+def run(tmp_path) -> Path:
     first = [row("a", "code", 10, 9), row("b", "chat", 30, 3)]
     return write(tmp_path / "run", first, [row("c", "code", 2, 0, decode_s=2.0), error("d", None)])
 
