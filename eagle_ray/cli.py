@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate | bench.
+"""The command line: eagle-ray demo | run | validate | export | bench.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -57,7 +57,7 @@ def _end_quietly() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle-ray", description="Batch inference on Ray with EAGLE-2.")
     parser.add_argument("--version", action="version", version=f"eagle-ray {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | run | validate | bench")
+    commands = parser.add_subparsers(required=True, metavar="demo | run | validate | export | bench")
 
     demo = commands.add_parser("demo", help="the embedded pair on bundled prompts: CPU, no network")
     demo.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
@@ -70,12 +70,20 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", dest="if_exists", action="store_const", const="resume", help="go on from the output"
     )
     exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
+    run.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
     run.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
     run.set_defaults(command=_run)
 
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.set_defaults(command=_validate, if_exists=None)
+
+    export = commands.add_parser("export", help="a run's rows as OpenAI batch output lines or CSV")
+    export.add_argument("run", metavar="RUN", help="the output directory of a run")
+    export.add_argument("--to", required=True, choices=["openai-batch", "csv"], help="the format")
+    export.add_argument("-o", "--output", metavar="FILE", help="where to (stdout)")
+    export.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
+    export.set_defaults(command=_export)
 
     bench = commands.add_parser("bench", help="measure this machine")
     benches = bench.add_subparsers(required=True, metavar="cost")
@@ -122,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
     from eagle_ray.data.record import output_of
     from eagle_ray.job import run_job
 
-    code = run_job(config)
+    code = run_job(config, args.retry_errors)
     if code == 0 and args.fail_on_row_errors and (errors := _num_errors(output_of(config))):
         print(f"eagle-ray: {errors} rows ended in errors (--fail-on-row-errors)", file=sys.stderr)
         return 3
@@ -138,6 +146,15 @@ def _validate(args: argparse.Namespace) -> int:
     from eagle_ray.validate import validate
 
     print(validate(config))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from eagle_ray.export import export
+
+    target = None if args.output is None else Path(args.output).expanduser()
+    if said := export(Path(args.run).expanduser(), args.to, target, args.partial):
+        print(said)
     return 0
 
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import pyarrow as pa
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
-from eagle_ray.data.ledger import Ledger, SamplesOf, num_samples, without_ids
+from eagle_ray.data.ledger import Ledger, SamplesOf, error_ids, num_samples, without_ids
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
@@ -39,17 +40,18 @@ from eagle_ray.data.record import (
 )
 from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
 from eagle_ray.report.summary import has_column, summarise, summary_json
-from eagle_ray.report.table import run_table
+from eagle_ray.report.table import difference_line, run_table
 
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
+CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
 
 
-def run_job(config: JobConfig) -> int:
-    """Run the job to its end and print its table; returns the exit code."""
+def run_job(config: JobConfig, retry_errors: bool = False) -> int:
+    """Run the job to its end and print its table; returns the exit code. retry_errors: as for complete."""
 
     def work() -> str:
-        table, output = run_table(complete(config)), output_of(config)
+        table, output = run_table(complete(config, retry_errors)), output_of(config)
         return f"{table}\nrows in {output}/data/*.parquet, these numbers in {output}/{SUMMARY}"
 
     return exit_code_of(work, config.logging.level)
@@ -90,9 +92,10 @@ def _terminating_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def complete(config: JobConfig) -> dict[str, Any]:
+def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     """Make every row that is missing, count what stands in the files and sum it up; returns ``_summary.json``.
 
+    retry_errors: rows that ended in errors are taken out of the files first, and so are missing.
     Raises ConfigError before anything started, JobStopped where it cannot be done.
     """
     log.info("reading the input")
@@ -101,17 +104,27 @@ def complete(config: JobConfig) -> dict[str, Any]:
     plan = plan_input(config)
     check_not_own(plan.files, output)
     samples = {row["request_id"]: num_samples(row, config) for row in requests_of(plan)}
-    if config.output.if_exists == "overwrite" or (samples and not (output / RUN).exists()):
+    if config.output.if_exists == "overwrite" or retry_errors or (samples and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
+            if retry_errors:
+                _take_out_errors(config, run, samples.keys())
             _make_missing(config, plan, run, samples)
             _settle(config, run, samples)
-            summary = _sum_up(run)
+            summary = _sum_up(run, _checks(config, plan, run, samples.keys()))
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             write_whole(run.output / SUCCESS, b"")
     return summary
+
+
+def _take_out_errors(config: JobConfig, run: Run, ids: AbstractSet[str]) -> None:
+    """Rewrite each file that holds error rows of these ids without them; error rows of other inputs stay."""
+    for file in Ledger.read(run.data).files:
+        if wrong := error_ids(file) & ids:
+            log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
+            _rewrite(file, without_ids(file, wrong), config, run)
 
 
 def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[str, int]) -> None:
@@ -122,13 +135,19 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[st
     if num_rows == 0:
         return
     _check_models(config)
+    (run.output / SUMMARY).unlink(missing_ok=True)  # it no longer says what the files hold
+    _join_cluster(config)
+    from eagle_ray.data.pipeline import generate
+
+    generate(config, plan, run, done, num_rows)
+
+
+def _join_cluster(config: JobConfig) -> None:
     log.info("getting Ray ready")
     address = prepare(config.execution.ray_address)
     from eagle_ray.data.cluster import connect  # Ray takes seconds to import: a finished job does without
-    from eagle_ray.data.pipeline import generate
 
     connect(address)
-    generate(config, plan, run, done, num_rows)
 
 
 def _check_models(config: JobConfig) -> None:
@@ -148,19 +167,36 @@ def _settle(config: JobConfig, run: Run, samples: dict[str, int]) -> None:
         raise Incomplete(f"{len(missing)} of {len(samples)} ids are missing: {_some(missing)}; run the job again")
 
 
-def _sum_up(run: Run) -> dict[str, Any]:
+def _checks(config: JobConfig, plan: InputPlan, run: Run, ids: AbstractSet[str]) -> dict[str, Any]:
+    """What CHECKS ask for. A summary is removed before rows are made: one that is there has them for these rows."""
+    there = _json_there(run.output / SUMMARY) or {}
+    kept = {name: there[name] for name in CHECKS if name in there}
+    asked = {name: number for name in CHECKS if (number := getattr(config.report, name))}
+    if all(name in kept and kept[name]["asked"] == number for name, number in asked.items()):
+        return kept
+    _join_cluster(config)
+    from eagle_ray.data.checks import checked
+
+    found = checked(config, plan, run, ids, asked)
+    for row in found.get("verify_rows", {}).get("differing", []):
+        log.warning("%s", difference_line(row))
+    return kept | found
+
+
+def _sum_up(run: Run, checks: dict[str, Any]) -> dict[str, Any]:
     """``_summary.json``, written and returned."""
     by = GROUP_BY if has_column(run.output, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
-    summary = facts | summary_json(summarise(run.output, by), by) | {"last_work": _last_work(run.output)}
+    last_work = {"last_work": _json_there(run.output / PROGRESS)}
+    summary = facts | summary_json(summarise(run.output, by), by) | last_work | checks
     write_json(run.output / SUMMARY, summary)
     return summary
 
 
-def _last_work(output: Path) -> dict[str, Any] | None:
-    """What the last progress line said; a damaged file says nothing and stops nothing."""
+def _json_there(path: Path) -> dict[str, Any] | None:
+    """What one of our own files says; a damaged one says nothing and stops nothing."""
     try:
-        return read_json(output / PROGRESS)
+        return read_json(path)
     except ValueError:
         return None
 

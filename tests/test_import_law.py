@@ -24,6 +24,7 @@ LEVEL = {
     "training": 6,
     "report": 6,
     "job": 7,
+    "export": 7,
     "validate": 7,
     "demo": 8,
     "cli": 9,

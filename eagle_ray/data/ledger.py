@@ -66,6 +66,12 @@ def without_ids(file: Path, ids: set[str]) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table["request_id"], pa.array(sorted(ids), pa.string()))))
 
 
+def error_ids(file: Path) -> set[str]:
+    """Ids whose rows in this file are errors."""
+    table = pq.read_table(file, columns=["request_id", "status"], partitioning=None)
+    return set(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist())
+
+
 def own_files(data: Path) -> list[Path]:
     """Every Parquet file of a run's, whatever its version; raises OutputMismatch where one is somebody else's."""
     files = sorted(data.glob("*.parquet"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eagle_ray.config import ConfigError
 
-FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
 EMBEDDED = {"embedded:prompts": Path(__file__).parents[2] / "assets" / "prompts.jsonl"}
 
 
@@ -24,7 +24,7 @@ EMBEDDED = {"embedded:prompts": Path(__file__).parents[2] / "assets" / "prompts.
 class InputFile:
     """One file. name: its path below the glob's root, part of the ids made for rows without one.
 
-    format: parquet or jsonl. size in bytes; mtime_ns: time of the last change.
+    format: parquet, jsonl, csv or openai_batch. size in bytes; mtime_ns: time of the last change.
     """
 
     path: str
@@ -83,7 +83,7 @@ def _input_file(path: Path, root: Path, format_: str) -> InputFile:
     if chosen is None:
         raise ConfigError(
             f"input.path: the format of {path} is not known by its extension ({', '.join(FORMATS)}): "
-            "set input.format to parquet or jsonl"
+            "set input.format to parquet, jsonl, csv or openai_batch"
         )
     stat = path.stat()
     return InputFile(str(path), path.relative_to(root).as_posix(), chosen, stat.st_size, stat.st_mtime_ns)
