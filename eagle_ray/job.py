@@ -13,8 +13,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,11 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.asked import Asked, asked_of, names_of
 from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
-from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
-from eagle_ray.data.ledger import Ledger, SamplesOf, error_ids, num_samples, without_ids
+from eagle_ray.data.ids import among
+from eagle_ray.data.input.plan import InputPlan, plan_input
+from eagle_ray.data.ledger import Ledger, error_ids, without_ids
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
@@ -103,35 +104,36 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     check_apart(config.input.path, output)
     plan = plan_input(config)
     check_not_own(plan.files, output)
-    samples = {row["request_id"]: num_samples(row, config) for row in requests_of(plan)}
-    if config.output.if_exists == "overwrite" or retry_errors or (samples and not (output / RUN).exists()):
+    asked = asked_of(plan, config)
+    if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
             if retry_errors:
-                _take_out_errors(config, run, samples.keys())
-            _make_missing(config, plan, run, samples)
-            _settle(config, run, samples)
-            summary = _sum_up(run, _checks(config, plan, run, samples.keys()))
+                _take_out_errors(config, run, asked)
+            _make_missing(config, plan, run, asked)
+            _settle(config, plan, run, asked)
+            summary = _sum_up(run, _checks(config, plan, run, asked))
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             write_whole(run.output / SUCCESS, b"")
     return summary
 
 
-def _take_out_errors(config: JobConfig, run: Run, ids: AbstractSet[str]) -> None:
+def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:
     """Rewrite each file that holds error rows of these ids without them; error rows of other inputs stay."""
     for file in Ledger.read(run.data).files:
-        if wrong := error_ids(file) & ids:
+        wrong = error_ids(file)
+        if len(wrong := wrong[among(wrong, asked.ids)]):
             log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
             _rewrite(file, without_ids(file, wrong), config, run)
 
 
-def _make_missing(config: JobConfig, plan: InputPlan, run: Run, samples: dict[str, int]) -> None:
+def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
     """Answer the ids that no file holds yet."""
-    done = Ledger.read(run.data).done(_samples_of(config, samples)) & samples.keys()
-    num_rows = sum(samples[id] for id in samples.keys() - done)
-    log.info("%d rows asked for, %d already there", sum(samples.values()), sum(samples.values()) - num_rows)
+    done = Ledger.read(run.data).done(asked.samples_of)
+    num_rows = asked.without(done).num_rows
+    log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
     if num_rows == 0:
         return
     _check_models(config)
@@ -157,27 +159,28 @@ def _check_models(config: JobConfig) -> None:
     check_pair(config.model, config.speculative)
 
 
-def _settle(config: JobConfig, run: Run, samples: dict[str, int]) -> None:
+def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
     """Recount from the files: an id found twice is written down to one, a missing one stops the job."""
-    ledger, samples_of = Ledger.read(run.data), _samples_of(config, samples)
-    for file, ids in ledger.excess(samples_of).items():
-        log.warning("%d ids stand twice; taken out of %s: %s", len(ids), file, _some(ids))
+    ledger = Ledger.read(run.data)
+    for file, ids in ledger.excess(asked.samples_of).items():
+        log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, names_of(ids, plan))
         _rewrite(file, without_ids(file, ids), config, run)
-    if missing := samples.keys() - ledger.done(samples_of):
-        raise Incomplete(f"{len(missing)} of {len(samples)} ids are missing: {_some(missing)}; run the job again")
+    if len(missing := asked.without(ledger.done(asked.samples_of)).ids):
+        names = names_of(missing, plan)
+        raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
 
 
-def _checks(config: JobConfig, plan: InputPlan, run: Run, ids: AbstractSet[str]) -> dict[str, Any]:
+def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> dict[str, Any]:
     """What CHECKS ask for. A summary is removed before rows are made: one that is there has them for these rows."""
     there = _json_there(run.output / SUMMARY) or {}
     kept = {name: there[name] for name in CHECKS if name in there}
-    asked = {name: number for name in CHECKS if (number := getattr(config.report, name))}
-    if all(name in kept and kept[name]["asked"] == number for name, number in asked.items()):
+    wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
+    if all(name in kept and kept[name]["asked"] == number for name, number in wanted.items()):
         return kept
     _join_cluster(config)
     from eagle_ray.data.checks import checked
 
-    found = checked(config, plan, run, ids, asked)
+    found = checked(config, plan, run, asked.ids, wanted)
     for row in found.get("verify_rows", {}).get("differing", []):
         log.warning("%s", difference_line(row))
     return kept | found
@@ -214,16 +217,6 @@ def _rewrite(file: Path, table: pa.Table, config: JobConfig, run: Run) -> None:
         write_parquet(file, table, config.output.compression, run.check_current)
     else:
         file.unlink()
-
-
-def _samples_of(config: JobConfig, samples: dict[str, int]) -> SamplesOf:
-    """Ids of other inputs may stand in the same output: they have the job's own number of samples."""
-    return lambda id: samples.get(id, config.sampling.n)
-
-
-def _some(ids: Iterable[str]) -> str:
-    first, *rest = sorted(ids)[:4]
-    return ", ".join([first, *rest[:2]]) + (", ..." if len(rest) > 2 else "")
 
 
 def show_log(level: str) -> None:

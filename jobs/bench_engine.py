@@ -4,11 +4,12 @@ The embedded pair is widened to 230M parameters (eagle_ray/models/widening.py): 
 real model's proportions of cost. Every way is an engine over the same weights; ways take turns, in another order each
 round, on the same prompts, and a round's tokens per second are divided by plain decoding's in the same round. Greedy.
 
-    steady   a queue that is always full, over as many tokens as plain decoding commits in --seconds
-    drain    1.5 rows a slot of mixed prompts and lengths, to the last one's end
+    steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
+             counts the prompts too, whose number in a window is a matter of luck, over all rounds together
+    drain    1.5 rows a slot of mixed prompts and lengths, to the last one's end, prompts and all
 
-A table on stdout, everything in --out. In full about half an hour on two quiet cores; for two minutes:
---batches 1 8 --ways plain eagle2 ours --rounds 3 --seconds 1
+A table on stdout, everything in --out. In full about an hour on two quiet cores; for two minutes:
+--batches 1 8 --ways plain eagle2 ours --rounds 5
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -49,8 +51,8 @@ from eagle_ray.training.prompts import prompt_rows
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding took is cut there
-LEAST_TOKENS = 48  # of a window: several are committed at a step
-TUNING_ROUNDS = 2  # windows of each tree, half as long as --seconds
+LEAST_TOKENS = 4  # of a window: several are committed at a step
+TUNING_ROUNDS, TUNING_S = 4, 0.5  # windows of each tree
 MOST_TUNED_ROWS = {"cpu": 256, "cuda": 1024}  # of a pass: larger ones have no chance and take minutes to lose
 DRAIN_ROWS = 1.5  # per slot
 DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
@@ -70,8 +72,9 @@ HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
     "bad": lambda head: damaged_head(head, BAD_NOISE),
     "random": random_head,
 }
-COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "tau")
+COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "over best", "all", "tau")
 COLUMNS += ("foreseen", "rows/pass", "off", "probes", "outside", "same")
+Rate = Callable[[Sample], float]  # tokens a second
 WAYS = ("plain", "chain", "eagle2", "best", "adaptive", "ours")
 Measured = tuple[dict[str, list[Sample]], dict[str, Identity]]  # of each way: by rounds, and over all of them
 
@@ -131,7 +134,7 @@ def main() -> None:
                 samples, identities = MODES[mode](args, models, engines, args.rounds, args.seconds)
                 for name, taken in samples.items():
                     about = {"head": head_name, "mode": mode, "batch": batch, "way": name}
-                    cells.append(about | figures(taken, samples["plain"], identities[name], args.device))
+                    cells.append(about | figures(taken, samples, identities[name], RATES[mode], args.device))
                     cells[-1]["settings"] = ways[name].model_dump()
                     print(line(cells[-1]), flush=True)
                 save(args, cells)
@@ -163,8 +166,8 @@ def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> Speculat
     ways = {"plain": SpeculativeConfig(method="none")}
     ways |= {name: fixed_tree(*tree) for name, tree in trees.items()}
     engines = {name: models.engine(way, batch) for name, way in ways.items()}
-    samples, _ = steady(args, replace(models, prompts=models.tuning), engines, TUNING_ROUNDS, args.seconds / 2)
-    rates = {name: sum(taken[1:], taken[0]).tokens_per_second for name, taken in samples.items()}
+    samples, _ = steady(args, replace(models, prompts=models.tuning), engines, TUNING_ROUNDS, TUNING_S)
+    rates = {name: sum(taken[1:], taken[0]).decoded_per_second for name, taken in samples.items()}
     best = max(rates, key=rates.__getitem__)
     told = ", ".join(f"{name} {rate / rates['plain']:.2f}" for name, rate in rates.items())
     print(f"tuned for batch {batch}: {best} of {told}", file=sys.stderr, flush=True)
@@ -211,10 +214,10 @@ def drain(
 
 
 def turns(names: list[str], num_rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name): everyone once a round, each round in another order."""
+    """(round, name): everyone once a round, in a random order, so that nobody always follows the same one."""
+    shuffle = random.Random(0)
     for turn in range(num_rounds):
-        shift = turn % len(names)
-        yield from ((turn, name) for name in names[shift:] + names[:shift])
+        yield from ((turn, name) for name in shuffle.sample(names, len(names)))
 
 
 def requests(prompts: list[list[int]], offset: int, lengths: list[int] | tuple[int, ...]) -> Iterator[Sequence]:
@@ -223,13 +226,19 @@ def requests(prompts: list[list[int]], offset: int, lengths: list[int] | tuple[i
         yield Sequence(str(i), ids, SamplingParams(max_tokens=most))
 
 
-def figures(samples: list[Sample], plain: list[Sample], identity: Identity, device: str) -> dict[str, object]:
-    ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(samples, plain, strict=True)]
-    total = sum(samples[1:], samples[0])
+def figures(
+    samples: list[Sample], others: dict[str, list[Sample]], identity: Identity, rate: Rate, device: str
+) -> dict[str, object]:
+    """others: of all ways, in the same rounds."""
+    rates = {name: [rate(sample) for sample in taken] for name, taken in others.items()}
+    mine = [rate(sample) for sample in samples]
+    over = {name: [a / b for a, b in zip(mine, theirs, strict=True)] for name, theirs in rates.items()}
+    total, plain = (sum(taken[1:], taken[0]) for taken in (samples, others["plain"]))
     return {
-        "tokens_per_second": statistics.median(sample.tokens_per_second for sample in samples),
-        "ratios": ratios,
-        "over_plain": asdict(ratio_interval(ratios)),
+        "tokens_per_second": statistics.median(mine),
+        "over_plain": asdict(ratio_interval(over["plain"])),
+        "over_best": asdict(ratio_interval(over["best"])) if "best" in over else None,
+        "all": total.tokens_per_second / plain.tokens_per_second,
         "tau": total.tau,
         "rows_per_pass": total.num_verify_rows / total.num_steps,
         "off_share": total.num_plain_steps / total.num_steps,
@@ -246,7 +255,8 @@ def line(cell: dict[str, object]) -> str:
     ratio, same, outside = cell["over_plain"], cell["identity"], cell["outside_share"]
     parts = [cell["head"], cell["mode"], cell["batch"], cell["way"], f"{cell['tokens_per_second']:.1f}"]
     parts += [f"{ratio['mean']:.3f}x", f"[{ratio['low']:.3f}, {ratio['high']:.3f}]", f"{ratio['bound']:.3f}x"]
-    foreseen = cell["foreseen_ratio"]
+    best, foreseen = cell["over_best"], cell["foreseen_ratio"]
+    parts += ["-" if best is None else f"{best['mean']:.3f}x, at least {best['bound']:.3f}x", f"{cell['all']:.3f}x"]
     parts += [f"{cell['tau']:.2f}", "-" if foreseen is None else f"{foreseen:.2f}x", f"{cell['rows_per_pass']:.1f}"]
     parts += [f"{cell['off_share']:.0%}", cell["probes"]]
     parts += ["-" if outside is None else f"{outside:.0%}", f"{same['num_equal']}/{same['num_compared']}"]
@@ -265,6 +275,10 @@ def save(args: argparse.Namespace, cells: list[dict[str, object]]) -> None:
 
 
 MODES = {"steady": steady, "drain": drain}
+RATES: dict[str, Rate] = {
+    "steady": lambda sample: sample.decoded_per_second,
+    "drain": lambda sample: sample.tokens_per_second,
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -274,8 +288,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=["good"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["steady"])
     parser.add_argument("--pair", choices=["wide", "tiny"], default="wide")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of plain decoding in a steady window")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=0.4, help="of plain decoding in a steady window")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an output in steady windows")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

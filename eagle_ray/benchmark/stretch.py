@@ -22,7 +22,7 @@ AHEAD = 2  # requests that wait while the slots are full
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What an engine did in `seconds`, of which the host spent forward_s inside forward passes.
+    """What an engine did in `seconds`: forward_s of them inside forward passes, prefill_s on prompts.
 
     num_tokens: committed, first tokens after prompts included. num_steps: of the engine; num_plain_steps of them
     drafted nothing. num_passes, num_accepted: target passes and accepted draft tokens, summed over sequences.
@@ -31,6 +31,7 @@ class Sample:
 
     seconds: float
     forward_s: float
+    prefill_s: float
     num_tokens: int
     num_steps: int
     num_plain_steps: int
@@ -44,6 +45,11 @@ class Sample:
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
+
+    @property
+    def decoded_per_second(self) -> float:
+        """Tokens a second of the decode steps alone: prompts, and their first tokens, left out."""
+        return (self.num_passes + self.num_accepted) / (self.seconds - self.prefill_s)
 
     @property
     def tau(self) -> float:
@@ -124,6 +130,7 @@ def _so_far(engine: Engine, sequences: list[Sequence], meter: ForwardMeter) -> S
     return Sample(
         time.perf_counter(),
         meter.seconds,
+        engine.counters.prefill_s,
         sum(len(s.output_ids) for s in sequences),
         engine.counters.num_steps,
         engine.counters.num_plain_steps,

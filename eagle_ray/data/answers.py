@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.ledger import num_samples
+from eagle_ray.data.asked import num_samples
 from eagle_ray.data.samples import Row, message_of, prompt_text_of, stops_of
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError

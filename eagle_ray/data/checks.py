@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.cluster import plan_workers, threads_wanted
+from eagle_ray.data.ids import DIGEST, Digests, among, digests
 from eagle_ray.data.input.plan import InputPlan, requests_of
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
@@ -32,54 +33,65 @@ from eagle_ray.data.twin import ChosenRow, Twin
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
 
-Key = tuple[str, int]  # request_id, sample_index
+KEY = np.dtype([("id", DIGEST), ("sample", np.int32)])
+Keys = np.ndarray  # one-dimensional, of KEY: which row
 
 
-def checked(
-    config: JobConfig, plan: InputPlan, run: Run, ids: AbstractSet[str], asked: Mapping[str, int]
-) -> dict[str, Any]:
+def checked(config: JobConfig, plan: InputPlan, run: Run, ids: Digests, wanted: Mapping[str, int]) -> dict[str, Any]:
     """What was found, by the name of the key that asked, with the number that it asked for.
 
-    ids: the job's own, of which rows are chosen. Ray is connected. Raises ClusterError where the worker cannot do it.
+    ids: the job's own, sorted, of which rows are chosen. Ray is connected. Raises ClusterError where the worker cannot
+    do it.
     """
-    finished = sorted(key for key in _finished(run) if key[0] in ids)
-    if not finished:
-        return {name: {"asked": number, "rows": 0} for name, number in asked.items()}
-    chosen = {name: _evenly(finished, number) for name, number in asked.items()}
-    rows = _rows(plan, run, {key for keys in chosen.values() for key in keys})
-    log.info("decoding %d rows without drafts (%s)", sum(map(len, chosen.values())), ", ".join(asked))
-    found = _in_a_worker(config, {name: [rows[key] for key in keys] for name, keys in chosen.items()})
-    return {name: {"asked": number} | found[name] for name, number in asked.items()}
+    finished = np.sort(_finished(run, ids))
+    if not len(finished):
+        return {name: {"asked": number, "rows": 0} for name, number in wanted.items()}
+    chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
+    rows = _rows(plan, run, np.unique(np.concatenate(list(chosen.values()))))
+    log.info("decoding %d rows without drafts (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
+    found = _in_a_worker(config, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
+    return {name: {"asked": number} | found[name] for name, number in wanted.items()}
 
 
-def _finished(run: Run) -> Iterator[Key]:
-    """Every row that ended well."""
+def _finished(run: Run, ids: Digests) -> Keys:
+    """The rows of these ids that ended well."""
+    found = [np.empty(0, KEY)]
     for file in sorted(run.data.glob("*.parquet")):
         table = pq.read_table(file, columns=["request_id", "sample_index", "status"], partitioning=None)
-        good = table.filter(pc.equal(table["status"], "ok"))
-        yield from zip(good["request_id"].to_pylist(), good["sample_index"].to_pylist(), strict=True)
+        keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
+        found.append(keys[among(keys["id"], ids)])
+    return np.concatenate(found)
 
 
-def _evenly(keys: list[Key], number: int) -> list[Key]:
+def _keys_of(table: pa.Table) -> Keys:
+    keys = np.empty(len(table), KEY)
+    keys["id"], keys["sample"] = digests(table["request_id"].to_pylist()), table["sample_index"].to_numpy()
+    return keys
+
+
+def _evenly(keys: Keys, number: int) -> Keys:
     """number of them, or all, the same steps apart."""
     number = min(number, len(keys))
-    return [keys[i * len(keys) // number] for i in range(number)]
+    return keys[np.arange(number) * len(keys) // number]
 
 
-def _rows(plan: InputPlan, run: Run, keys: AbstractSet[Key]) -> dict[Key, ChosenRow]:
-    ids = {request_id for request_id, _ in keys}
+def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[tuple[bytes, int], ChosenRow]:
+    """By their keys."""
+    outputs = dict(_outputs(run, keys))
+    ids = {request_id for request_id, _ in outputs.values()}
     requests = {row["request_id"]: row for row in requests_of(plan) if row["request_id"] in ids}
-    outputs = _outputs(run, ids)
-    return {key: ChosenRow(requests[key[0]], key[1], outputs[key]) for key in keys}
+    return {key: ChosenRow(requests[id], key[1], output_ids) for key, (id, output_ids) in outputs.items()}
 
 
-def _outputs(run: Run, ids: AbstractSet[str]) -> dict[Key, list[int] | None]:
-    wanted, found = pa.array(sorted(ids), pa.string()), {}
+def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
+    """The id and output ids of each wanted row, by its key."""
     for file in sorted(run.data.glob("*.parquet")):
         table = pq.read_table(file, columns=["request_id", "sample_index", "output_token_ids"], partitioning=None)
-        for row in table.filter(pc.is_in(table["request_id"], wanted)).to_pylist():
-            found[row["request_id"], row["sample_index"]] = row["output_token_ids"]
-    return found
+        keys = _keys_of(table)
+        here = np.isin(keys, wanted)
+        rows = table.filter(pa.array(here)).to_pylist()
+        for key, row in zip(keys[here], rows, strict=True):
+            yield key.item(), (row["request_id"], row["output_token_ids"])
 
 
 def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:

@@ -4,8 +4,8 @@ An id is done when its n samples stand in one file. The ledger is read from the 
 the end; an id found twice is written down to one. Does not know Ray, the input or why a row failed.
 
     >>> ledger = Ledger.read(Path("runs/a/data"))
-    >>> sorted(ledger.done(lambda request_id: 1))
-    ['q1', 'q2']
+    >>> len(ledger.done(lambda ids: np.ones(len(ids))))
+    480
 """
 
 from __future__ import annotations
@@ -14,62 +14,68 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from eagle_ray.config import JobConfig
+from eagle_ray.data.ids import DIGEST, Digests, among, digests
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.data.stops import OutputDamaged, OutputMismatch
 
 PART = re.compile(r"part-\d{3,}-\d{6}\.parquet")  # the names that the sink gives
-SamplesOf = Callable[[str], int]
-"""How many samples an id is to have."""
+SamplesOf = Callable[[Digests], np.ndarray]
+"""How many samples each of these ids is to have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """files[i] holds counts[i][id] rows of each of its ids, in the order in which the files were made."""
+    """Entry j: files[file[j]] holds rows[j] rows of ids[j]; files and entries in the order in which files were made."""
 
     files: list[Path]
-    counts: list[dict[str, int]]
+    ids: Digests
+    rows: np.ndarray
+    file: np.ndarray
 
     @classmethod
     def read(cls, data: Path) -> Ledger:
         """Raises OutputMismatch for a file that another major version, or somebody else, wrote, or that is damaged."""
         files = sorted(data.glob("*.parquet"))
-        return cls(files, [_rows_by_id(file) for file in files])
+        counted = [_rows_by_id(file) for file in files]
+        return cls(
+            files,
+            np.concatenate([np.empty(0, DIGEST), *(ids for ids, _ in counted)]),
+            np.concatenate([np.empty(0, np.int64), *(rows for _, rows in counted)]),
+            np.repeat(np.arange(len(files)), [len(ids) for ids, _ in counted]),
+        )
 
-    def done(self, samples_of: SamplesOf) -> set[str]:
-        """Ids all of whose samples stand in one file."""
-        return {id for counts in self.counts for id, rows in counts.items() if rows == samples_of(id)}
+    def done(self, samples_of: SamplesOf) -> Digests:
+        """Ids all of whose samples stand in one file; sorted."""
+        return np.unique(self.ids[self.rows == samples_of(self.ids)])
 
-    def excess(self, samples_of: SamplesOf) -> dict[Path, set[str]]:
-        """Ids to take out of each file so that every id stands in one, where it is complete; the newest such wins."""
-        keeper: dict[str, int] = {}
-        for i, counts in enumerate(self.counts):
-            keeper |= {id: i for id, rows in counts.items() if rows == samples_of(id) or id not in keeper}
-        extra = [{id for id in counts if keeper[id] != i} for i, counts in enumerate(self.counts)]
-        return {file: ids for file, ids in zip(self.files, extra, strict=True) if ids}
+    def excess(self, samples_of: SamplesOf) -> dict[Path, Digests]:
+        """Ids, sorted, to take out of each file so that every id stands in one, where it is complete.
 
-
-def num_samples(row: dict[str, Any], config: JobConfig) -> int:
-    """How many output rows a request row is to have, good or bad."""
-    return row["n"] or config.sampling.n
+        The newest of several complete ones stays; where none is complete, the oldest.
+        """
+        merit = np.where(self.rows == samples_of(self.ids), self.file, -1 - self.file)
+        order = np.lexsort((merit, self.ids))
+        ids, files = self.ids[order], self.file[order]
+        extra = np.append(ids[:-1] == ids[1:], False)[: len(ids)]  # all but the last, and best, of each id
+        return {self.files[i]: ids[extra & (files == i)] for i in np.unique(files[extra])}
 
 
-def without_ids(file: Path, ids: set[str]) -> pa.Table:
-    """The file's rows but for these ids."""
+def without_ids(file: Path, ids: Digests) -> pa.Table:
+    """The file's rows but for these ids, which are sorted."""
     table = pq.read_table(file, partitioning=None)
-    return table.filter(pc.invert(pc.is_in(table["request_id"], pa.array(sorted(ids), pa.string()))))
+    return table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), ids)))
 
 
-def error_ids(file: Path) -> set[str]:
-    """Ids whose rows in this file are errors."""
+def error_ids(file: Path) -> Digests:
+    """Ids whose rows in this file are errors, sorted."""
     table = pq.read_table(file, columns=["request_id", "status"], partitioning=None)
-    return set(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist())
+    return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
 
 
 def own_files(data: Path) -> list[Path]:
@@ -91,7 +97,8 @@ def _is_own(file: Path) -> bool:
         return PART.fullmatch(file.name) is not None
 
 
-def _rows_by_id(file: Path) -> dict[str, int]:
+def _rows_by_id(file: Path) -> tuple[Digests, np.ndarray]:
+    """Each id once, and how many rows it has."""
     try:
         ids = _ids_in(file)
     except (pa.ArrowException, OSError) as error:
@@ -99,7 +106,8 @@ def _rows_by_id(file: Path) -> dict[str, int]:
         raise OutputDamaged(
             f"{file} is damaged ({reason}): delete it and its rows are made again, or start anew with --overwrite"
         ) from error
-    return {entry["values"]: entry["counts"] for entry in pc.value_counts(ids).to_pylist()}
+    counts = pc.value_counts(ids)
+    return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy(zero_copy_only=False)
 
 
 def _ids_in(file: Path) -> pa.ChunkedArray:

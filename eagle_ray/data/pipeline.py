@@ -2,7 +2,7 @@
 
 Does not know configuration files, exit codes or what stood there before; ``eagle_ray.job`` does.
 
-    >>> generate(config, plan, run, skip_ids=done, num_rows=80)
+    >>> generate(config, plan, run, skip=done, num_rows=80)
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Set as AbstractSet
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
@@ -19,6 +18,7 @@ from ray.exceptions import RayError
 from eagle_ray.config import JobConfig
 from eagle_ray.data.actor import EngineActor
 from eagle_ray.data.cluster import Workers, plan_workers, threads_wanted
+from eagle_ray.data.ids import Digests
 from eagle_ray.data.input.plan import InputPlan
 from eagle_ray.data.progress import start_progress
 from eagle_ray.data.progress_lines import Limits, ProgressLines
@@ -36,8 +36,8 @@ RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a tra
 DEATHS_PER_WORKER = 3  # Ray restarts a dead worker for ever: more than this is a fault, not an accident
 
 
-def generate(config: JobConfig, plan: InputPlan, run: Run, skip_ids: AbstractSet[str], num_rows: int) -> None:
-    """Answer every request but skip_ids. Ray is connected.
+def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_rows: int) -> None:
+    """Answer every request but those to skip, whose ids are sorted. Ray is connected.
 
     num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or ConfigError for a missing model.
     """
@@ -50,7 +50,7 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip_ids: AbstractSet
     batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order)
     log.info(_loading(config.model.target, workers))
-    requests = read_requests(plan, skip_ids, rows_per_block=batch_size)
+    requests = read_requests(plan, skip, rows_per_block=batch_size)
     answers = _answered(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
     with ProgressLines(progress, run, num_rows, config.logging.progress_every_s, limits):
         _write(answers, sink)

@@ -118,6 +118,7 @@ class ProgressLines:
             "run_id": self._run.run_id,
             "attempt": self._run.attempt,
             "elapsed_s": round(now - self._started, 1),
+            "working_s": round(running, 1),  # since the first worker was ready
             "workers_started": progress.starts,
             "workers_ready": len(progress.workers),
             "rows_to_do": self._num_rows,

@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.ledger import num_samples
+from eagle_ray.data.asked import num_samples
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.speculative.sampling import SamplingParams, sample_seed

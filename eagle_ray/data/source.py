@@ -3,21 +3,20 @@
 Each read task parses shards with the parser that validate uses, and leaves out what is done already. Small blocks, so
 that every actor has work. Does not know what becomes of a request.
 
-    >>> read_requests(plan_input(config), skip_ids=[]).schema().names[:2]      # doctest: +SKIP
+    >>> read_requests(plan_input(config)).schema().names[:2]      # doctest: +SKIP
     ['request_id', 'row_index']
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 import ray.data
 
+from eagle_ray.data.ids import NONE, Digests, among, digests
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of, tables_of
 from eagle_ray.data.input.shards import Shard
 from eagle_ray.data.schema import request_schema
@@ -27,20 +26,19 @@ __all__ = ["InputPlan", "plan_input", "read_requests", "requests_of"]
 BLOCK_ROWS = 16  # small blocks keep every actor busy until the end
 
 
-def read_requests(plan: InputPlan, skip_ids: Iterable[str], rows_per_block: int = BLOCK_ROWS) -> ray.data.Dataset:
+def read_requests(plan: InputPlan, skip: Digests = NONE, rows_per_block: int = BLOCK_ROWS) -> ray.data.Dataset:
     """Requests in file order (where execution preserves order), in blocks of about rows_per_block rows.
 
-    skip_ids: request ids that are left out; they are stored once for all read tasks.
+    skip: ids that are left out, sorted; they are stored once for all read tasks.
     """
     if not plan.shards:
         return ray.data.from_arrow(request_schema(plan.passthrough).empty_table())
-    skip = ray.put(pa.array(skip_ids, pa.large_string()))
     numbers = {file: i for i, file in enumerate(plan.files)}
     shards = [
         {"file": numbers[s.file], "start": s.start, "first_row": s.first_row, "num_rows": s.num_rows}
         for s in plan.shards
     ]
-    reader = ShardReader(dataclasses.replace(plan, shards=()), skip)
+    reader = ShardReader(plan.for_readers, ray.put(skip))
     read = ray.data.from_items(shards).map_batches(
         reader, batch_size=1, batch_format="pyarrow", udf_modifying_row_count=True
     )
@@ -49,7 +47,7 @@ def read_requests(plan: InputPlan, skip_ids: Iterable[str], rows_per_block: int 
 
 @dataclass(frozen=True, slots=True)
 class ShardReader:
-    """A read task: descriptions of shards in, tables of requests out. skip: a reference to an Arrow array of ids."""
+    """A read task: descriptions of shards in, tables of requests out. skip: a reference to Digests."""
 
     plan: InputPlan
     skip: ray.ObjectRef
@@ -59,4 +57,4 @@ class ShardReader:
         for row in batch.to_pylist():
             shard = Shard(self.plan.files[row["file"]], row["start"], row["first_row"], row["num_rows"])
             for table in tables_of(self.plan, shard):
-                yield table.filter(pc.invert(pc.is_in(table["request_id"], skip)))
+                yield table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), skip)))

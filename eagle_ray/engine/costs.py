@@ -1,7 +1,7 @@
 """StepCosts: what the parts of a step cost in seconds, by the rows that they run.
 
 Measured before the first request (`measure.py`) and corrected by every step that is taken. A step corrects the sizes
-that it ran, and all others a quarter as much: some of what slows a machine down slows all of it.
+that it ran, and all others a good half as much: what slows a machine down slows most of it.
 Does not know values, budgets or how anything is run.
 """
 
@@ -17,7 +17,7 @@ from eagle_ray.engine.stopwatch import Seconds
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 LEARNING_RATE = 0.1  # how far one step's time moves what was measured
-SHARED = 0.25  # of which this much is taken to hold for all numbers of rows
+SHARED = 0.6  # of which this much is taken to hold for all numbers of rows: what drifts is mostly the machine
 STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
 
 

@@ -37,7 +37,8 @@ class EngineCounters:
     """What the engine has done since it was made. num_slot_steps: running sequences, summed over steps.
 
     num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn.
-    num_verify_rows: rows of all decode passes, padding included. busy_s: seconds spent inside step().
+    num_verify_rows: rows of all decode passes, padding included. busy_s: seconds spent inside step(); prefill_s of them
+    on prompts.
     """
 
     num_slots: int
@@ -51,6 +52,7 @@ class EngineCounters:
     num_reused_tokens: int = 0
     num_preemptions: int = 0
     busy_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class Engine:
@@ -127,6 +129,7 @@ class Engine:
             if first.sequence.sampling.logprobs:
                 first.sequence.output_logprobs.append(first.logprob)
             self._append(first.sequence, [first.token])
+        self.counters.prefill_s += time.monotonic() - now
 
     def _decode(self, batch: Batch, num_prompt_tokens: int) -> None:
         """Plan, draft, allocate, verify, accept, commit, extend, append."""

@@ -79,11 +79,11 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
 
 
 def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[list[Setting]]:
-    """For each batch size: a plain step, one level, a small tree, and trees whose rows no smaller batch has."""
+    """For each batch size: a plain step, one level, the widest level, a small tree, and trees of ever more rows."""
     depth, limit = min(2, max_depth), max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
     most_rows = 0
     for batch_size in [*(n for n in BUCKETS if n < num_slots and n & (n - 1) == 0), num_slots]:
-        trees = [Setting(batch_size, 1, 0, 0), Setting(batch_size, 2, 1, 1)]
+        trees = [Setting(batch_size, 1, 0, 0), Setting(batch_size, 2, 1, 1), Setting(batch_size, 2, top_k, depth)]
         for n in BUCKETS:
             width = next((w for w in range(1, top_k + 1) if w + (depth - 1) * w**2 >= n - 1), 0)
             new = most_rows < batch_size * n <= limit
@@ -151,25 +151,30 @@ class _Bench:
         self._running = []
 
     def _attend(self) -> float:
-        """Seconds for each cached token, from plain steps of one sequence behind a long prompt and a short one."""
+        """Seconds for each cached token, from plain steps of full slots behind a long prompt and a short one.
+
+        All have the same prompt, and so the same blocks, which are computed once, but each reads them for itself.
+        """
+        long = max(min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
+        together = Setting(max(self._engine.scheduler.num_together(long + SHORT_OUTPUT), 1), 1, 0, 0)
         seconds, cached = [], []
-        for length in (min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT):
+        for length in (long, SHORT_PROMPT):
             self.clear()
-            self._add(length)
-            outcomes = [self._take(Setting(1, 1, 0, 0)) for _ in range(1 + REPLAYS)][1:]
+            self._take(Setting(1, 1, 0, 0), length)
+            outcomes = [self._take(together, length) for _ in range(1 + REPLAYS)][1:]
             seconds.append(_typical([o.seconds.verify for o in outcomes]))
             cached.append(mean(o.num_cached for o in outcomes))
         return max(seconds[0] - seconds[1], 0.0) / max(cached[0] - cached[1], 1)
 
-    def _take(self, setting: Setting) -> Outcome:
-        """One step of exactly setting.batch_size sequences."""
+    def _take(self, setting: Setting, length: int = SHORT_PROMPT) -> Outcome:
+        """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""
         while True:
             self._running = [s for s in self._running if s.finish_reason is None]
             for sequence in self._running[setting.batch_size :]:
                 self._engine.abort(sequence)
             del self._running[setting.batch_size :]
             while len(self._running) < setting.batch_size:
-                self._add(SHORT_PROMPT)
+                self._add(length)
             self._planner.setting, self._planner.outcome = setting, None
             self._engine.step()
             outcome = self._planner.outcome
@@ -179,7 +184,7 @@ class _Bench:
     def _add(self, length: int) -> None:
         self._num_added += 1
         length = max(min(length, self._engine.max_model_len // 2), 1)
-        prompt = [(7 * i + self._num_added) % self._engine.target.vocab_size for i in range(length)]
+        prompt = [7 * i % self._engine.target.vocab_size for i in range(length)]
         params = SamplingParams(max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
         self._engine.add(sequence)

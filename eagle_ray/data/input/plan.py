@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
+from eagle_ray.data.ids import NONE, Digests, NotedIds, among, digests
 from eagle_ray.data.input.carried import column_of, field_of, join_into
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns
 from eagle_ray.data.input.files import InputFile, find_files
-from eagle_ray.data.input.ids import SeenIds
 from eagle_ray.data.input.row import Place, Row, id_of, request_of
 from eagle_ray.data.input.shards import SeeRow, Shard, rows_in, scan
 from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
@@ -33,16 +33,26 @@ TABLE_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class InputPlan:
-    """carried: input columns to pass through and the types under which they are read, in order."""
+    """carried: input columns to pass through and the types under which they are read, in order.
+
+    ids: of all rows, in order. has_own_samples: whether rows may say themselves how many samples they want.
+    """
 
     files: tuple[InputFile, ...]
     shards: tuple[Shard, ...]
     columns: RequestColumns
     carried: tuple[tuple[str, pa.DataType], ...]
+    has_own_samples: bool
+    ids: Digests = field(compare=False)
 
     @property
     def num_rows(self) -> int:
         return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def for_readers(self) -> InputPlan:
+        """What it takes to read a shard of it."""
+        return replace(self, shards=(), ids=NONE)
 
     @property
     def needed(self) -> list[str]:
@@ -64,19 +74,21 @@ def plan_input(config: JobConfig) -> InputPlan:
     """
     files = find_files(config.input.path, config.input.format)
     columns = _columns(config.input.columns)
-    seen = SeenIds()
+    noted = NotedIds()
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
     for file in files:
-        found = scan(file, columns.id.names, _noting_ids(seen, columns, file))
+        found = scan(file, columns.id.names, _noting_ids(noted, columns, file))
         join_into(types, found.types)
         shards += found.shards
     if types:
         _check_columns(config.input.columns, columns, types)
     carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
-    plan = InputPlan(files, _limited(shards, config.input.limit), columns, carried)
+    limited = _limited(shards, config.input.limit)
+    ids = noted.all()[: sum(shard.num_rows for shard in limited)]
+    plan = InputPlan(files, limited, columns, carried, "n" in types, ids)
     request_schema(plan.passthrough)
-    _check_ids(plan, seen.suspects())
+    _check_ids(plan, noted.twice())
     _check_rows(plan, config.input.on_bad_row)
     return plan
 
@@ -110,8 +122,8 @@ def _carried_column(values: list[Any], name: str, type_: pa.DataType, file: Inpu
         ) from None
 
 
-def _noting_ids(seen: SeenIds, columns: RequestColumns, file: InputFile) -> SeeRow:
-    return lambda index, row: seen.add(id_of(row, columns, _place(file, index)))
+def _noting_ids(noted: NotedIds, columns: RequestColumns, file: InputFile) -> SeeRow:
+    return lambda index, row: noted.add(id_of(row, columns, _place(file, index)))
 
 
 def _place(file: InputFile, index: int) -> Place:
@@ -169,13 +181,18 @@ def _limited(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
     return tuple(kept)
 
 
-def _check_ids(plan: InputPlan, suspects: set[int]) -> None:
+def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, Place]]:
+    """These ids, sorted as digests, and where they stand, in the order of the input."""
+    for row, place in _rows(plan) if len(wanted) else ():
+        request_id = id_of(row, plan.columns, place)
+        if among(digests([request_id]), wanted):
+            yield request_id, place
+
+
+def _check_ids(plan: InputPlan, twice: Digests) -> None:
     """Raises ConfigError naming both places of an id that occurs twice."""
     places: dict[str, Place] = {}
-    for row, place in _rows(plan) if suspects else ():
-        request_id = id_of(row, plan.columns, place)
-        if hash(request_id) not in suspects:
-            continue
+    for request_id, place in ids_in(plan, twice):
         if request_id in places:
             raise _twice(request_id, places[request_id], place)
         places[request_id] = place

@@ -1,0 +1,70 @@
+"""Asked: what the input asks for, by id. An id asks for n rows, which stand in one file once they are done.
+
+Does not know files, rows or what became of an id.
+
+    >>> asked = asked_of(plan_input(config), config)     # doctest: +SKIP
+    >>> len(asked), asked.num_rows                       # doctest: +SKIP
+    (480, 1920)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eagle_ray.config import JobConfig
+from eagle_ray.data.ids import Digests, among
+from eagle_ray.data.input.plan import InputPlan, ids_in, requests_of
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """ids: sorted. samples: of each id. others: of ids that the input does not have, whose rows another input left."""
+
+    ids: Digests
+    samples: np.ndarray
+    others: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.samples.sum())
+
+    def samples_of(self, ids: Digests) -> np.ndarray:
+        """How many rows each of these ids is to have."""
+        counts = np.full(len(ids), self.others, np.int32)
+        known = among(ids, self.ids)
+        counts[known] = self.samples[np.searchsorted(self.ids, ids[known])]
+        return counts
+
+    def without(self, done: Digests) -> Asked:
+        """What is left once `done`, sorted, is taken out."""
+        left = ~among(self.ids, done)
+        return Asked(self.ids[left], self.samples[left], self.others)
+
+
+def asked_of(plan: InputPlan, config: JobConfig) -> Asked:
+    samples = np.full(len(plan.ids), config.sampling.n, np.int32)
+    if plan.has_own_samples:  # only then the rows are read again
+        samples = np.fromiter((num_samples(row, config) for row in requests_of(plan)), np.int32, len(plan.ids))
+    order = np.argsort(plan.ids)
+    return Asked(plan.ids[order], samples[order], config.sampling.n)
+
+
+def num_samples(row: dict[str, Any], config: JobConfig) -> int:
+    """How many output rows a request row is to have, good or bad."""
+    return row["n"] or config.sampling.n
+
+
+def names_of(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+    """The first of these ids as the input has them, for a message; ids are sorted."""
+    names = []
+    for name, _ in ids_in(plan, ids):
+        if len(names) == most:
+            return ", ".join([*names, "..."])
+        names.append(name)
+    return ", ".join(names)

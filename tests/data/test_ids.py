@@ -1,0 +1,34 @@
+"""Ids as digests: what is known, what came twice."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_ray.data.ids import DIGEST, NotedIds, among, digest, digests
+
+IDS = st.lists(st.text(max_size=4), max_size=40)
+
+
+@given(IDS, IDS)
+def test_among_says_what_a_set_says(ids, known):
+    found = among(digests(ids), np.unique(digests(known)))
+    assert found.tolist() == [id in set(known) for id in ids]
+
+
+@given(IDS)
+def test_twice_is_what_came_more_than_once(ids):
+    noted = NotedIds()
+    for id in ids:
+        noted.add(id)
+    assert noted.all().tolist() == digests(ids).tolist()
+    assert set(noted.twice().tolist()) == set(digests({id for id in ids if ids.count(id) > 1}).tolist())
+
+
+def test_digests_that_end_in_zeros_stay_apart():
+    """NumPy drops a string's trailing zeros where it becomes a Python value; comparisons must not."""
+    a, b = np.frombuffer(b"x" * 14 + b"\0\0", DIGEST), np.frombuffer(b"x" * 15 + b"\0", DIGEST)
+    assert not among(a, b)[0] and among(a, a.copy())[0]
+
+
+def test_any_text_is_an_id():
+    assert len(digest("\ud800")) == 16  # half a surrogate pair
