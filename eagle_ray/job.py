@@ -10,38 +10,44 @@ imported only where there is work left, and torch only in the workers: a job wit
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.asked import Asked, asked_of, names_of
-from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
 from eagle_ray.data.ids import among
 from eagle_ray.data.input.plan import InputPlan, plan_input
+from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.ledger import Ledger, error_ids, without_ids
+from eagle_ray.data.lock import lock_output
 from eagle_ray.data.overlap import check_apart, check_not_own
+from eagle_ray.data.partitions import Partitions
+from eagle_ray.data.parts import has_column, tables
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
     PROGRESS,
+    REPORT,
     RUN,
     SUCCESS,
     SUMMARY,
     Run,
-    lock_output,
     noting_outcome,
     open_run,
     output_of,
+    read_record,
 )
-from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
-from eagle_ray.report.summary import has_column, summarise, summary_json
+from eagle_ray.data.stops import Incomplete, JobStopped, Overtaken, TooManyErrors
+from eagle_ray.data.storage import Location, parquet_bytes, read_json, write_json
+from eagle_ray.data.zombies import outlast_writers, remove_strays
+from eagle_ray.report.budgets import budgets
+from eagle_ray.report.page import page
+from eagle_ray.report.summary import summarise, summary_json
 from eagle_ray.report.table import difference_line, run_table
+from eagle_ray.report.timeline import timeline
 
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
@@ -62,7 +68,7 @@ def exit_code_of(work: Callable[[], str], log_level: str) -> int:
     """Do the work and print what it returns; what stops it is said in one line and becomes an exit code."""
     show_log(log_level)
     try:
-        with _terminating_as_interrupt():
+        with interruptible():
             result = work()
     except ConfigError as error:
         log.error("eagle-ray: %s", error)
@@ -80,19 +86,6 @@ def exit_code_of(work: Callable[[], str], log_level: str) -> int:
     return 0
 
 
-@contextmanager
-def _terminating_as_interrupt() -> Iterator[None]:
-    """SIGTERM, a scheduler's way to end a job, does what Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     """Make every row that is missing, count what stands in the files and sum it up; returns ``_summary.json``.
 
@@ -103,6 +96,7 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     output = output_of(config)
     check_apart(config.input.path, output)
     plan = plan_input(config)
+    Partitions.of(config.output.partition_by, plan.carried)
     check_not_own(plan.files, output)
     asked = asked_of(plan, config)
     if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
@@ -110,23 +104,33 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
+            remove_strays(run)
             if retry_errors:
                 _take_out_errors(config, run, asked)
             _make_missing(config, plan, run, asked)
+            outlast_writers(run)
             _settle(config, plan, run, asked)
-            summary = _sum_up(run, _checks(config, plan, run, asked))
+            summary = sum_up(run) | _checks(config, plan, run, asked)
+            write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
-            write_whole(run.output / SUCCESS, b"")
+            (run.output / SUCCESS).write_whole(b"", run.check_current)
+        if config.report.html:
+            write_report(run.output, summary)
     return summary
+
+
+def write_report(output: Location, summary: dict[str, Any]) -> None:
+    """``report.html``, of the run's record as it stands."""
+    (output / REPORT).write_whole(page(summary, read_record(output)).encode())
 
 
 def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:
     """Rewrite each file that holds error rows of these ids without them; error rows of other inputs stay."""
     for file in Ledger.read(run.data).files:
-        wrong = error_ids(file)
+        before, wrong = file.stat().version, error_ids(file)
         if len(wrong := wrong[among(wrong, asked.ids)]):
             log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
-            _rewrite(file, without_ids(file, wrong), config, run)
+            _rewrite(file, before, without_ids(file, wrong), config, run)
 
 
 def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
@@ -137,7 +141,7 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) ->
     if num_rows == 0:
         return
     _check_models(config)
-    (run.output / SUMMARY).unlink(missing_ok=True)  # it no longer says what the files hold
+    (run.output / SUMMARY).remove()  # it no longer says what the files hold
     _join_cluster(config)
     from eagle_ray.data.pipeline import generate
 
@@ -164,7 +168,8 @@ def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
     ledger = Ledger.read(run.data)
     for file, ids in ledger.excess(asked.samples_of).items():
         log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, names_of(ids, plan))
-        _rewrite(file, without_ids(file, ids), config, run)
+        before = file.stat().version
+        _rewrite(file, before, without_ids(file, ids), config, run)
     if len(missing := asked.without(ledger.done(asked.samples_of)).ids):
         names = names_of(missing, plan)
         raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
@@ -186,20 +191,20 @@ def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> dict[
     return kept | found
 
 
-def _sum_up(run: Run, checks: dict[str, Any]) -> dict[str, Any]:
-    """``_summary.json``, written and returned."""
-    by = GROUP_BY if has_column(run.output, GROUP_BY) else None
+def sum_up(run: Run) -> dict[str, Any]:
+    """What ``_summary.json`` says, of what the files hold now."""
+    by = GROUP_BY if has_column(run.data, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
+    read = partial(tables, run.data)
+    over_time = {"timeline": timeline(read), "budget": budgets(read)}
     last_work = {"last_work": _json_there(run.output / PROGRESS)}
-    summary = facts | summary_json(summarise(run.output, by), by) | last_work | checks
-    write_json(run.output / SUMMARY, summary)
-    return summary
+    return facts | summary_json(summarise(read, by), by) | over_time | last_work
 
 
-def _json_there(path: Path) -> dict[str, Any] | None:
+def _json_there(file: Location) -> dict[str, Any] | None:
     """What one of our own files says; a damaged one says nothing and stops nothing."""
     try:
-        return read_json(path)
+        return read_json(file)
     except ValueError:
         return None
 
@@ -212,11 +217,15 @@ def _check_error_rate(counts: dict[str, Any], most: float) -> None:
         )
 
 
-def _rewrite(file: Path, table: pa.Table, config: JobConfig, run: Run) -> None:
+def _rewrite(file: Location, before: int | str, table: pa.Table, config: JobConfig, run: Run) -> None:
+    """before: the version that the table was read from."""
     if table.num_rows:
-        write_parquet(file, table, config.output.compression, run.check_current)
+        data = parquet_bytes(table, config.output.compression)
+        if file.replace(data, before, run.check_current) is None:
+            raise Overtaken(f"{file} was rewritten by another driver")
     else:
-        file.unlink()
+        run.check_current()
+        file.remove()
 
 
 def show_log(level: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,8 +29,23 @@ def costs_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def s3_endpoint() -> Iterator[str]:
+    """Where tests/data/s3 starts its server; in the environment from the start, so that Ray's workers have it."""
+    with socket.socket() as found, pytest.MonkeyPatch.context() as patch:
+        found.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{found.getsockname()[1]}"
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+            patch.delenv(name, raising=False)
+        values = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "REGION": "us-east-1"}
+        for name, value in {**values, "ENDPOINT_URL": endpoint}.items():
+            patch.setenv(f"AWS_{name}", value)
+        found.close()
+        yield endpoint
+
+
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def ray_session(s3_endpoint) -> Iterator[None]:
     """Ray for the whole session: it takes seconds to start. Ends only what it started."""
     prepare(LOCAL)
     import ray
@@ -40,9 +57,20 @@ def ray_session() -> Iterator[None]:
         object_store_memory=100 << 20,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
+        _system_config={"metrics_report_interval_ms": 1000},  # what a test waits for
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the job says, in order."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("eagle_ray").addHandler(handler)
+    yield said
+    logging.getLogger("eagle_ray").removeHandler(handler)
 
 
 @pytest.fixture

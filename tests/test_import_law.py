@@ -24,10 +24,11 @@ LEVEL = {
     "training": 6,
     "report": 6,
     "job": 7,
-    "export": 7,
     "validate": 7,
     "demo": 8,
-    "cli": 9,
+    "review": 8,
+    "export": 9,
+    "cli": 10,
 }
 HEAVY = {
     "ray": {"data", "serve", "training", "job", "demo", "cli"},

@@ -16,7 +16,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -134,6 +134,13 @@ class ActorRange(Section):
         return self
 
 
+def _gpus(number: float) -> float:
+    """Ray hands out parts of one GPU, or whole ones."""
+    if number > 1 and number != int(number):
+        raise ValueError("parts of more than one GPU")
+    return number
+
+
 class ExecutionConfig(Section):
     """Where and how wide the job runs; none of it changes what is generated.
 
@@ -146,8 +153,8 @@ class ExecutionConfig(Section):
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
         default="auto", description="auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B"
     )
-    gpus_per_actor: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default="auto", description="auto or a number, 0 or more"
+    gpus_per_actor: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)] = Field(
+        default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
     )
     slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
     kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
@@ -163,7 +170,7 @@ class ExecutionConfig(Section):
 
 class OutputConfig(Section):
     path: Name = Field(description="a directory for the run (also: -o)")
-    partition_by: list[Name] = Field(default=[], description="a list of column names")
+    partition_by: Names = Field(default=[], description="a list of column names")
     store_prompt: bool = Field(default=True, description="true or false")
     store_token_ids: bool = Field(default=True, description="true or false")
     compression: Literal["zstd", "snappy", "gzip", "lz4", "none"] = Field(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray
 from ray.exceptions import RayError
 
@@ -26,6 +25,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.data.cluster import plan_workers, threads_wanted
 from eagle_ray.data.ids import DIGEST, Digests, among, digests
 from eagle_ray.data.input.plan import InputPlan, requests_of
+from eagle_ray.data.parts import tables
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.data.twin import ChosenRow, Twin
@@ -56,8 +56,7 @@ def checked(config: JobConfig, plan: InputPlan, run: Run, ids: Digests, wanted: 
 def _finished(run: Run, ids: Digests) -> Keys:
     """The rows of these ids that ended well."""
     found = [np.empty(0, KEY)]
-    for file in sorted(run.data.glob("*.parquet")):
-        table = pq.read_table(file, columns=["request_id", "sample_index", "status"], partitioning=None)
+    for table in tables(run.data, ["request_id", "sample_index", "status"]):
         keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
         found.append(keys[among(keys["id"], ids)])
     return np.concatenate(found)
@@ -85,8 +84,7 @@ def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[tuple[bytes, int], Chos
 
 def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
     """The id and output ids of each wanted row, by its key."""
-    for file in sorted(run.data.glob("*.parquet")):
-        table = pq.read_table(file, columns=["request_id", "sample_index", "output_token_ids"], partitioning=None)
+    for table in tables(run.data, ["request_id", "sample_index", "output_token_ids"]):
         keys = _keys_of(table)
         here = np.isin(keys, wanted)
         rows = table.filter(pa.array(here)).to_pylist()

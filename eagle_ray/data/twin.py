@@ -23,12 +23,12 @@ from torch import Tensor
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.samples import Row, sequences_of
+from eagle_ray.data.worker import pair_of
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.target import Prompts
-from eagle_ray.pair import build_pair
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, process
 
 ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
@@ -56,11 +56,11 @@ class Speed:
 
 
 class Twin:
-    """Loads the models. Raises what build_pair raises."""
+    """Loads the models. Raises what pair_of raises."""
 
     def __init__(self, config: JobConfig, threads: int):
         torch.set_num_threads(threads)
-        pair = build_pair(config.model, config.speculative, config.execution.slots, config.execution.kv_tokens)
+        pair = pair_of(config)
         self._config, self._text, self._target = config, pair.text, pair.engine.target
         self._drafting = pair.engine
         self._plain = Engine(self._target, NoDrafter(), UniformPlanner(0, 0, 0), pair.engine.max_model_len, 0)

@@ -1,20 +1,17 @@
 """A run beside its baseline: the same rows made two ways, how fast each was and whether the tokens are the same.
 
-Reads the Parquet files of both. Does not know how either was made.
+Reads the columns of both. Does not know where they are or how either was made.
 
-    >>> compare(Path("runs/demo"), Path("runs/demo/baseline"), by="category").identical
+    >>> compare(read_run, read_baseline, by="category").identical
     48
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from eagle_ray.report.summary import Group, summarise, total
+from eagle_ray.report.summary import Group, ReadColumns, summarise, total
 
 Key = tuple[str, int]  # request_id, sample_index
 
@@ -38,7 +35,7 @@ class Comparison:
         }
 
 
-def compare(run: Path, baseline: Path, by: str) -> Comparison:
+def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
     """Groups are the values of the column by. Rows that only one of the two has count as differing."""
     ours, theirs = _outputs(run), _outputs(baseline)
     differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))
@@ -59,9 +56,7 @@ def _speeds(run: Group, baseline: Group) -> dict[str, Any]:
     }
 
 
-def _outputs(run: Path) -> dict[Key, list[int] | None]:
+def _outputs(read: ReadColumns) -> dict[Key, list[int] | None]:
     columns = ["request_id", "sample_index", "output_token_ids"]
-    rows = [
-        row for file in (run / "data").glob("*.parquet") for row in pq.read_table(file, columns=columns).to_pylist()
-    ]
+    rows = (row for table in read(columns) for row in table.to_pylist())
     return {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows}

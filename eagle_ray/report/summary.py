@@ -1,9 +1,9 @@
 """What a run produced, how fast and how well its drafts did: counts over its Parquet files.
 
 Counts only add up, so that files, groups and runs do; every ratio is derived from them. Needs pyarrow and nothing
-else; does not know models, Ray or how a row is made.
+else; does not know where the files are, models, Ray or how a row is made.
 
-    >>> summary = summarise(Path("runs/demo"), by="category")
+    >>> summary = summarise(read, by="category")
     >>> summary["code"].mean_acceptance_length
     4.9
 """
@@ -11,13 +11,12 @@ else; does not know models, Ray or how a row is made.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 COUNTS = {
     "prompt_tokens": "prompt_tokens",
@@ -43,6 +42,7 @@ LISTS = (
     "calibrated_accepted",
     "calibrated_expected",
 )
+ReadColumns = Callable[[list[str]], Iterable[pa.Table]]  # these columns of a run, a file at a time
 COLUMNS = ["status", "error_code", "finish_reason", *COUNTS.values(), *LISTS]
 
 
@@ -132,11 +132,11 @@ class Group:
         return {name: getattr(self, name) for name in (*self.__dataclass_fields__, *ratios)}
 
 
-def summarise(output: Path, by: str | None = None) -> dict[str, Group]:
+def summarise(read: ReadColumns, by: str | None = None) -> dict[str, Group]:
     """The counts of a run's files, by the values of one of its columns (null is ""); without one, under ""."""
     groups: dict[str, Group] = {}
-    for file in sorted((output / "data").glob("*.parquet")):
-        for name, group in _groups_of(file, by):
+    for table in read(COLUMNS + ([by] if by else [])):
+        for name, group in _groups_of(table, by):
             groups[name] = groups.get(name, Group()) + group
     return dict(sorted(groups.items()))
 
@@ -151,14 +151,7 @@ def total(groups: dict[str, Group]) -> Group:
     return sum(groups.values(), Group())
 
 
-def has_column(output: Path, name: str) -> bool:
-    """Whether the run's files carry this column; every file of a run has the same."""
-    first = next((output / "data").glob("*.parquet"), None)
-    return first is not None and name in pq.read_schema(first).names
-
-
-def _groups_of(file: Path, by: str | None) -> list[tuple[str, Group]]:
-    table = pq.read_table(file, columns=COLUMNS + ([by] if by else []), partitioning=None)
+def _groups_of(table: pa.Table, by: str | None) -> list[tuple[str, Group]]:
     if by is None:
         return [("", Group.of(table))]
     keys = _texts(table[by])

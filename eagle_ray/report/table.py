@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 ABSENT = "-"
+MOST_DIFFERENCES = 10
 
 
 def render(header: list[str], rows: list[list[str]]) -> str:
@@ -53,6 +54,40 @@ def comparison_table(comparison: dict[str, Any], by: str) -> str:
     header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up"]
     groups = comparison["groups"] | {"all": comparison["total"]}
     return render(header, [_comparison_line(name, speeds) for name, speeds in groups.items()])
+
+
+def side_by_side_table(numbers: dict[str, Any]) -> str:
+    """Two runs over the same rows: a line per group and one for all, then where their outputs part."""
+    header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B to A"]
+    groups = {name or "(none)": pair for name, pair in numbers["groups"].items()} | {"all": numbers["total"]}
+    table = render(header, [_pair_line(name, pair["a"], pair["b"]) for name, pair in groups.items()])
+    rows, differing = numbers["rows"], numbers["differing"]
+    same = (
+        f"{number(numbers['identical'])} of the {number(rows['both'])} rows that both have are token for token the same"
+    )
+    shown = [_difference(difference) for difference in differing[:MOST_DIFFERENCES]]
+    more = [f"  and {number(len(differing) - len(shown))} more"] if len(differing) > len(shown) else []
+    return "\n".join([table, "", same, *shown, *more])
+
+
+def _pair_line(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    fast_a, fast_b = a["decode_tokens_per_s"], b["decode_tokens_per_s"]
+    return [
+        name,
+        number(a["rows"]),
+        number(b["rows"]),
+        number(a["mean_acceptance_length"], 2),
+        number(b["mean_acceptance_length"], 2),
+        number(fast_a),
+        number(fast_b),
+        f"{fast_b / fast_a:.2f}x" if fast_a and fast_b else ABSENT,
+    ]
+
+
+def _difference(difference: dict[str, Any]) -> str:
+    place = difference["position"]
+    where = "an error row in one of them" if place is None else f"from token {place} on"
+    return f"  differs: {difference['request_id']} sample {difference['sample_index']}, {where}"
 
 
 def _comparison_line(name: str, speeds: dict[str, Any]) -> list[str]:

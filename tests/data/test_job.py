@@ -1,23 +1,18 @@
 """The job as a whole: every id once, whatever happened on the way."""
 
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.atomic import read_json
-from eagle_ray.data.progress import Progress, Report
-from eagle_ray.data.progress_lines import Limits
-from eagle_ray.data.stops import ClusterError, TooManyErrors
+from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import run_job
 from eagle_ray.report.laws import broken_laws
 from tests.conftest import small_job, token_rows
@@ -33,7 +28,7 @@ print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 
 
 INTERRUPTED = "130 ['ray', 'torch', 'transformers']\n"
-SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20}
+SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20, "report.html": True}
 
 
 def with_changes(config: JobConfig, **sections: dict) -> JobConfig:
@@ -48,16 +43,6 @@ def rows_of(config: JobConfig) -> list[dict]:
 
 def ids_of(config: JobConfig) -> list[str]:
     return sorted(row["request_id"] for row in rows_of(config))
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What the job says, in order."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("eagle_ray").addHandler(handler)
-    yield said
-    logging.getLogger("eagle_ray").removeHandler(handler)
 
 
 def start_driver(config: JobConfig) -> subprocess.Popen:
@@ -99,14 +84,24 @@ def test_every_row_comes_back_and_keeps_the_laws(done):
     assert [broken_laws(row) for row in found] == [[]] * 62
     assert {row["category"] for row in found} == {"c0", "c1"}
     assert (output / "_SUCCESS").exists() and len(list((output / "data").iterdir())) > 2
-    assert read_json(output / "_progress.json")["rows_in_files"] == 62
+    assert read_json(Location.of(output / "_progress.json"))["rows_in_files"] == 62
 
 
 def test_the_summary_counts_what_the_files_hold(done):
-    summary, found = read_json(Path(done.output.path) / "_summary.json"), rows_of(done)
+    summary, found = read_json(Location.of(done.output.path) / "_summary.json"), rows_of(done)
     assert summary["total"]["rows"] == 62 and summary["total"]["error_codes"] == {"no_tokenizer": 2}
     assert summary["total"]["output_tokens"] == sum(row["completion_tokens"] or 0 for row in found)
     assert summary["groups"]["c1"]["rows"] == 30
+
+
+def test_the_report_shows_the_summary(done):
+    summary, report = read_json(Path(done.output.path) / "_summary.json"), Path(done.output.path, "report.html")
+    assert sum(worker["rows"] for worker in summary["timeline"]["workers"].values()) == 60  # two rows are errors
+    html = report.read_text()
+    assert "no_tokenizer" in html and f"{summary['total']['output_tokens']:,}" in html and "Over time" in html
+    report.unlink()
+    assert run_job(done) == 0
+    assert report.exists()
 
 
 def test_a_resume_makes_only_what_is_missing(done):
@@ -189,7 +184,7 @@ def test_a_damaged_part_file_is_named_with_the_remedy(done, messages):
 def test_a_damaged_progress_file_stops_nothing(done):
     (Path(done.output.path) / "_progress.json").write_text('{"rows')
     assert run_job(done) == 0
-    assert read_json(Path(done.output.path) / "_summary.json")["last_work"] is None
+    assert read_json(Location.of(done.output.path) / "_summary.json")["last_work"] is None
 
 
 def test_an_output_in_the_home_directory(done, tmp_path, monkeypatch):
@@ -212,15 +207,3 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3, 4}
-
-
-def test_a_hopeless_job_is_given_up():
-    limits, progress = Limits(max_error_rate=0.1, max_starts=4), Progress()
-    for i in range(4):
-        progress.add(Report(f"worker {i}", 0, 0, rows=24, errors=12))
-    assert limits.exceeded_by(progress) is None  # 96 rows say little
-    progress.add(Report("worker 0", 0, 0, rows=24))
-    assert isinstance(limits.exceeded_by(progress), TooManyErrors)
-    assert Limits(1.0, max_starts=4).exceeded_by(progress) is None
-    progress.starts = 5
-    assert isinstance(Limits(1.0, max_starts=4).exceeded_by(progress), ClusterError)

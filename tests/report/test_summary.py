@@ -1,14 +1,17 @@
 """The summary adds up; its ratios are of sums, not means of ratios; its tables are plain."""
 
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.data.parts import tables
 from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.data.storage import Location
 from eagle_ray.report.comparison import compare
-from eagle_ray.report.summary import Group, summarise, summary_json, total
+from eagle_ray.report.summary import Group, ReadColumns, summarise, summary_json, total
 from eagle_ray.report.table import comparison_table, render, run_table
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -46,6 +49,10 @@ def error(request_id: str, category: str | None) -> dict:
     return blank | {"status": "error", "error_code": "prompt_too_long", "error_message": "too long"}
 
 
+def reader(output: Path) -> ReadColumns:
+    return partial(tables, Location.of(output) / "data")
+
+
 def write(output: Path, *files: list[dict]) -> Path:
     (output / "data").mkdir(parents=True)
     for i, rows in enumerate(files):
@@ -60,37 +67,37 @@ def run(tmp_path) -> Path:
 
 
 def test_groups_add_up_over_files(run):
-    groups = summarise(run, by="category")
+    groups = summarise(reader(run), by="category")
     assert {name: (group.rows, group.errors) for name, group in groups.items()} == {
         "": (1, 1),
         "chat": (1, 0),
         "code": (2, 0),
     }
-    assert total(groups) == summarise(run)[""]
+    assert total(groups) == summarise(reader(run))[""]
     assert groups["code"].acceptance_histogram == [3, 9]
 
 
 def test_tau_is_pooled_over_steps(run):
-    code = summarise(run, by="category")["code"]
+    code = summarise(reader(run), by="category")["code"]
     assert code.mean_acceptance_length == pytest.approx(1 + 9 / 12)  # not the mean of 1.9 and 1.0
     assert code.nodes_per_step == 3 and code.decode_tokens_per_s == pytest.approx((19 + 2) / 3)
 
 
 def test_nothing_is_no_division_by_zero(tmp_path):
-    assert summarise(tmp_path) == {}
+    assert summarise(reader(tmp_path)) == {}
     empty = total({})
     assert empty == Group() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
 
 
 def test_lists_of_different_lengths_are_added_by_depth(tmp_path):
     deep = row("b", "chat", 2, 0) | {"acceptance_histogram": [1, 0, 1], "accepted_by_depth": [1, 1]}
-    whole = total(summarise(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep])))
+    whole = total(summarise(reader(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep]))))
     assert whole.acceptance_histogram == [2, 1, 1] and whole.accepted_by_depth == [2, 1]
 
 
 def test_the_table_shows_the_summary(run):
     work = {"tokens_per_s": 1234.5, "busy_slots": 0.93}
-    lines = run_table(summary_json(summarise(run, "category"), "category") | {"last_work": work}).splitlines()
+    lines = run_table(summary_json(summarise(reader(run), "category"), "category") | {"last_work": work}).splitlines()
     assert lines[0].split() == [
         "category",
         "rows",
@@ -121,7 +128,7 @@ def test_a_comparison_is_by_row_and_names_what_differs(run, tmp_path):
     slower = [row("a", "code", 19, 0, decode_s=3.8), row("b", "chat", 33, 0, decode_s=3.3)]
     other = row("c", "code", 2, 0, decode_s=2.0) | {"output_token_ids": [0, 7, 2]}
     plain = write(tmp_path / "plain", slower, [other, error("d", None)])
-    comparison = compare(run, plain, "category")
+    comparison = compare(reader(run), reader(plain), "category")
     assert comparison.identical == 3 and comparison.differing == [("c", 0)]
     code = comparison.as_json()["groups"]["code"]
     assert code["speed_up"] == pytest.approx((21 / 3) / (21 / 5.8))
@@ -149,4 +156,6 @@ def test_a_category_of_any_type_groups_by_its_text(tmp_path, values, names):
     (tmp_path / "data").mkdir()
     rows = table_of([row(id, None, 2, 1) for id in "abc"], SCHEMA)
     pq.write_table(rows.drop_columns("category").append_column("category", values), tmp_path / "data" / "a.parquet")
-    assert [(name, group.rows) for name, group in summarise(tmp_path, by="category").items()] == [(n, 1) for n in names]
+    assert [(name, group.rows) for name, group in summarise(reader(tmp_path), by="category").items()] == [
+        (n, 1) for n in names
+    ]

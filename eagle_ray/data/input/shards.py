@@ -25,6 +25,7 @@ from eagle_ray.data.input.jsonl import rows_in_jsonl
 from eagle_ray.data.input.openai_batch import rows_in_batch
 from eagle_ray.data.input.parquet import check_unique, dicts_in
 from eagle_ray.data.input.row import Row
+from eagle_ray.data.storage import StorageError
 
 SHARD_ROWS = 512
 RECORDS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
@@ -66,6 +67,8 @@ def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
     read = _scan_parquet if file.format == "parquet" else _scan_records
     try:
         return read(file, needed, see)
+    except StorageError:  # the storage is at fault, not the file
+        raise
     except UNREADABLE as error:
         raise _cannot_read(file, error) from None
 
@@ -81,7 +84,7 @@ def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
 
 
 def _cannot_read(file: InputFile, error: Exception) -> ConfigError:
-    fix = "delete it" if file.size == 0 else "write it again, leave it out of input.path, or set input.format"
+    fix = "delete it" if file.stamp.size == 0 else "write it again, leave it out of input.path, or set input.format"
     return ConfigError(f"cannot read {file.path} as {file.format} ({error}): {fix}")
 
 
@@ -106,12 +109,12 @@ def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row
 
 def _records(file: InputFile, start: int, index: int) -> Iterator[tuple[int, int, Row]]:
     """Byte offset, index and columns of every record from byte `start` on, where record `index` begins."""
-    with open(file.path, "rb") as stream:
+    with file.location.open() as stream:
         yield from RECORDS[file.format](stream, file.path, start, index)
 
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
-    with pq.ParquetFile(file.path) as parquet:
+    with file.location.open() as opened, pq.ParquetFile(opened) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
@@ -123,7 +126,9 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileSc
 
 def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
     try:
-        with pq.ParquetFile(shard.file.path) as parquet:
+        with shard.file.location.open() as opened, pq.ParquetFile(opened) as parquet:
             yield from enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first_row)
+    except StorageError:
+        raise
     except UNREADABLE as error:
         raise _cannot_read(shard.file, error) from None

@@ -1,0 +1,37 @@
+"""What the steps were given and what came of it: steps and accepted tokens by budget, over per_step_budget.
+
+Stored by jobs with ``speculative.stats: detailed`` alone. Does not know where files are or how it is drawn.
+
+    >>> budgets(read)
+    {'budget': [1, 5, 13], 'steps': [40, 210, 96], 'accepted': [0, 377, 301]}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from eagle_ray.report.summary import ReadColumns
+
+COLUMNS = ["per_step_budget", "per_step_accepted"]
+
+
+def budgets(read: ReadColumns) -> dict[str, list[int]] | None:
+    """Lists with an entry per budget that was given, rising; None where no row has any.
+
+    budget: verify rows of one sequence in one step, its root included. accepted: draft tokens, before any cut.
+    """
+    steps: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for table in read(COLUMNS):
+        taken = pa.Table.from_arrays([pc.list_flatten(table[name]) for name in COLUMNS], COLUMNS)
+        sums = taken.group_by("per_step_budget").aggregate([("per_step_accepted", "sum"), ([], "count_all")])
+        for row in sums.to_pylist():
+            steps[row["per_step_budget"]] += row["count_all"]
+            accepted[row["per_step_budget"]] += row["per_step_accepted_sum"]
+    if not steps:
+        return None
+    given = sorted(steps)
+    return {"budget": given, "steps": [steps[n] for n in given], "accepted": [accepted[n] for n in given]}

@@ -1,0 +1,88 @@
+"""Two runs side by side: the rows that both have, whether their outputs are the same, and both runs' numbers by group.
+
+Reads the columns of both. Does not know where they are, how either was made, nor which is better.
+
+    >>> side_by_side(read_a, read_b, by="category").identical
+    479
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from eagle_ray.report.summary import Group, ReadColumns, summarise, total
+
+Key = tuple[str, int]  # request_id, sample_index
+Output = list[int] | None  # token ids; None for an error row
+COLUMNS = ["request_id", "sample_index", "status", "output_token_ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where one row's two outputs part. position: the first token that differs, from 0; None beside an error row."""
+
+    key: Key
+    position: int | None
+
+    @classmethod
+    def of(cls, key: Key, a: Output, b: Output) -> Difference:
+        if a is None or b is None:
+            return cls(key, None)
+        return cls(key, next(i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y))
+
+    def as_json(self) -> dict[str, Any]:
+        return {"request_id": self.key[0], "sample_index": self.key[1], "position": self.position}
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """rows: of the first run, of the second and of both. groups[name]: the first run's counts and the second's."""
+
+    rows: tuple[int, int, int]
+    differences: list[Difference]
+    by: str | None
+    groups: dict[str, tuple[Group, Group]]
+
+    @property
+    def identical(self) -> int:
+        return self.rows[2] - len(self.differences)
+
+    def as_json(self) -> dict[str, Any]:
+        """Every number of the table, with each run's counts and ratios."""
+        whole = [total({name: pair[side] for name, pair in self.groups.items()}) for side in (0, 1)]
+        named = self.groups if self.by else {}
+        return {
+            "rows": dict(zip(("a", "b", "both"), self.rows, strict=True)),
+            "identical": self.identical,
+            "differing": [difference.as_json() for difference in self.differences],
+            "by": self.by,
+            "total": _pair(*whole),
+            "groups": {name: _pair(*pair) for name, pair in named.items()},
+        }
+
+
+def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> SideBySide:
+    """by: a column that both runs carry, or None. Raises ValueError where a run stored no token ids."""
+    a, b = _outputs(read_a), _outputs(read_b)
+    both = sorted(a.keys() & b.keys())
+    differences = [Difference.of(key, a[key], b[key]) for key in both if a[key] != b[key]]
+    counts_a, counts_b = summarise(read_a, by), summarise(read_b, by)
+    names = sorted(counts_a.keys() | counts_b.keys())
+    groups = {name: (counts_a.get(name, Group()), counts_b.get(name, Group())) for name in names}
+    return SideBySide((len(a), len(b), len(both)), differences, by, groups)
+
+
+def _pair(a: Group, b: Group) -> dict[str, dict[str, Any]]:
+    return {"a": a.as_json(), "b": b.as_json()}
+
+
+def _outputs(read: ReadColumns) -> dict[Key, Output]:
+    found: dict[Key, Output] = {}
+    for table in read(COLUMNS):
+        for row in table.to_pylist():
+            if row["status"] == "ok" and row["output_token_ids"] is None:
+                raise ValueError("no token ids were stored (output.store_token_ids), so outputs cannot be compared")
+            found[row["request_id"], row["sample_index"]] = row["output_token_ids"]
+    return found

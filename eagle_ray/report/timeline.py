@@ -1,0 +1,185 @@
+"""When the work was done: tokens and busy slots over time, per worker, from the moments that rows carry.
+
+A row holds its slot from started_at + queue_s to finished_at and makes its tokens evenly from the first one on. What
+lies between attempts is left out: their spans stand one after the other. Does not know where files are or how it is
+drawn.
+
+    >>> timeline(read)["workers"]["host:71"]["tokens_per_s"]
+    [0.0, 151.2, 148.9, 60.3]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from eagle_ray.report.summary import ReadColumns
+
+MOMENTS = ["attempt", "started_at", "finished_at"]
+COLUMNS = [*MOMENTS, "worker_id", "queue_s", "ttft_s", "completion_tokens"]
+MOST_BINS = 120
+WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
+MOST_WORKERS = 32  # of their own in the result; what the others did is added up
+OTHERS = "others"
+SHORTEST_S = 1e-6  # of a row's time: nothing is divided by 0
+ROWS_AT_ONCE = 4096  # rows times bins are in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An attempt's first moment and last, in seconds of Unix time, and where it begins on the axis."""
+
+    started: float
+    finished: float
+    offset: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.finished - self.started
+
+
+@dataclass(slots=True)
+class Work:
+    """Of one worker, for each bin: tokens made, and seconds of slots held.
+
+    first, last: when its rows began and ended, in seconds of the axis.
+    """
+
+    tokens: np.ndarray
+    slot_seconds: np.ndarray
+    rows: int = 0
+    first: float = np.inf
+    last: float = -np.inf
+
+    @classmethod
+    def none(cls, num_bins: int) -> Work:
+        return cls(np.zeros(num_bins), np.zeros(num_bins))
+
+    def add(self, other: Work) -> None:
+        self.tokens += other.tokens
+        self.slot_seconds += other.slot_seconds
+        self.rows += other.rows
+        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """num equal stretches of width seconds, from 0."""
+
+    width: float
+    num: int
+
+    @classmethod
+    def over(cls, seconds: float) -> Bins:
+        width = next((w for w in WIDTHS_S if seconds <= w * MOST_BINS), seconds / MOST_BINS)
+        return cls(width, max(1, int(np.ceil(seconds / width))))
+
+    def spread(self, begin: np.ndarray, end: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+        """amounts, each even over its own [begin, end], by bin; one without length falls on its moment."""
+        length = np.maximum(end - begin, SHORTEST_S)
+        edges = np.arange(self.num + 1) * self.width
+        shares = np.clip((edges - (end - length)[:, None]) / length[:, None], 0, 1)
+        return np.diff(amounts @ shares)
+
+
+def timeline(read: ReadColumns) -> dict[str, Any] | None:
+    """As ``_summary.json`` has it, lists with an entry per bin of bin_s seconds; None where no row was answered."""
+    spans = _spans(read)
+    if not spans:
+        return None
+    bins = Bins.over(max(span.offset + span.seconds for span in spans.values()))
+    workers = _busiest(_work(read, spans, bins), bins)
+    return {
+        "bin_s": bins.width,
+        "num_bins": bins.num,
+        "attempts": [_attempt(number, span) for number, span in spans.items()],
+        "workers": {name: _rates(work, bins) for name, work in workers.items()},
+    }
+
+
+def _attempt(number: int, span: Span) -> dict[str, Any]:
+    started_at = datetime.fromtimestamp(span.started, timezone.utc).isoformat(timespec="milliseconds")
+    return {"attempt": number, "started_at": started_at, "offset_s": round(span.offset, 3)}
+
+
+def _rates(work: Work, bins: Bins) -> dict[str, Any]:
+    """The means are over the time from its first row's start to its last row's end."""
+    seconds = max(work.last - work.first, SHORTEST_S)
+    return {
+        "rows": work.rows,
+        "output_tokens": round(float(work.tokens.sum())),
+        "mean_tokens_per_s": round(float(work.tokens.sum()) / seconds, 2),
+        "mean_busy_slots": round(float(work.slot_seconds.sum()) / seconds, 3),
+        "tokens_per_s": [round(float(value), 2) for value in work.tokens / bins.width],
+        "busy_slots": [round(float(value), 3) for value in work.slot_seconds / bins.width],
+    }
+
+
+def _busiest(workers: dict[str, Work], bins: Bins) -> dict[str, Work]:
+    """The MOST_WORKERS that made most tokens, by name, and the others as one."""
+    ranked = sorted(workers, key=lambda name: -workers[name].tokens.sum())
+    kept = {name: workers[name] for name in sorted(ranked[:MOST_WORKERS])}
+    if len(ranked) > MOST_WORKERS:
+        kept[OTHERS] = Work.none(bins.num)
+        for name in ranked[MOST_WORKERS:]:
+            kept[OTHERS].add(workers[name])
+    return kept
+
+
+def _spans(read: ReadColumns) -> dict[int, Span]:
+    """Each attempt's, one after the other."""
+    found: dict[int, Span] = {}
+    for table in map(_answered, read(MOMENTS)):
+        ends = table.group_by("attempt").aggregate([("started_at", "min"), ("finished_at", "max")]).to_pylist()
+        for row in ends:
+            started, finished = row["started_at_min"].timestamp(), row["finished_at_max"].timestamp()
+            old = found.get(row["attempt"], Span(started, finished))
+            found[row["attempt"]] = Span(min(old.started, started), max(old.finished, finished))
+    offset = 0.0
+    for attempt, span in sorted(found.items()):
+        found[attempt] = Span(span.started, span.finished, offset)
+        offset += span.seconds
+    return dict(sorted(found.items()))
+
+
+def _answered(table: pa.Table) -> pa.Table:
+    """Without the rows that no engine took, as most error rows are."""
+    return table.filter(pc.and_(pc.is_valid(table["started_at"]), pc.is_valid(table["finished_at"])))
+
+
+def _work(read: ReadColumns, spans: dict[int, Span], bins: Bins) -> dict[str, Work]:
+    workers: dict[str, Work] = {}
+    known = pa.array(list(spans), pa.int32())  # a run that is at work may have begun another attempt since
+    for table in map(_answered, read(COLUMNS)):
+        table = table.filter(pc.is_in(table["attempt"], known))
+        for start in range(0, len(table), ROWS_AT_ONCE):
+            _add_rows(workers, table.slice(start, ROWS_AT_ONCE), spans, bins)
+    return workers
+
+
+def _add_rows(workers: dict[str, Work], table: pa.Table, spans: dict[int, Span], bins: Bins) -> None:
+    for name in pc.unique(table["worker_id"]).to_pylist():
+        rows = table.filter(pc.equal(table["worker_id"], name))
+        spans_of = [spans[attempt] for attempt in rows["attempt"].to_pylist()]
+        shift = np.array([span.offset - span.started for span in spans_of])
+        arrived, finished = _seconds(rows["started_at"]) + shift, _seconds(rows["finished_at"]) + shift
+        admitted, first_token = (arrived + _numbers(rows[wait]) for wait in ("queue_s", "ttft_s"))
+        tokens = _numbers(rows["completion_tokens"])
+        held = bins.spread(admitted, finished, np.maximum(finished - admitted, 0))
+        made = bins.spread(first_token, finished, tokens)
+        work = Work(made, held, len(rows), float(admitted.min()), float(finished.max()))
+        workers.setdefault(name, Work.none(bins.num)).add(work)
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """null is 0: an error row that ran for a while made no tokens."""
+    return pc.fill_null(column.cast(pa.float64()), 0.0).to_numpy()
+
+
+def _seconds(column: pa.ChunkedArray) -> np.ndarray:
+    return column.cast(pa.timestamp("us", "UTC")).to_numpy().astype("datetime64[us]").astype(np.int64) / 1e6

@@ -1,0 +1,82 @@
+"""review: a run looked at afterwards, or while it works: its numbers, table and page, or two runs beside each other.
+
+Reads what the run has written so far and writes nothing but ``report.html``. Needs neither Ray nor torch.
+
+    >>> print(review(Location.of("runs/demo")))
+    category   rows  errors  tokens   tau ...
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from eagle_ray.config import ConfigError
+from eagle_ray.data.parts import has_column, tables
+from eagle_ray.data.record import DATA, REPORT, RUN, SUCCESS, SUMMARY, Run, read_record
+from eagle_ray.data.stops import OutputDamaged
+from eagle_ray.data.storage import Location, read_json
+from eagle_ray.job import GROUP_BY, sum_up, write_report
+from eagle_ray.report.side_by_side import side_by_side
+from eagle_ray.report.table import run_table, side_by_side_table
+
+
+def run_at(text: str) -> Location:
+    """The output directory that the user named. Raises ConfigError where it cannot be one."""
+    try:
+        return Location.of(text)
+    except ValueError as error:
+        raise ConfigError(f"RUN: {error}") from None
+
+
+def review(output: Location) -> str:
+    """The run's table, once its report is written. Raises ConfigError where there is no run."""
+    numbers = numbers_of(output)
+    write_report(output, numbers)
+    return f"{run_table(numbers)}\nreport in {output / REPORT}"
+
+
+def review_json(output: Location) -> str:
+    """Every number of the report."""
+    return json.dumps(numbers_of(output), indent=2)
+
+
+def comparison(run_a: Location, run_b: Location) -> str:
+    """Two runs over the same rows as a table, and where their outputs part."""
+    return side_by_side_table(compared(run_a, run_b))
+
+
+def comparison_json(run_a: Location, run_b: Location) -> str:
+    """Every number of the comparison, and every row that differs."""
+    return json.dumps(compared(run_a, run_b), indent=2)
+
+
+def compared(run_a: Location, run_b: Location) -> dict[str, Any]:
+    """Raises ConfigError where either is no run, or stored no token ids."""
+    records = [record_of(run) for run in (run_a, run_b)]
+    by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
+    try:
+        numbers = side_by_side(partial(tables, run_a / DATA), partial(tables, run_b / DATA), by).as_json()
+    except ValueError as error:
+        raise ConfigError(f"{run_a}, {run_b}: {error}") from error
+    return {"runs": {side: record["run_id"] for side, record in zip("ab", records, strict=True)}} | numbers
+
+
+def numbers_of(output: Location) -> dict[str, Any]:
+    """``_summary.json`` of a run that has ended well; of any other the same, added up now."""
+    record = record_of(output)
+    if (output / SUCCESS).exists() and (summary := read_json(output / SUMMARY)):
+        return summary
+    return sum_up(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
+
+
+def record_of(output: Location) -> dict[str, Any]:
+    """``_run.json``. Raises ConfigError where there is none, or a damaged one."""
+    try:
+        record = read_record(output)
+    except OutputDamaged as error:
+        raise ConfigError(str(error)) from error
+    if record is None:
+        raise ConfigError(f"{output}: no {RUN} there: give the output directory of a run")
+    return record

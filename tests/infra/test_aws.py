@@ -1,0 +1,42 @@
+"""The cluster on AWS, by the schema that Ray's own launcher checks it with."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import ray
+import yaml
+from ray.autoscaler._private.util import fillout_defaults, validate_config
+
+INFRA = Path(__file__).parent.parent.parent / "infra"
+SCHEMA = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+
+
+@pytest.fixture
+def cluster() -> dict:
+    return yaml.safe_load((INFRA / "aws.yaml").read_text())
+
+
+def test_ray_takes_it(cluster):
+    jsonschema.validate(cluster, SCHEMA)
+    validate_config(fillout_defaults(cluster))
+
+
+@pytest.mark.parametrize("key", ["idle_timeout", "head_node", "worker_nodes"])
+def test_ray_would_refuse_a_misspelt_key(cluster, key):
+    with pytest.raises(jsonschema.ValidationError, match=key):
+        jsonschema.validate(cluster | {key: 1}, SCHEMA)
+
+
+def test_every_node_has_the_token_and_an_endpoint_for_metrics(cluster):
+    starts = [cluster["head_start_ray_commands"][-1], cluster["worker_start_ray_commands"][-1]]
+    assert all(line.startswith("RAY_AUTH_MODE=token ray start") and "--metrics-export-port" in line for line in starts)
+    assert list(cluster["file_mounts"]) == ["/home/ray/.ray/auth_token"]
+    assert "--dashboard-host=127.0.0.1" in starts[0]
+
+
+def test_the_heads_boto3_leaves_the_locked_botocore(cluster):
+    (line,) = cluster["head_setup_commands"]
+    (pin,) = [word for word in line.split() if word.startswith("botocore==")]
+    assert pin in (INFRA / "constraints.txt").read_text().splitlines()

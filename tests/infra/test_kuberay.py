@@ -1,0 +1,112 @@
+"""The Kubernetes manifests against our schema of them, and what they promise about the job inside."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from jsonschema import Draft202012Validator
+
+from eagle_ray.config import JobConfig
+
+INFRA = Path(__file__).parent.parent.parent / "infra"
+RAYJOB, RAYSERVICE = INFRA / "kuberay" / "rayjob.yaml", INFRA / "kuberay" / "rayservice.yaml"
+MANIFESTS = [RAYJOB, RAYSERVICE, INFRA / "prometheus" / "podmonitor.yaml"]
+SCHEMA = yaml.safe_load((INFRA / "kuberay" / "schema.yaml").read_text())
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(file.read_text()))
+
+
+def problems(document: dict[str, Any]) -> list[str]:
+    """By the schema of the document's own kind: the whole schema would only say that none of its kinds fits."""
+    schema = {"$ref": f"#/$defs/{document['kind']}", "$defs": SCHEMA["$defs"]}
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(document)]
+
+
+def rayjob() -> dict[str, Any]:
+    return documents(RAYJOB)[1]
+
+
+def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
+    cluster = document["spec"].get("rayClusterSpec") or document["spec"]["rayClusterConfig"]
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def test_the_schema_is_one():
+    Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def test_manifests_keep_to_the_schema(file):
+    assert [problems(document) for document in documents(file)] == [[]] * len(documents(file))
+
+
+def set_at(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    document = copy.deepcopy(document)
+    *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    place = document
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.backofLimit", 3),
+        ("spec.backoffLimit", "3"),
+        ("spec.ttlSecondsAfterFinished", 60),
+        ("spec.shutdownAfterJobFinishes", True),
+        ("spec.deletionStrategy.deletionRules.0.policy", "DeleteEverything"),
+        ("spec.deletionStrategy.deletionRules.0.condition.jobDeploymentStatus", "Failed"),
+        ("spec.rayClusterSpec.authOptions.mode", "tokens"),
+        ("spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus", 0),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.0.emptyDir", {}),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.resources.limits.memory", "48 GB"),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.volumeMount", []),
+    ],
+)
+def test_what_a_server_would_drop_or_refuse_is_found(path, value):
+    assert problems(set_at(rayjob(), path, value))
+
+
+def test_the_job_is_one_that_eagle_ray_reads():
+    config_map = documents(RAYJOB)[0]
+    (mount,) = [m for m in pods(rayjob())[0]["containers"][0]["volumeMounts"] if m["name"] == "job"]
+    ((name, text),) = config_map["data"].items()
+    assert rayjob()["spec"]["entrypoint"] == f"eagle-ray run -c {mount['mountPath']}/{name}"
+    config = JobConfig.model_validate(yaml.safe_load(text))
+    assert config.output.path.startswith("s3://") and config.model.device == "cuda"
+
+
+def test_the_rays_are_the_locked_one():
+    locked = {line for line in (INFRA / "constraints.txt").read_text().splitlines() if line.startswith("ray==")}
+    clusters = [rayjob()["spec"]["rayClusterSpec"], documents(RAYSERVICE)[0]["spec"]["rayClusterConfig"]]
+    assert {f"ray=={cluster['rayVersion']}" for cluster in clusters} == locked == {f"ray=={ray.__version__}"}
+
+
+@pytest.mark.parametrize("file", [RAYJOB, RAYSERVICE], ids=lambda file: file.name)
+def test_every_mount_has_its_volume_and_every_pod_its_metrics(file):
+    for pod in pods(documents(file)[-1]):
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+        assert "metrics" in {port["name"] for port in container["ports"]}
+
+
+def test_the_service_says_that_it_waits_until_there_is_an_endpoint():
+    text = RAYSERVICE.read_text()
+    (application,) = yaml.safe_load(documents(RAYSERVICE)[0]["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    if find_spec("eagle_ray.serve") is None:
+        assert text.startswith("# WAITS FOR THE SERVE ENDPOINT")
+    else:
+        assert hasattr(__import__(module, fromlist=[name]), name)
+        assert "WAITS" not in text
