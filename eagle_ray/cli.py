@@ -155,10 +155,10 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from eagle_ray.data.storage import Location
     from eagle_ray.demo import run_demo
+    from eagle_ray.review import run_at
 
-    return run_demo(Location.of(args.output))
+    return run_demo(run_at(args.output))
 
 
 def _run(args: argparse.Namespace) -> int:
