@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.cluster import plan_workers, threads_wanted
+from eagle_ray.data.cluster import nodes, plan_workers, threads_wanted
 from eagle_ray.data.ids import DIGEST, Digests, among, digests
 from eagle_ray.data.input.plan import InputPlan, requests_of
 from eagle_ray.data.parts import tables
@@ -94,10 +94,8 @@ def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[
 
 def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
     """The checks in a process that has the GPUs and threads of any of the job's workers."""
-    resources = ray.cluster_resources()
-    workers = plan_workers(
-        config.execution, config.model.device, resources, config.execution.slots, threads_wanted(os.environ)
-    )
+    slots, most_threads = config.execution.slots, threads_wanted(os.environ)
+    workers = plan_workers(config.execution, config.model.device, nodes(), slots, most_threads)
     task = ray.remote(num_gpus=workers.num_gpus, num_cpus=0, max_retries=RETRIES)(_check)
     try:
         return ray.get(task.remote(config, chosen, workers.threads))
