@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from eagle_ray import __version__
 from eagle_ray.config import ConfigError, JobConfig, load_config
@@ -123,25 +121,28 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from eagle_ray.data.storage import Location
     from eagle_ray.demo import run_demo
 
-    return run_demo(Path(args.output))
+    return run_demo(Location.of(args.output))
 
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.data.record import output_of
     from eagle_ray.job import run_job
 
     code = run_job(config)
-    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(output_of(config))):
+    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(config)):
         print(f"eagle-ray: {errors} rows ended in errors (--fail-on-row-errors)", file=sys.stderr)
         return 3
     return code
 
 
-def _num_errors(output: Path) -> int:
-    return json.loads((output / "_summary.json").read_text("utf-8"))["total"]["errors"]
+def _num_errors(config: JobConfig) -> int:
+    from eagle_ray.data.record import SUMMARY, output_of
+    from eagle_ray.data.storage import read_json
+
+    return read_json(output_of(config) / SUMMARY)["total"]["errors"]
 
 
 def _validate(args: argparse.Namespace) -> int:
@@ -153,16 +154,16 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle_ray.review import review, review_json
+    from eagle_ray.review import review, review_json, run_at
 
-    print((review_json if args.json else review)(Path(args.run)))
+    print((review_json if args.json else review)(run_at(args.run)))
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from eagle_ray.review import comparison, comparison_json
+    from eagle_ray.review import comparison, comparison_json, run_at
 
-    print((comparison_json if args.json else comparison)(Path(args.run_a), Path(args.run_b)))
+    print((comparison_json if args.json else comparison)(run_at(args.run_a), run_at(args.run_b)))
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Two ordinary jobs in one Ray session, with the same slots and threads; what they wrote is then compared row by row.
 
-    >>> run_demo(Path("runs/demo"))
+    >>> run_demo(Location.of("runs/demo"))
     0
 """
 
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.data.atomic import read_json, write_json
 from eagle_ray.data.parts import tables
 from eagle_ray.data.record import DATA, REPORT, SUMMARY
+from eagle_ray.data.storage import Location, read_json, write_json
 from eagle_ray.job import GROUP_BY, complete, exit_code_of, log, write_report
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.table import comparison_table
@@ -45,12 +42,12 @@ SHOWN = ("chat", "code")  # categories of which a completion is printed
 SHOWN_CHARACTERS = 600
 
 
-def run_demo(output: Path) -> int:
+def run_demo(output: Location) -> int:
     """Write OUTPUT and OUTPUT/baseline anew and print what there is to see; returns the exit code."""
-    return exit_code_of(lambda: _demo(output.expanduser()), "info")
+    return exit_code_of(lambda: _demo(output), "info")
 
 
-def _demo(output: Path) -> str:
+def _demo(output: Location) -> str:
     started = time.monotonic()
     baseline = output / "baseline"
     log.info("EAGLE-2 decoding into %s", output)
@@ -66,7 +63,7 @@ def _demo(output: Path) -> str:
     return "\n\n".join([*parts, f"{time.monotonic() - started:.0f} s in all"])
 
 
-def demo_config(output: Path, method: str) -> JobConfig:
+def demo_config(output: Location, method: str) -> JobConfig:
     """The demo's settings and nothing of the environment's."""
     return load_config(None, env={}, overrides=SETTINGS | {"output.path": str(output), "speculative.method": method})
 
@@ -76,11 +73,10 @@ def _identity(comparison: dict[str, Any]) -> str:
     return line + "".join(f"\n  differs: {id} sample {j}" for id, j in comparison["differing"])
 
 
-def _completions(output: Path) -> list[str]:
+def _completions(output: Location) -> list[str]:
     """One completion of each category in SHOWN, so that there is text to look at."""
     columns = [GROUP_BY, "request_id", "status", "prompt", "text"]
-    files = sorted((output / "data").glob("*.parquet"))
-    rows = [row for file in files for row in pq.read_table(file, columns=columns).to_pylist()]
+    rows = [row for table in tables(output / DATA, columns) for row in table.to_pylist()]
     first = {row[GROUP_BY]: row for row in sorted(rows, key=lambda row: row["request_id"], reverse=True)}
     shown = [first[category] for category in SHOWN if category in first and first[category]["status"] == "ok"]
     return [f"--- {row[GROUP_BY]}: {row['request_id']}\n{_cut(row['prompt'])}{_cut(row['text'])}" for row in shown]
@@ -90,7 +86,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
-def _where(output: Path) -> str:
+def _where(output: Location) -> str:
     files = f"{output}/data/*.parquet"
     return (
         f"rows: {files} (plain decoding: {output}/baseline/data), numbers: {output}/{SUMMARY}\n"

@@ -16,17 +16,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.asked import Asked, asked_of, names_of
-from eagle_ray.data.atomic import read_json, write_json, write_parquet, write_whole
 from eagle_ray.data.input.plan import InputPlan, plan_input
 from eagle_ray.data.ledger import Ledger, without_ids
+from eagle_ray.data.lock import lock_output
 from eagle_ray.data.overlap import check_apart, check_not_own
+from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import has_column, tables
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
@@ -36,13 +36,14 @@ from eagle_ray.data.record import (
     SUCCESS,
     SUMMARY,
     Run,
-    lock_output,
     noting_outcome,
     open_run,
     output_of,
     read_record,
 )
-from eagle_ray.data.stops import Incomplete, JobStopped, TooManyErrors
+from eagle_ray.data.stops import Incomplete, JobStopped, Overtaken, TooManyErrors
+from eagle_ray.data.storage import Location, parquet_bytes, read_json, write_json
+from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
 from eagle_ray.report.summary import summarise, summary_json
@@ -107,6 +108,7 @@ def complete(config: JobConfig) -> dict[str, Any]:
     output = output_of(config)
     check_apart(config.input.path, output)
     plan = plan_input(config)
+    Partitions.of(config.output.partition_by, plan.carried)
     check_not_own(plan.files, output)
     asked = asked_of(plan, config)
     if config.output.if_exists == "overwrite" or (len(asked) and not (output / RUN).exists()):
@@ -114,20 +116,22 @@ def complete(config: JobConfig) -> dict[str, Any]:
     with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
+            remove_strays(run)
             _make_missing(config, plan, run, asked)
+            outlast_writers(run)
             _settle(config, plan, run, asked)
             summary = sum_up(run)
-            write_json(run.output / SUMMARY, summary)
+            write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
-            write_whole(run.output / SUCCESS, b"")
+            (run.output / SUCCESS).write_whole(b"", run.check_current)
         if config.report.html:
             write_report(run.output, summary)
     return summary
 
 
-def write_report(output: Path, summary: dict[str, Any]) -> None:
+def write_report(output: Location, summary: dict[str, Any]) -> None:
     """``report.html``, of the run's record as it stands."""
-    write_whole(output / REPORT, page(summary, read_record(output)).encode())
+    (output / REPORT).write_whole(page(summary, read_record(output)).encode())
 
 
 def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
@@ -159,7 +163,8 @@ def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
     ledger = Ledger.read(run.data)
     for file, ids in ledger.excess(asked.samples_of).items():
         log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, names_of(ids, plan))
-        _rewrite(file, without_ids(file, ids), config, run)
+        before = file.stat().version
+        _rewrite(file, before, without_ids(file, ids), config, run)
     if len(missing := asked.without(ledger.done(asked.samples_of)).ids):
         names = names_of(missing, plan)
         raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
@@ -174,7 +179,7 @@ def sum_up(run: Run) -> dict[str, Any]:
     return facts | summary_json(summarise(read, by), by) | over_time | {"last_work": _last_work(run.output)}
 
 
-def _last_work(output: Path) -> dict[str, Any] | None:
+def _last_work(output: Location) -> dict[str, Any] | None:
     """What the last progress line said; a damaged file says nothing and stops nothing."""
     try:
         return read_json(output / PROGRESS)
@@ -190,11 +195,15 @@ def _check_error_rate(counts: dict[str, Any], most: float) -> None:
         )
 
 
-def _rewrite(file: Path, table: pa.Table, config: JobConfig, run: Run) -> None:
+def _rewrite(file: Location, before: int | str, table: pa.Table, config: JobConfig, run: Run) -> None:
+    """before: the version that the table was read from."""
     if table.num_rows:
-        write_parquet(file, table, config.output.compression, run.check_current)
+        data = parquet_bytes(table, config.output.compression)
+        if file.replace(data, before, run.check_current) is None:
+            raise Overtaken(f"{file} was rewritten by another driver")
     else:
-        file.unlink()
+        run.check_current()
+        file.remove()
 
 
 def show_log(level: str) -> None:

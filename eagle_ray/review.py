@@ -2,7 +2,7 @@
 
 Reads what the run has written so far and writes nothing but ``report.html``. Needs neither Ray nor torch.
 
-    >>> print(review(Path("runs/demo")))
+    >>> print(review(Location.of("runs/demo")))
     category   rows  errors  tokens   tau ...
 """
 
@@ -10,42 +10,49 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.atomic import read_json
 from eagle_ray.data.parts import has_column, tables
 from eagle_ray.data.record import DATA, REPORT, RUN, SUCCESS, SUMMARY, Run, read_record
 from eagle_ray.data.stops import OutputDamaged
+from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import GROUP_BY, sum_up, write_report
 from eagle_ray.report.side_by_side import side_by_side
 from eagle_ray.report.table import run_table, side_by_side_table
 
 
-def review(output: Path) -> str:
+def run_at(text: str) -> Location:
+    """The output directory that the user named. Raises ConfigError where it cannot be one."""
+    try:
+        return Location.of(text)
+    except ValueError as error:
+        raise ConfigError(f"RUN: {error}") from None
+
+
+def review(output: Location) -> str:
     """The run's table, once its report is written. Raises ConfigError where there is no run."""
     numbers = numbers_of(output)
     write_report(output, numbers)
     return f"{run_table(numbers)}\nreport in {output / REPORT}"
 
 
-def review_json(output: Path) -> str:
+def review_json(output: Location) -> str:
     """Every number of the report."""
     return json.dumps(numbers_of(output), indent=2)
 
 
-def comparison(run_a: Path, run_b: Path) -> str:
+def comparison(run_a: Location, run_b: Location) -> str:
     """Two runs over the same rows as a table, and where their outputs part."""
     return side_by_side_table(compared(run_a, run_b))
 
 
-def comparison_json(run_a: Path, run_b: Path) -> str:
+def comparison_json(run_a: Location, run_b: Location) -> str:
     """Every number of the comparison, and every row that differs."""
     return json.dumps(compared(run_a, run_b), indent=2)
 
 
-def compared(run_a: Path, run_b: Path) -> dict[str, Any]:
+def compared(run_a: Location, run_b: Location) -> dict[str, Any]:
     """Raises ConfigError where either is no run, or stored no token ids."""
     records = [record_of(run) for run in (run_a, run_b)]
     by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
@@ -56,7 +63,7 @@ def compared(run_a: Path, run_b: Path) -> dict[str, Any]:
     return {"runs": {side: record["run_id"] for side, record in zip("ab", records, strict=True)}} | numbers
 
 
-def numbers_of(output: Path) -> dict[str, Any]:
+def numbers_of(output: Location) -> dict[str, Any]:
     """``_summary.json`` of a run that has ended well; of any other the same, added up now."""
     record = record_of(output)
     if (output / SUCCESS).exists() and (summary := read_json(output / SUMMARY)):
@@ -64,7 +71,7 @@ def numbers_of(output: Path) -> dict[str, Any]:
     return sum_up(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
 
 
-def record_of(output: Path) -> dict[str, Any]:
+def record_of(output: Location) -> dict[str, Any]:
     """``_run.json``. Raises ConfigError where there is none, or a damaged one."""
     try:
         record = read_record(output)

@@ -8,20 +8,21 @@ The rows, the tokenizer and the checks are the job's own, so that what passes he
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, own_files
 from eagle_ray.data.overlap import check_apart, check_not_own
-from eagle_ray.data.record import DATA, RUN, output_of, read_record
+from eagle_ray.data.partitions import Partitions
+from eagle_ray.data.parts import part_files
+from eagle_ray.data.record import DATA, RUN, naming_output, output_of, read_record
 from eagle_ray.data.samples import message_of, sequences_of
 from eagle_ray.data.stops import JobStopped
+from eagle_ray.data.storage import Location
 from eagle_ray.engine.sequence import check_fits
 from eagle_ray.errors import RequestError
 from eagle_ray.pair import Limits, check_pair, limits_of, resolve
@@ -43,6 +44,7 @@ def validate(config: JobConfig) -> str:
     """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
     check_apart(config.input.path, output_of(config))
     plan = plan_input(config)
+    Partitions.of(config.output.partition_by, plan.carried)
     check_not_own(plan.files, output_of(config))
     check_pair(config.model, config.speculative)
     text = Text.load(resolve(config.model.target, "target"), config.model.chat_template)
@@ -97,18 +99,15 @@ def _model(config: JobConfig) -> str:
 def _output(config: JobConfig) -> str:
     """Whether the output can be written, and what a run would find there. Leaves nothing behind."""
     output = output_of(config)
-    parent = next(path for path in (output, *output.parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        raise ConfigError(f"output.path: cannot write to {parent}: {error.strerror}") from None
+    with naming_output(output):
+        output.check_writable()
     try:
         return f"output   {output} can be written; {_found_there(output, config)}"
     except JobStopped as error:  # damaged, or somebody else's
         raise ConfigError(f"output.path: {error}") from None
 
 
-def _found_there(output: Path, config: JobConfig) -> str:
+def _found_there(output: Location, config: JobConfig) -> str:
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(output / DATA))} files there"
     record = read_record(output)
@@ -122,7 +121,7 @@ def _found_there(output: Path, config: JobConfig) -> str:
     return f"a run would resume run {record['run_id']}"
 
 
-def _new_there(output: Path, config: JobConfig) -> str:
-    if foreign := sorted((output / DATA).glob("*.parquet")):
+def _new_there(output: Location, config: JobConfig) -> str:
+    if foreign := part_files(output / DATA):
         raise ConfigError(f"output.path: {foreign[0]} is there but no {output / RUN}: choose another output.path")
     return f"a run would start it as configuration {config_hash(config)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,23 @@ def costs_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def s3_endpoint() -> Iterator[str]:
+    """Where tests/data/s3 starts its server; in the environment from the start, so that Ray's workers have it."""
+    with socket.socket() as found, pytest.MonkeyPatch.context() as patch:
+        found.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{found.getsockname()[1]}"
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+            patch.delenv(name, raising=False)
+        values = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "REGION": "us-east-1"}
+        for name, value in {**values, "ENDPOINT_URL": endpoint}.items():
+            patch.setenv(f"AWS_{name}", value)
+        found.close()
+        yield endpoint
+
+
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def ray_session(s3_endpoint) -> Iterator[None]:
     """Ray for the whole session: it takes seconds to start. Ends only what it started."""
     prepare(LOCAL)
     import ray

@@ -24,8 +24,8 @@ def make_run(directory: Path, rows: list[dict]) -> Path:
     """A run that is at work: its record, and one file of rows."""
     (directory / "out").mkdir(parents=True)
     run = open_run(small_job(directory, []), [])
-    pq.write_table(table_of(rows, SCHEMA), run.data / "part-001-000000.parquet")
-    return run.output
+    pq.write_table(table_of(rows, SCHEMA), str(run.data / "part-001-000000.parquet"))
+    return Path(str(run.output))
 
 
 @pytest.fixture

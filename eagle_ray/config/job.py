@@ -162,7 +162,7 @@ class ExecutionConfig(Section):
 
 class OutputConfig(Section):
     path: Name = Field(description="a directory for the run (also: -o)")
-    partition_by: list[Name] = Field(default=[], description="a list of column names")
+    partition_by: Names = Field(default=[], description="a list of column names")
     store_prompt: bool = Field(default=True, description="true or false")
     store_token_ids: bool = Field(default=True, description="true or false")
     compression: Literal["zstd", "snappy", "gzip", "lz4", "none"] = Field(

@@ -31,7 +31,6 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "speculative.method": ("eagle2", "none"),
     "speculative.budget": ("uniform", "global"),
     "execution.row_timeout_s": (None,),
-    "output.partition_by": ([],),
     "report.baseline_rows": (0,),
     "report.verify_rows": (0,),
     "logging.format": ("auto", "text"),
@@ -235,5 +234,5 @@ def _refuse_unbuilt(config: JobConfig, settings: list[Setting]) -> None:
             )
     paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
     for key, path in [*(("input.path", p) for p in paths), ("output.path", config.output.path)]:
-        if "://" in path:
-            raise ConfigError(f"{key}: {path!r} is not built yet; this release reads and writes local paths")
+        if "://" in path and not path.startswith("s3://"):
+            raise ConfigError(f"{key}: {path!r} is not built yet; this release has local paths and s3://bucket/key")

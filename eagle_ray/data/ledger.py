@@ -3,17 +3,15 @@
 An id is done when its n samples stand in one file. The ledger is read from the files at each start and recounted at
 the end; an id found twice is written down to one. Does not know Ray, the input or why a row failed.
 
-    >>> ledger = Ledger.read(Path("runs/a/data"))
+    >>> ledger = Ledger.read(Location.of("runs/a/data"))
     >>> len(ledger.done(lambda ids: np.ones(len(ids))))
     480
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,10 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eagle_ray.data.ids import DIGEST, Digests, among, digests
+from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.data.stops import OutputDamaged, OutputMismatch
+from eagle_ray.data.storage import Location, StorageError
 
-PART = re.compile(r"part-\d{3,}-\d{6}\.parquet")  # the names that the sink gives
 SamplesOf = Callable[[Digests], np.ndarray]
 """How many samples each of these ids is to have."""
 
@@ -33,15 +32,15 @@ SamplesOf = Callable[[Digests], np.ndarray]
 class Ledger:
     """Entry j: files[file[j]] holds rows[j] rows of ids[j]; files and entries in the order in which files were made."""
 
-    files: list[Path]
+    files: list[Location]
     ids: Digests
     rows: np.ndarray
     file: np.ndarray
 
     @classmethod
-    def read(cls, data: Path) -> Ledger:
+    def read(cls, data: Location) -> Ledger:
         """Raises OutputMismatch for a file that another major version, or somebody else, wrote, or that is damaged."""
-        files = sorted(data.glob("*.parquet"))
+        files = part_files(data)
         counted = [_rows_by_id(file) for file in files]
         return cls(
             files,
@@ -54,7 +53,7 @@ class Ledger:
         """Ids all of whose samples stand in one file; sorted."""
         return np.unique(self.ids[self.rows == samples_of(self.ids)])
 
-    def excess(self, samples_of: SamplesOf) -> dict[Path, Digests]:
+    def excess(self, samples_of: SamplesOf) -> dict[Location, Digests]:
         """Ids, sorted, to take out of each file so that every id stands in one, where it is complete.
 
         The newest of several complete ones stays; where none is complete, the oldest.
@@ -66,15 +65,16 @@ class Ledger:
         return {self.files[i]: ids[extra & (files == i)] for i in np.unique(files[extra])}
 
 
-def without_ids(file: Path, ids: Digests) -> pa.Table:
+def without_ids(file: Location, ids: Digests) -> pa.Table:
     """The file's rows but for these ids, which are sorted."""
-    table = pq.read_table(file, partitioning=None)
+    with file.open() as opened:
+        table = pq.read_table(opened, partitioning=None)
     return table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), ids)))
 
 
-def own_files(data: Path) -> list[Path]:
+def own_files(data: Location) -> list[Location]:
     """Every Parquet file of a run's, whatever its version; raises OutputMismatch where one is somebody else's."""
-    files = sorted(data.glob("*.parquet"))
+    files = part_files(data)
     if foreign := [str(file) for file in files if not _is_own(file)]:
         raise OutputMismatch(
             f"{', '.join(foreign)} was not made by eagle-ray, nothing was deleted: move it away, or choose another "
@@ -83,18 +83,23 @@ def own_files(data: Path) -> list[Path]:
     return files
 
 
-def _is_own(file: Path) -> bool:
+def _is_own(file: Location) -> bool:
     """By its schema's version; a damaged file by its name."""
     try:
-        return VERSION_KEY in (pq.read_schema(file).metadata or {})
+        with file.open() as opened:
+            return VERSION_KEY in (pq.read_schema(opened).metadata or {})
+    except StorageError:
+        raise
     except (pa.ArrowException, OSError):
-        return PART.fullmatch(file.name) is not None
+        return attempt_of(file) is not None
 
 
-def _rows_by_id(file: Path) -> tuple[Digests, np.ndarray]:
+def _rows_by_id(file: Location) -> tuple[Digests, np.ndarray]:
     """Each id once, and how many rows it has."""
     try:
         ids = _ids_in(file)
+    except StorageError:  # the storage is at fault, not the file
+        raise
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise OutputDamaged(
@@ -104,8 +109,8 @@ def _rows_by_id(file: Path) -> tuple[Digests, np.ndarray]:
     return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy(zero_copy_only=False)
 
 
-def _ids_in(file: Path) -> pa.ChunkedArray:
-    with pq.ParquetFile(file) as parquet:
+def _ids_in(file: Location) -> pa.ChunkedArray:
+    with file.open() as opened, pq.ParquetFile(opened) as parquet:
         version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
         if version != SCHEMA_VERSION:
             raise OutputMismatch(

@@ -2,40 +2,40 @@
 
 Does not know formats or rows.
 
-    >>> check_apart("runs", Path("/work/runs/a"))  # from /work
+    >>> check_apart("runs", Location.of("/work/runs/a"))  # from /work
     ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.input.files import InputFile
+from eagle_ray.data.input.files import InputFile, location_of
+from eagle_ray.data.storage import Location
 
 REMEDY = "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
 
 
-def check_apart(input_path: str | list[str], output: Path) -> None:
+def check_apart(input_path: str | list[str], output: Location) -> None:
     """Raises ConfigError where an input directory, read as a whole, holds the output: a resume would read that too."""
     for pattern in [input_path] if isinstance(input_path, str) else input_path:
-        directory, output = Path(pattern).expanduser().resolve(), output.resolve()
-        if directory.is_dir() and output.is_relative_to(directory) and not _hidden(output.relative_to(directory)):
+        directory = location_of(pattern)
+        below = output.below(directory)
+        if below is not None and not _hidden(below) and directory.is_directory():
             raise ConfigError(
                 f"input.path: the directory {directory} holds output.path {output}, whose files would become input: "
                 f"{REMEDY}"
             )
 
 
-def check_not_own(files: Iterable[InputFile], output: Path) -> None:
+def check_not_own(files: Iterable[InputFile], output: Location) -> None:
     """Raises ConfigError naming an input file that is the output's own, however it was found."""
-    own_directory = (output / "data").resolve()
-    own = [file.path for file in files if Path(file.path).resolve().is_relative_to(own_directory)]
+    own = [file.path for file in files if file.location.below(output / "data") is not None]
     if own:
         raise ConfigError(f"input.path: {own[0]} is a file of output.path {output}: {REMEDY}")
 
 
-def _hidden(path: Path) -> bool:
+def _hidden(path: str) -> bool:
     """What a directory hides is not read as input."""
-    return any(part.startswith((".", "_")) for part in path.parts)
+    return any(part.startswith((".", "_")) for part in path.split("/"))

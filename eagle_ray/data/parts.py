@@ -1,6 +1,7 @@
-"""The part files of an output: their columns read back, a file in memory at a time.
+"""The part files of an output: their names, and their columns read back, a file in memory at a time.
 
-Does not know what the rows mean or who asks.
+A file is named after the attempt and the task that made it, and may stand in directories that name values of columns
+(``partitions``). Does not know what the rows mean or who asks.
 
     >>> for table in tables(run.data, ["request_id", "text"]):
     ...     print(table["text"][0])
@@ -8,20 +9,47 @@ Does not know what the rows mean or who asks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_ray.data.partitions import types_in, with_columns
+from eagle_ray.data.storage import Location
 
-def tables(data: Path, columns: list[str]) -> Iterator[pa.Table]:
-    """These columns of every file, one file after the other."""
-    for file in sorted(data.glob("*.parquet")):
-        yield pq.read_table(file, columns=columns, partitioning=None)
+PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
 
 
-def has_column(data: Path, name: str) -> bool:
+def part_name(attempt: int, task: int) -> str:
+    return f"part-{attempt:03d}-{task:06d}.parquet"
+
+
+def attempt_of(file: Location) -> int | None:
+    """The attempt that made a file, None where the name is none of ours."""
+    match = PART.fullmatch(file.name)
+    return int(match.group(1)) if match else None
+
+
+def part_files(data: Location) -> list[Location]:
+    """Every Parquet file below, in the order in which they were made."""
+    return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
+
+
+def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
+    """These columns of every file, one file after the other; those that its directories name included."""
+    for file in part_files(data):
+        with file.open() as opened, pq.ParquetFile(opened) as parquet:
+            named = types_in(parquet.schema_arrow)
+            kept = parquet.read(columns=[name for name in columns if name not in named.names])
+        whole = with_columns(kept, pa.schema([named.field(n) for n in columns if n in named.names]), file.text)
+        yield whole.select(columns)
+
+
+def has_column(data: Location, name: str) -> bool:
     """Whether the files have this column; every file of a run has the same."""
-    first = next(data.glob("*.parquet"), None)
-    return first is not None and name in pq.read_schema(first).names
+    for file in part_files(data)[:1]:
+        with file.open() as opened:
+            schema = pq.read_schema(opened)
+            return name in schema.names or name in types_in(schema).names
+    return False

@@ -20,6 +20,7 @@ from eagle_ray.data.actor import EngineActor
 from eagle_ray.data.cluster import Workers, plan_workers, threads_wanted
 from eagle_ray.data.ids import Digests
 from eagle_ray.data.input.plan import InputPlan
+from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.progress import start_progress
 from eagle_ray.data.progress_lines import Limits, ProgressLines
 from eagle_ray.data.record import Run
@@ -46,7 +47,8 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_ro
     progress = start_progress()
     limits = Limits(config.execution.max_error_rate, max_starts=workers.most * (1 + DEATHS_PER_WORKER))
     schema, rows_per_file = output_schema(plan.passthrough), _rows_per_file(config.execution.rows_per_file, num_rows)
-    sink = AtomicParquetSink(run, schema, rows_per_file, config.output.compression)
+    partitions = Partitions.of(config.output.partition_by, plan.carried)
+    sink = AtomicParquetSink(run, schema, rows_per_file, config.output.compression, partitions)
     batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order)
     log.info(_loading(config.model.target, workers))

@@ -15,17 +15,16 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.data.atomic import write_json
 from eagle_ray.data.progress import Progress
 from eagle_ray.data.record import PROGRESS, Run
 from eagle_ray.data.stops import ClusterError, TooManyErrors
+from eagle_ray.data.storage import Location, write_json
 
 log = logging.getLogger("eagle_ray")
 LOOK_EVERY_S = 1.0
@@ -61,7 +60,7 @@ class ProgressLines:
     def __init__(self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
-        self._saved = SavedRows(run.data, f"part-{run.attempt:03d}-*.parquet")
+        self._saved = SavedRows(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes = threading.Event(), 0
         self._started, self._ready_at = time.monotonic(), None
         self._reason: Exception | None = None
@@ -102,9 +101,9 @@ class ProgressLines:
         return progress
 
     def _tell(self, progress: Progress) -> None:
-        facts = self._facts(progress)
-        log.info(_line(facts))
         try:
+            facts = self._facts(progress)
+            log.info(_line(facts))
             write_json(self._run.output / PROGRESS, facts)
         except OSError as error:  # the rows matter, not this
             log.warning("%s cannot be written: %s", PROGRESS, error)
@@ -145,14 +144,15 @@ class ProgressLines:
 class SavedRows:
     """Counts the rows of files as they appear, reading each footer once."""
 
-    directory: Path
+    directory: Location
     pattern: str
-    rows: dict[Path, int] = field(default_factory=dict)
+    rows: dict[Location, int] = field(default_factory=dict)
 
     def count(self) -> int:
         for file in self.directory.glob(self.pattern):
             if file not in self.rows:
-                self.rows[file] = pq.read_metadata(file).num_rows
+                with file.open() as opened:
+                    self.rows[file] = pq.read_metadata(opened).num_rows
         return sum(self.rows.values())
 
 

@@ -1,9 +1,9 @@
-"""What an output directory says about the run it belongs to: ``_run.json``, its attempts and its lock.
+"""What an output directory says about the run it belongs to: ``_run.json`` and its attempts.
 
-One driver at a time holds the lock. Each start is an attempt with a number of its own; a writer that finds another
+Each start is an attempt with a number of its own; a writer that finds another
 number in ``_run.json`` has been overtaken and publishes nothing more. Does not know Ray, rows or models.
 
-    >>> with lock_output(Path("runs/a")):
+    >>> with lock_output(output):
     ...     run = open_run(config, plan.files)
     ...     with noting_outcome(run):
     ...         generate(...)
@@ -11,7 +11,6 @@ number in ``_run.json`` has been overtaken and publishes nothing more. Does not 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import socket
@@ -25,13 +24,14 @@ from typing import Any
 from uuid import uuid4
 
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
-from eagle_ray.data.atomic import read_json, remove_temp_files, write_json
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.ledger import own_files
+from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, OutputMismatch, Overtaken
+from eagle_ray.data.storage import Location, json_bytes, read_json
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
-SUCCESS, LOCK, DATA, REPORT = "_SUCCESS", "_lock", "data", "report.html"
+SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
 FORMAT_VERSION = 1  # of _run.json
 KEYS = {"run_id", "attempt", "config", "inputs", "attempts"}  # of _run.json, without which it cannot be gone on from
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
@@ -44,13 +44,13 @@ class Run:
     attempt: 1 for the first start; each resume, and each overwrite, adds one.
     """
 
-    output: Path
+    output: Location
     run_id: str
     attempt: int
     config_hash: str
 
     @property
-    def data(self) -> Path:
+    def data(self) -> Location:
         return self.output / DATA
 
     def check_current(self) -> None:
@@ -61,12 +61,12 @@ class Run:
             raise Overtaken(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
 
 
-def output_of(config: JobConfig) -> Path:
+def output_of(config: JobConfig) -> Location:
     """The output directory, absolute: workers run in another working directory."""
-    return Path(config.output.path).expanduser().absolute()
+    return Location.of(config.output.path)
 
 
-def read_record(output: Path) -> dict[str, Any] | None:
+def read_record(output: Location) -> dict[str, Any] | None:
     """What ``_run.json`` says, or None where there is none. Raises OutputDamaged where it cannot be read."""
     remedy = f"put it back from a copy, choose another output.path, or start anew with --overwrite (deletes {DATA}/)"
     try:
@@ -79,34 +79,13 @@ def read_record(output: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def naming_output(output: Path) -> Iterator[None]:
+def naming_output(output: Location) -> Iterator[None]:
     """What the system refuses becomes a ConfigError that names output.path."""
     try:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
         raise ConfigError(f"output.path: cannot write to {error.filename or output}: {reason}") from error
-
-
-@contextmanager
-def lock_output(output: Path) -> Iterator[None]:
-    """Hold the output directory, made where it is missing; raises OutputBusy where another driver holds it.
-
-    The system frees the lock when the driver dies, however it dies.
-    """
-    with naming_output(output):
-        output.mkdir(parents=True, exist_ok=True)
-        (output / LOCK).touch()
-    with open(output / LOCK, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise OutputBusy(f"{output} is being written by {file.read().strip()}: wait for it to end") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
 
 
 def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
@@ -119,10 +98,11 @@ def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
         return _open_run(output, config, input_files)
 
 
-def _open_run(output: Path, config: JobConfig, input_files: Iterable[InputFile]) -> Run:
-    files = {file.path: {"size": file.size, "mtime_ns": file.mtime_ns} for file in input_files}
+def _open_run(output: Location, config: JobConfig, input_files: Iterable[InputFile]) -> Run:
+    files = {file.path: file.stamp.as_json() for file in input_files}
+    before = _version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
-        return _begin_attempt(_replacing_record(output, config), config, files)
+        return _begin_attempt(_replacing_record(output, config), before, config, files)
     old = read_record(output)
     if old is None:
         _check_no_foreign_data(output)
@@ -132,7 +112,7 @@ def _open_run(output: Path, config: JobConfig, input_files: Iterable[InputFile])
     else:
         _check_same_job(output, old, config, files)
         record = old
-    return _begin_attempt(record, config, files)
+    return _begin_attempt(record, before, config, files)
 
 
 @contextmanager
@@ -151,10 +131,11 @@ def noting_outcome(run: Run) -> Iterator[None]:
 def _note(run: Run, facts: dict[str, str]) -> None:
     """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
     with suppress(JobStopped, OSError):
+        before = _version_of(run.output / RUN)
         run.check_current()
         record = read_record(run.output)
         record["attempts"][-1] |= facts
-        write_json(run.output / RUN, record)
+        _write_record(run.output, record, before)
 
 
 def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
@@ -169,34 +150,51 @@ def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
     }
 
 
-def _replacing_record(output: Path, config: JobConfig) -> dict[str, Any]:
+def _replacing_record(output: Location, config: JobConfig) -> dict[str, Any]:
     """A new run's record, once what the old run wrote is deleted."""
     try:
         old = read_record(output)
-    except OutputDamaged:  # a new run_id alone fences every earlier writer
+    except OutputDamaged:
         old = None
+    made = [attempt_of(file) or 0 for file in part_files(output / DATA)]
     _remove_run(output)
-    return _new_record(config, attempt=old["attempt"] if old else 0)
+    return _new_record(config, attempt=old["attempt"] if old else max(made, default=0))
 
 
-def _begin_attempt(record: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> Run:
-    """The number goes up before anything is read: from here on no earlier writer publishes."""
+def _begin_attempt(record: dict[str, Any], before: int | str | None, config: JobConfig, files: dict[str, Any]) -> Run:
+    """The number goes up before anything is read: from here on no earlier writer publishes.
+
+    before: the version of ``_run.json`` that the record comes from, None where there was none.
+    """
     output = output_of(config)
     record["attempt"] += 1
     record["config"], record["config_hash"] = config.model_dump(mode="json"), config_hash(config)
     record["inputs"] |= files
     record["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
     record["versions"], record["hardware"] = _versions(), _hardware()
-    record["attempts"].append({"attempt": record["attempt"], "started_at": _now(), "process": os.getpid()})
-    write_json(output / RUN, record)
-    (output / SUCCESS).unlink(missing_ok=True)
-    (output / DATA).mkdir(exist_ok=True)
-    remove_temp_files(output)
-    remove_temp_files(output / DATA)
+    mark = uuid4().hex[:12]  # no two drivers ever write the same bytes
+    record["attempts"].append(
+        {"attempt": record["attempt"], "started_at": _now(), "process": os.getpid(), "driver": mark}
+    )
+    _write_record(output, record, before)
+    (output / SUCCESS).remove()
+    (output / DATA).make_directory()
+    output.remove_temporary()
     return Run(output, record["run_id"], record["attempt"], record["config_hash"])
 
 
-def _check_same_job(output: Path, old: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> None:
+def _write_record(output: Location, record: dict[str, Any], before: int | str | None) -> None:
+    """Raises OutputBusy where it is not the version any more that was there before."""
+    file, data = output / RUN, json_bytes(record)
+    if (file.create(data) if before is None else file.replace(data, before)) is None:
+        raise OutputBusy(f"{file} is being written by another driver: wait for it to end")
+
+
+def _version_of(file: Location) -> int | str | None:
+    return file.stat().version if file.exists() else None
+
+
+def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> None:
     """A resume must ask for the same completions of the same rows."""
     remedy = "choose another output.path, or --overwrite"
     if (found := old.get("format_version")) != FORMAT_VERSION:
@@ -209,16 +207,16 @@ def _check_same_job(output: Path, old: dict[str, Any], config: JobConfig, files:
         raise OutputMismatch(f"{output} was made from other contents of {', '.join(changed)}: {remedy}")
 
 
-def _check_no_foreign_data(output: Path) -> None:
+def _check_no_foreign_data(output: Location) -> None:
     """Parquet files that no record explains are somebody's: neither read as ours nor mixed with ours."""
-    if foreign := sorted((output / DATA).glob("*.parquet")):
+    if foreign := part_files(output / DATA):
         raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
 
 
-def _remove_run(output: Path) -> None:
+def _remove_run(output: Location) -> None:
     """Delete what a run writes, and nothing else; ``_run.json`` is replaced by the next attempt's."""
     for path in [*own_files(output / DATA), *(output / name for name in (PROGRESS, SUMMARY, SUCCESS, REPORT))]:
-        path.unlink(missing_ok=True)
+        path.remove()
 
 
 def _at(tree: Any, dotted: str) -> Any:

@@ -1,7 +1,7 @@
 """AtomicParquetSink: where Ray Data's blocks become Parquet files, each whole or not at all.
 
-A write task makes one file, named after its attempt and its place in it, so that a task that Ray repeats replaces its
-own file and nobody else's. Does not know what the rows mean.
+A write task makes one file in each directory of its rows' partitions, named after its attempt and its place in it. A
+task that Ray repeats finds what its first try published, and leaves it. Does not know what the rows mean.
 
     >>> dataset.write_datasink(AtomicParquetSink(run, schema, rows_per_file=1000, compression="zstd"))
 """
@@ -16,8 +16,12 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
-from eagle_ray.data.atomic import write_parquet
+from eagle_ray.data.partitions import Partitions
+from eagle_ray.data.parts import part_name
 from eagle_ray.data.record import Run
+from eagle_ray.data.storage import parquet_bytes
+
+NO_PARTITIONS = Partitions()
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class AtomicParquetSink(Datasink[None]):
     schema: pa.Schema
     rows_per_file: int
     compression: str
+    partitions: Partitions = NO_PARTITIONS
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         """Called in a Ray task. Raises Overtaken where a newer attempt owns the output."""
@@ -35,8 +40,10 @@ class AtomicParquetSink(Datasink[None]):
         filled = [table.cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
         if table.num_rows:
-            name = f"part-{self.run.attempt:03d}-{ctx.task_idx:06d}.parquet"
-            write_parquet(self.run.data / name, table, self.compression, self.run.check_current)
+            for directory, rows in self.partitions.split(table):
+                place = self.run.data / directory if directory else self.run.data
+                file = place / part_name(self.run.attempt, ctx.task_idx)
+                file.create(parquet_bytes(rows, self.compression), self.run.check_current)
 
     @property
     def min_rows_per_write(self) -> int:

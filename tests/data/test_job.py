@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.atomic import read_json
 from eagle_ray.data.progress import Progress, Report
 from eagle_ray.data.progress_lines import Limits
 from eagle_ray.data.stops import ClusterError, TooManyErrors
+from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import run_job
 from eagle_ray.report.laws import broken_laws
 from tests.conftest import small_job, token_rows
@@ -99,11 +99,11 @@ def test_every_row_comes_back_and_keeps_the_laws(done):
     assert [broken_laws(row) for row in found] == [[]] * 62
     assert {row["category"] for row in found} == {"c0", "c1"}
     assert (output / "_SUCCESS").exists() and len(list((output / "data").iterdir())) > 2
-    assert read_json(output / "_progress.json")["rows_in_files"] == 62
+    assert read_json(Location.of(output / "_progress.json"))["rows_in_files"] == 62
 
 
 def test_the_summary_counts_what_the_files_hold(done):
-    summary, found = read_json(Path(done.output.path) / "_summary.json"), rows_of(done)
+    summary, found = read_json(Location.of(done.output.path) / "_summary.json"), rows_of(done)
     assert summary["total"]["rows"] == 62 and summary["total"]["error_codes"] == {"no_tokenizer": 2}
     assert summary["total"]["output_tokens"] == sum(row["completion_tokens"] or 0 for row in found)
     assert summary["groups"]["c1"]["rows"] == 30
@@ -199,7 +199,7 @@ def test_a_damaged_part_file_is_named_with_the_remedy(done, messages):
 def test_a_damaged_progress_file_stops_nothing(done):
     (Path(done.output.path) / "_progress.json").write_text('{"rows')
     assert run_job(done) == 0
-    assert read_json(Path(done.output.path) / "_summary.json")["last_work"] is None
+    assert read_json(Location.of(done.output.path) / "_summary.json")["last_work"] is None
 
 
 def test_an_output_in_the_home_directory(done, tmp_path, monkeypatch):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from urllib.request import urlopen
 
 import pyarrow as pa
 import pytest
 import ray
 
-from eagle_ray.data.atomic import read_json
 from eagle_ray.data.metrics import DESCRIPTIONS, PREFIX, Metrics
 from eagle_ray.data.progress import WORK, Report
 from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import run_job
 from tests.conftest import token_rows
 
@@ -106,7 +105,7 @@ def test_every_counter_that_moved_is_exported_under_its_name(exported):
 def test_a_jobs_workers_are_seen_while_and_after_it_runs(ray_session, make_job):
     config = make_job(token_rows(80), **{"execution.slots": 2, "sampling.max_tokens": 60})
     assert run_job(config) == 0
-    run_id = read_json(Path(config.output.path) / "_run.json")["run_id"]
+    run_id = read_json(Location.of(config.output.path) / "_run.json")["run_id"]
     found = scraped(run_id, "rows")
     assert 0 < found[f"ray_{PREFIX}rows_total"] <= 80
     assert found[f"ray_{PREFIX}busy_slot_steps_total"] <= found[f"ray_{PREFIX}slot_steps_total"]

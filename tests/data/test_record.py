@@ -9,25 +9,30 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.data.atomic import read_json
 from eagle_ray.data.input.plan import plan_input
-from eagle_ray.data.record import RUN, Run, lock_output, noting_outcome, open_run
+from eagle_ray.data.lock import lock_output
+from eagle_ray.data.record import RUN, Run, noting_outcome, open_run, output_of
 from eagle_ray.data.schema import output_schema
 from eagle_ray.data.stops import OutputBusy, OutputDamaged, OutputMismatch, Overtaken
+from eagle_ray.data.storage import Location, read_json
 from tests.conftest import token_rows
 
 HOLD = """
 import sys
-from pathlib import Path
-from eagle_ray.data.record import lock_output
-with lock_output(Path(sys.argv[1])):
+from eagle_ray.data.lock import lock_output
+from eagle_ray.data.storage import Location
+with lock_output(Location.of(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
+def here(location: Location) -> Path:
+    return Path(location.text)
+
+
 def start(config: JobConfig) -> Run:
-    with lock_output(Path(config.output.path)):
+    with lock_output(output_of(config)):
         return open_run(config, plan_input(config).files)
 
 
@@ -51,14 +56,14 @@ def test_an_overtaken_writer_is_refused(make_job):
 
 def test_overwriting_overtakes_as_well_and_deletes_only_what_a_run_writes(make_job):
     first = start(make_job(token_rows(2)))
-    (first.data / "part-001-000000.parquet").write_bytes(b"rows")
-    (first.output / "notes.txt").write_text("mine")
-    (first.data / "mine.csv").write_text("mine")
+    (here(first.data) / "part-001-000000.parquet").write_bytes(b"rows")
+    (here(first.output) / "notes.txt").write_text("mine")
+    (here(first.data) / "mine.csv").write_text("mine")
     second = start(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
     assert second.run_id != first.run_id and second.attempt == 2
     with pytest.raises(Overtaken):
         first.check_current()
-    kept = {path.name for path in second.output.rglob("*") if path.is_file()}
+    kept = {path.name for path in here(second.output).rglob("*") if path.is_file()}
     assert kept == {"notes.txt", "mine.csv", "_run.json", "_lock"}
 
 
@@ -98,11 +103,11 @@ def test_a_second_live_driver_is_refused_and_a_dead_one_is_not(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], env=environment, **pipes)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(OutputBusy, match=f"process {holder.pid}"), lock_output(tmp_path):
+    with pytest.raises(OutputBusy, match=f"process {holder.pid}"), lock_output(Location.of(tmp_path)):
         pass
     holder.kill()
     holder.communicate()
-    with lock_output(tmp_path):
+    with lock_output(Location.of(tmp_path)):
         pass
 
 
@@ -116,7 +121,7 @@ def test_how_an_attempt_ended_is_noted(make_job):
 @pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", ""])
 def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
     first = start(make_job(token_rows(2)))
-    (first.output / RUN).write_text(text)
+    (here(first.output) / RUN).write_text(text)
     with pytest.raises(OutputDamaged, match=r"_run\.json is damaged .*--overwrite"):
         start(make_job())
     second = start(make_job(**{"output.if_exists": "overwrite"}))
@@ -126,22 +131,22 @@ def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
 
 def test_overwriting_deletes_files_of_any_name_that_carry_our_version(make_job):
     first = start(make_job(token_rows(2)))
-    pq.write_table(output_schema([]).empty_table(), first.data / "moved.parquet")
-    assert list(start(make_job(**{"output.if_exists": "overwrite"})).data.iterdir()) == []
+    pq.write_table(output_schema([]).empty_table(), here(first.data) / "moved.parquet")
+    assert start(make_job(**{"output.if_exists": "overwrite"})).data.names() == []
 
 
 def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job):
     first = start(make_job(token_rows(2)))
-    pq.write_table(output_schema([]).empty_table(), first.data / "part-001-000000.parquet")
-    pq.write_table(output_schema([]).empty_table().replace_schema_metadata({}), first.data / "theirs.parquet")
+    pq.write_table(output_schema([]).empty_table(), here(first.data) / "part-001-000000.parquet")
+    pq.write_table(output_schema([]).empty_table().replace_schema_metadata({}), here(first.data) / "theirs.parquet")
     with pytest.raises(OutputMismatch, match=r"data/theirs\.parquet was not made by eagle-ray"):
         start(make_job(**{"output.if_exists": "overwrite"}))
-    assert len(list(first.data.iterdir())) == 2
+    assert len(first.data.names()) == 2
     first.check_current()
 
 
 def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
     run = start(make_job(token_rows(2)))
     with pytest.raises(ZeroDivisionError), noting_outcome(run):
-        (run.output / RUN).write_text("{")
+        (here(run.output) / RUN).write_text("{")
         raise ZeroDivisionError

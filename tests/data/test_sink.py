@@ -7,24 +7,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.data.atomic import write_json
 from eagle_ray.data.record import RUN, Run
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
 from eagle_ray.data.stops import Overtaken
+from eagle_ray.data.storage import Location, write_json
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
 
 
 def make_sink(output: Path, attempt: int = 1) -> AtomicParquetSink:
     (output / "data").mkdir(exist_ok=True)
-    return AtomicParquetSink(Run(output, "run", attempt, "hash"), SCHEMA, rows_per_file=10, compression="zstd")
+    return AtomicParquetSink(
+        Run(Location.of(output), "run", attempt, "hash"), SCHEMA, rows_per_file=10, compression="zstd"
+    )
 
 
 def write_record(output: Path, attempt: int) -> None:
     """The parts of _run.json that a writer needs to find."""
     record = {"run_id": "run", "attempt": attempt, "config": {}, "inputs": {}, "attempts": []}
-    write_json(output / RUN, record)
+    write_json(Location.of(output) / RUN, record)
 
 
 def block(*ids: str) -> pa.Table:

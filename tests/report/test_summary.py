@@ -9,6 +9,7 @@ import pytest
 
 from eagle_ray.data.parts import tables
 from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.data.storage import Location
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.summary import Group, ReadColumns, summarise, summary_json, total
 from eagle_ray.report.table import comparison_table, render, run_table
@@ -49,7 +50,7 @@ def error(request_id: str, category: str | None) -> dict:
 
 
 def reader(output: Path) -> ReadColumns:
-    return partial(tables, output / "data")
+    return partial(tables, Location.of(output) / "data")
 
 
 def write(output: Path, *files: list[dict]) -> Path:

@@ -12,88 +12,113 @@ import difflib
 import glob
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from eagle_ray.config import ConfigError
+from eagle_ray.data.storage import Location, Stamp
 
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-EMBEDDED = {"embedded:prompts": Path(__file__).parents[2] / "assets" / "prompts.jsonl"}
+EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """One file. name: its path below the glob's root, part of the ids made for rows without one.
 
-    format: parquet or jsonl. size in bytes; mtime_ns: time of the last change.
+    format: parquet or jsonl. stamp: what tells its contents from others.
     """
 
-    path: str
+    location: Location
     name: str
     format: str
-    size: int
-    mtime_ns: int
+    stamp: Stamp
+
+    @property
+    def path(self) -> str:
+        """As it stands in messages and in the rows' source_file."""
+        return str(self.location)
 
     def check_unchanged(self) -> None:
         """Raises OSError where the file is no longer the one that was planned.
 
-        By its size: another node's copy may have another time.
+        A local one by its size only: another node's copy may have another time.
         """
-        if os.stat(self.path).st_size != self.size:
+        now = self.location.stat()
+        if now.size != self.stamp.size or (not self.location.is_local and now != self.stamp):
             raise OSError(f"{self.path} changed after the job had started: run it again on files that stay as they are")
 
 
 def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]:
     """Every file the patterns name: patterns in order, each one's files sorted, none twice. Raises ConfigError."""
-    found: dict[str, InputFile] = {}
+    found: dict[Location, InputFile] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        root, paths = _expand(pattern)
-        if not paths:
+        root, files = _expand(pattern)
+        if not files:
             raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
-        for path in paths:
-            found.setdefault(str(path.absolute()), _input_file(path.absolute(), root.absolute(), format_))
+        for location, stamp in files.items():
+            found.setdefault(location, _input_file(location, stamp, root, format_))
     return tuple(found.values())
 
 
-def _expand(pattern: str) -> tuple[Path, list[Path]]:
+def location_of(pattern: str) -> Location:
+    """The pattern as a location, absolute, its wildcards as they are. Raises ConfigError where it can be none."""
+    if pattern.startswith("embedded:"):
+        if pattern not in EMBEDDED:
+            raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
+        return EMBEDDED[pattern]
+    try:
+        return Location.of(pattern)
+    except ValueError as error:
+        raise ConfigError(f"input.path: {error}") from None
+
+
+def _expand(pattern: str) -> tuple[Location, dict[Location, Stamp]]:
     """The glob's root (the directory before the first wildcard) and the sorted files below it."""
-    if pattern.startswith("embedded:") and pattern not in EMBEDDED:
-        raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
-    path = EMBEDDED.get(pattern, Path(pattern).expanduser())
-    if path.is_file():
-        return path.parent, [path]
-    if path.is_dir():
-        return path, sorted(p for p in path.rglob("*") if _is_input(p, path))
-    root = Path(*_until_wildcard(path.parts))
-    return root, sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    path = location_of(pattern)
+    if path.exists():
+        return path.parent, {path: path.stat()}
+    if path.is_directory():
+        return path, {file: stamp for file, stamp in path.stamps().items() if _is_input(file, path)}
+    root, below = _until_wildcard(path)
+    return root, root.stamps(below)
 
 
-def _is_input(path: Path, directory: Path) -> bool:
+def _is_input(file: Location, directory: Location) -> bool:
     """Files of a known format, but for what a directory hides: names that begin with a dot or an underscore."""
-    hidden = any(part.startswith((".", "_")) for part in path.relative_to(directory).parts)
-    return path.suffix in FORMATS and path.is_file() and not hidden
+    hidden = any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
+    return _suffix(file) in FORMATS and not hidden
 
 
-def _until_wildcard(parts: tuple[str, ...]) -> list[str]:
-    wild = [i for i, part in enumerate(parts) if glob.has_magic(part)]
-    return list(parts[: wild[0]] if wild else parts[:-1]) or ["."]
+def _until_wildcard(path: Location) -> tuple[Location, str]:
+    """The directory before the first wildcard, and the pattern below it."""
+    root, parts = path.parent, [path.name]
+    while glob.has_magic(root.text) and root != root.parent:
+        root, parts = root.parent, [root.name, *parts]
+    return root, "/".join(parts)
 
 
-def _input_file(path: Path, root: Path, format_: str) -> InputFile:
-    chosen = FORMATS.get(path.suffix) if format_ == "auto" else format_
+def _input_file(location: Location, stamp: Stamp, root: Location, format_: str) -> InputFile:
+    chosen = FORMATS.get(_suffix(location)) if format_ == "auto" else format_
     if chosen is None:
         raise ConfigError(
-            f"input.path: the format of {path} is not known by its extension ({', '.join(FORMATS)}): "
+            f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
             "set input.format to parquet or jsonl"
         )
-    stat = path.stat()
-    return InputFile(str(path), path.relative_to(root).as_posix(), chosen, stat.st_size, stat.st_mtime_ns)
+    return InputFile(location, _name_below(location, root), chosen, stamp)
+
+
+def _suffix(location: Location) -> str:
+    return os.path.splitext(location.name)[1]
+
+
+def _name_below(location: Location, directory: Location) -> str:
+    return location.text.removeprefix(directory.text).lstrip("/")
 
 
 def _hint(pattern: str) -> str:
     """Where was looked, and the nearest name there."""
-    path = Path(pattern).expanduser()
-    root = Path(*_until_wildcard(path.parts)).absolute()
-    if not root.is_dir():
+    path = location_of(pattern)
+    root, _ = _until_wildcard(path)
+    if not root.is_directory():
         return f": there is no directory {root}"
-    near = difflib.get_close_matches(path.name, sorted(os.listdir(root)), 1)
+    near = difflib.get_close_matches(path.name, root.names(), 1)
     return f" in {root}" + (f"; did you mean {near[0]}?" if near else "")

@@ -23,6 +23,7 @@ from eagle_ray.data.input.carried import join_into, type_in_parquet, type_of
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.input.parquet import check_unique, dicts_in
 from eagle_ray.data.input.row import Row
+from eagle_ray.data.storage import Location, StorageError
 from eagle_ray.errors import RequestError
 
 SHARD_ROWS = 512
@@ -63,6 +64,8 @@ def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
     """
     try:
         return {"jsonl": _scan_jsonl, "parquet": _scan_parquet}[file.format](file, needed, see)
+    except StorageError:  # the storage is at fault, not the file
+        raise
     except UNREADABLE as error:
         raise _cannot_read(file, error) from None
 
@@ -84,7 +87,7 @@ def _cannot_read(file: InputFile, error: Exception) -> ConfigError:
 def _scan_jsonl(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
-    for offset, index, line in _lines(file.path, 0, 0):
+    for offset, index, line in _lines(file.location, 0, 0):
         if not shards or shards[-1].num_rows == SHARD_ROWS:
             shards.append(Shard(file, offset, index, 0))
         shards[-1] = shards[-1].cut(shards[-1].num_rows + 1)
@@ -96,13 +99,13 @@ def _scan_jsonl(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan
 
 
 def _jsonl_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
-    for _, index, line in _lines(shard.file.path, shard.start, shard.first_row):
+    for _, index, line in _lines(shard.file.location, shard.start, shard.first_row):
         yield index, _parse(line)
 
 
-def _lines(path: str, start: int, index: int) -> Iterator[tuple[int, int, bytes]]:
+def _lines(file: Location, start: int, index: int) -> Iterator[tuple[int, int, bytes]]:
     """Byte offset, line number and bytes of every line that is not blank."""
-    with open(path, "rb") as stream:
+    with file.open() as stream:
         stream.seek(start)
         for number, line in enumerate(stream, index):
             if line.strip():
@@ -125,7 +128,7 @@ def _parse(line: bytes) -> Row:
 
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
-    with pq.ParquetFile(file.path) as parquet:
+    with file.location.open() as opened, pq.ParquetFile(opened) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
@@ -137,7 +140,9 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileSc
 
 def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
     try:
-        with pq.ParquetFile(shard.file.path) as parquet:
+        with shard.file.location.open() as opened, pq.ParquetFile(opened) as parquet:
             yield from enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first_row)
+    except StorageError:
+        raise
     except UNREADABLE as error:
         raise _cannot_read(shard.file, error) from None

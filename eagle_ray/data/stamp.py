@@ -1,0 +1,20 @@
+"""Stamp: what tells one state of a file from another, without reading it.
+
+>>> Stamp(12, 1700000000000000000).as_json()
+{'size': 12, 'mtime_ns': 1700000000000000000}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """size in bytes. version: the time of the last change in nanoseconds (local), or the ETag (S3)."""
+
+    size: int
+    version: int | str
+
+    def as_json(self) -> dict[str, int | str]:
+        return {"size": self.size, "etag" if isinstance(self.version, str) else "mtime_ns": self.version}

@@ -1,0 +1,27 @@
+"""What goes wrong with storage that is not a file system's: a request that failed for good.
+
+The message names the object and the endpoint. A local file raises the system's own OSError.
+
+    >>> issubclass(NoAnswer, TimeoutError) and issubclass(NoAnswer, StorageError)
+    True
+"""
+
+
+class StorageError(OSError):
+    """A request failed, and trying again did not help: the storage is at fault, not what it holds."""
+
+
+class NotFound(StorageError, FileNotFoundError):
+    """There is no such object or bucket."""
+
+
+class NotAllowed(StorageError, PermissionError):
+    """The credentials, or the lack of them."""
+
+
+class NoAnswer(StorageError, TimeoutError):
+    """Nobody answered in time."""
+
+
+class ConditionFailed(StorageError):
+    """The object is there, or is another one, though the request asked for the contrary."""

@@ -1,0 +1,195 @@
+"""FaultProxy: an HTTP proxy on this machine that stands before an S3 server and fails on demand.
+
+It forwards what it gets and notes every request; a fault that was asked for takes the place of the next answers.
+
+    with FaultProxy("127.0.0.1", 5000) as proxy:
+        proxy.fail("PUT", Refuse(503, "SlowDown"), times=2)
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+CHUNK = 16 << 10
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer with this status and S3 error code; the server never hears of the request."""
+
+    status: int
+    code: str
+
+    def __call__(self, handler: Handler, body: bytes) -> None:
+        text = f"<Error><Code>{self.code}</Code><Message>injected</Message></Error>".encode()
+        handler.answer(self.status, [("Content-Type", "application/xml")], text)
+
+
+class NeverAnswer:
+    def __call__(self, handler: Handler, body: bytes) -> None:
+        handler.server.closing.wait()
+        handler.drop()
+
+
+class LoseTheAnswer:
+    """The server does what was asked; the client never hears of it."""
+
+    def __call__(self, handler: Handler, body: bytes) -> None:
+        handler.forward(body)
+        handler.drop()
+
+
+class BreakOff:
+    """Half of the body reaches the server, then both connections are gone."""
+
+    def __call__(self, handler: Handler, body: bytes) -> None:
+        with socket.create_connection(handler.server.upstream) as upstream:
+            head = "".join(f"{name}: {value}\r\n" for name, value in handler.headers.items())
+            upstream.sendall(f"{handler.command} {handler.path} HTTP/1.1\r\n{head}\r\n".encode())
+            upstream.sendall(body[: len(body) // 2])
+        handler.drop()
+
+
+@dataclass(frozen=True)
+class Trickle:
+    """The server's answer, slowly. chunk_s: seconds for each CHUNK bytes of the body."""
+
+    chunk_s: float
+
+    def __call__(self, handler: Handler, body: bytes) -> None:
+        status, headers, answer = handler.forward(body)
+        handler.answer(status, headers, answer, self.chunk_s)
+
+
+class CutShort:
+    """Half of the server's answer."""
+
+    def __call__(self, handler: Handler, body: bytes) -> None:
+        status, headers, answer = handler.forward(body)
+        handler.answer(status, headers, answer, stop=len(answer) // 2)
+        handler.drop()
+
+
+@dataclass
+class Planned:
+    method: str
+    path: re.Pattern
+    fault: object
+    times: int
+
+
+@dataclass
+class Seen:
+    """One request as it came in. sent: bytes of body that were answered."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    sent: int = 0
+
+
+class FaultProxy(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.upstream, self.closing = (host, port), threading.Event()
+        self.seen: list[Seen] = []
+        self._planned: list[Planned] = []
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def reset(self) -> None:
+        """Forget what was seen and planned, and let go of whom nobody answered."""
+        self.closing.set()
+        with self._lock:
+            self.closing, self.seen, self._planned = threading.Event(), [], []
+
+    def fail(self, method: str, fault: object, times: int = 1, path: str = "") -> None:
+        """The next requests with this method, and a path in which this pattern is found, meet the fault."""
+        with self._lock:
+            self._planned.append(Planned(method, re.compile(path), fault, times))
+
+    def fault_for(self, method: str, path: str) -> object | None:
+        with self._lock:
+            for planned in self._planned:
+                if planned.times and planned.method == method and planned.path.search(path):
+                    planned.times -= 1
+                    return planned.fault
+        return None
+
+    def __enter__(self) -> FaultProxy:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closing.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: object, client: object) -> None:
+        """Connections break here on purpose."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultProxy
+
+    def do_any(self) -> None:
+        self.seen = Seen(self.command, self.path, dict(self.headers.items()))
+        self.server.seen.append(self.seen)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.server.fault_for(self.command, self.path)
+        if fault is not None:
+            fault(self, body)
+        else:
+            self.answer(*self.forward(body))
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_any
+
+    def forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        upstream = http.client.HTTPConnection(*self.server.upstream, timeout=30)
+        try:
+            upstream.request(self.command, self.path, body or None, dict(self.headers.items()))
+            answer = upstream.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            upstream.close()
+
+    def answer(
+        self,
+        status: int,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        chunk_s: float = 0.0,
+        stop: int | None = None,
+    ) -> None:
+        given = dict((name.lower(), value) for name, value in headers)
+        length = given.get("content-length", str(len(body))) if self.command == "HEAD" else str(len(body))
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        for start in range(0, len(body[:stop]), CHUNK):
+            self.wfile.write(body[:stop][start : start + CHUNK])
+            self.wfile.flush()
+            self.seen.sent += CHUNK
+            time.sleep(chunk_s)
+
+    def drop(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, *args: object) -> None:
+        """Quiet."""
