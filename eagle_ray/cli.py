@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"eagle-ray: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # storage that does not answer or refuses; its errors name what and where
+        print(f"eagle-ray: {error}", file=sys.stderr)
+        return 5
     except KeyboardInterrupt:
         print("eagle-ray: interrupted", file=sys.stderr)
         return 130

@@ -12,7 +12,7 @@ import ray
 import yaml
 from jsonschema import Draft202012Validator
 
-from eagle_ray.config import JobConfig
+from eagle_ray.config import load_config
 
 INFRA = Path(__file__).parent.parent.parent / "infra"
 RAYJOB, RAYSERVICE = INFRA / "kuberay" / "rayjob.yaml", INFRA / "kuberay" / "rayservice.yaml"
@@ -78,12 +78,14 @@ def test_what_a_server_would_drop_or_refuse_is_found(path, value):
     assert problems(set_at(rayjob(), path, value))
 
 
-def test_the_job_is_one_that_eagle_ray_reads():
+def test_the_job_is_one_that_eagle_ray_takes(tmp_path):
     config_map = documents(RAYJOB)[0]
     (mount,) = [m for m in pods(rayjob())[0]["containers"][0]["volumeMounts"] if m["name"] == "job"]
     ((name, text),) = config_map["data"].items()
     assert rayjob()["spec"]["entrypoint"] == f"eagle-ray run -c {mount['mountPath']}/{name}"
-    config = JobConfig.model_validate(yaml.safe_load(text))
+    (tmp_path / name).write_text(text)
+    models_of_here = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
+    config = load_config(str(tmp_path / name), env={}, overrides=models_of_here)
     assert config.output.path.startswith("s3://") and config.model.device == "cuda"
 
 
