@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from jsonschema import Draft202012Validator
+from jsonschema import Draft4Validator, Draft202012Validator
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT4
 
 from eagle_ray.config import load_config
 
@@ -46,6 +49,21 @@ def test_the_schema_is_one():
 @pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
 def test_manifests_keep_to_the_schema(file):
     assert [problems(document) for document in documents(file)] == [[]] * len(documents(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [RAYJOB, RAYSERVICE], ids=lambda file: file.name)
+def test_pods_keep_to_kubernetes_own_schema(file):
+    """Whose JSON form is a package of a hundred megabytes: pip install kubernetes-validate."""
+    package = Path(pytest.importorskip("kubernetes_validate").__file__).parent
+    folder = package / "kubernetes-json-schema" / "v1.35.0-local-strict"
+
+    def retrieve(uri: str) -> Resource:
+        return Resource.from_contents(json.loads((folder / uri).read_text()), default_specification=DRAFT4)
+
+    validator = Draft4Validator({"$ref": "podtemplatespec-v1.json"}, registry=Registry(retrieve=retrieve))
+    for pod in pods(documents(file)[-1]):
+        assert [error.message for error in validator.iter_errors({"spec": pod})] == []
 
 
 def set_at(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
