@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint install clean
+.PHONY: demo test test-slow chaos lint install clean
 
 demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
@@ -13,6 +13,9 @@ test: $(VENV)/.installed lint   ## lint and every fast test
 
 test-slow: $(VENV)/.installed   ## the slow tests too
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+chaos: $(VENV)/.installed       ## random kills over a real job on several nodes, about five minutes
+	$(BIN)/python jobs/chaos.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

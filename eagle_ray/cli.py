@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate | report | compare | bench.
+"""The command line: eagle-ray demo | run | validate | submit | status | report | compare | bench.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -20,6 +20,10 @@ from collections.abc import Sequence
 
 from eagle_ray import __version__
 from eagle_ray.config import ConfigError, JobConfig, load_config
+from eagle_ray.data.interrupts import interruptible
+from eagle_ray.data.stops import JobStopped
+
+COMMANDS = "demo | run | validate | submit | status | report | compare | bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     _print_anything()
     try:
-        code = args.command(args)
+        with interruptible():
+            code = args.command(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -35,9 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"eagle-ray: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # storage that does not answer or refuses; its errors name what and where
+    except JobStopped as error:
         print(f"eagle-ray: {error}", file=sys.stderr)
-        return 5
+        return error.exit_code
+    except OSError as error:  # storage that does not answer or refuses: its errors name what and where
+        print(f"eagle-ray: {error}", file=sys.stderr)
+        return JobStopped.exit_code
     except KeyboardInterrupt:
         print("eagle-ray: interrupted", file=sys.stderr)
         return 130
@@ -58,25 +66,30 @@ def _end_quietly() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle-ray", description="Batch inference on Ray with EAGLE-2.")
     parser.add_argument("--version", action="version", version=f"eagle-ray {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | run | validate | report | compare | bench")
+    commands = parser.add_subparsers(required=True, metavar=COMMANDS)
 
     demo = commands.add_parser("demo", help="the embedded pair on bundled prompts: CPU, no network")
     demo.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
     demo.set_defaults(command=_demo)
 
     run = commands.add_parser("run", help="generate completions for every row of the input")
-    _add_config_flags(run)
-    exists = run.add_mutually_exclusive_group()
-    exists.add_argument(
-        "--resume", dest="if_exists", action="store_const", const="resume", help="go on from the output"
-    )
-    exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
-    run.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
+    _add_run_flags(run)
     run.set_defaults(command=_run)
 
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.set_defaults(command=_validate, if_exists=None)
+
+    submit = commands.add_parser("submit", help="run as a job of a Ray cluster and follow its log")
+    _add_run_flags(submit)
+    submit.add_argument("--address", metavar="URL", help="the cluster's dashboard (RAY_API_SERVER_ADDRESS)")
+    submit.add_argument("--no-wait", dest="follow", action="store_false", help="return once it is submitted")
+    submit.set_defaults(command=_submit)
+
+    status = commands.add_parser("status", help="where a run stands, from its output directory")
+    status.add_argument("run", metavar="RUN", help="its output.path")
+    status.add_argument("--json", action="store_true", help="everything that is known, as JSON")
+    status.set_defaults(command=_status)
 
     report = commands.add_parser("report", help="a run's numbers, finished or not, and its report.html")
     report.add_argument("run", metavar="RUN", help="the output directory of a run")
@@ -106,6 +119,16 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
 
 
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    _add_config_flags(parser)
+    exists = parser.add_mutually_exclusive_group()
+    exists.add_argument(
+        "--resume", dest="if_exists", action="store_const", const="resume", help="go on from the output"
+    )
+    exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
+    parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
@@ -132,7 +155,10 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
+    from eagle_ray.data.submission import check_output_outlives_job
     from eagle_ray.job import run_job
+
+    check_output_outlives_job(config)
 
     code = run_job(config)
     if code == 0 and args.fail_on_row_errors and (errors := _num_errors(config)):
@@ -153,6 +179,23 @@ def _validate(args: argparse.Namespace) -> int:
     from eagle_ray.validate import validate
 
     print(validate(config))
+    return 0
+
+
+def _submit(args: argparse.Namespace) -> int:
+    config = _config_of(args)
+    from eagle_ray.data.submission import submit
+
+    flags = ["--fail-on-row-errors"] if args.fail_on_row_errors else []
+    return submit(config, args.address, flags, args.follow)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from eagle_ray.data.status import status_of, status_text
+    from eagle_ray.review import run_at
+
+    status = status_of(run_at(args.run))
+    print(json.dumps(status.as_json(), indent=2, ensure_ascii=False) if args.json else status_text(status))
     return 0
 
 

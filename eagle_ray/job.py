@@ -10,11 +10,8 @@ imported only where there is work left, and torch only in the workers: a job wit
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +20,7 @@ import pyarrow as pa
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.asked import Asked, asked_of, names_of
 from eagle_ray.data.input.plan import InputPlan, plan_input
+from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.ledger import Ledger, without_ids
 from eagle_ray.data.lock import lock_output
 from eagle_ray.data.overlap import check_apart, check_not_own
@@ -68,7 +66,7 @@ def exit_code_of(work: Callable[[], str], log_level: str) -> int:
     """Do the work and print what it returns; what stops it is said in one line and becomes an exit code."""
     show_log(log_level)
     try:
-        with _terminating_as_interrupt():
+        with interruptible():
             result = work()
     except ConfigError as error:
         log.error("eagle-ray: %s", error)
@@ -84,19 +82,6 @@ def exit_code_of(work: Callable[[], str], log_level: str) -> int:
         return 130
     print(result)
     return 0
-
-
-@contextmanager
-def _terminating_as_interrupt() -> Iterator[None]:
-    """SIGTERM, a scheduler's way to end a job, does what Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def complete(config: JobConfig) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.linear import pack_linears
+from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.target import Target, load_config, load_target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -42,6 +43,8 @@ ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 SHORTEST = 64  # tokens that must have room beside one tree
+GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
+KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +65,26 @@ class Pair:
     draft_name: str | None
 
 
-def build_pair(model: ModelConfig, speculative: SpeculativeConfig, slots: int, kv_tokens: int | None = None) -> Pair:
+def build_pair(
+    model: ModelConfig,
+    speculative: SpeculativeConfig,
+    slots: int,
+    kv_tokens: int | None = None,
+    num_gpus: int = 1,
+) -> Pair:
     """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
 
-    Raises ConfigError where a name cannot be found or a length does not fit, EngineError where files are not a pair.
+    num_gpus: over which the target is placed; without effect on a CPU. Raises ConfigError where a name cannot be found
+    or a length does not fit, EngineError where files are not a pair.
     """
     path = resolve(model.target, "target")
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
-    causal_lm = load_target(path, _dtype(model.dtype, device), device)
+    is_spread = device == "cuda" and num_gpus > 1
+    causal_lm = load_target(path, _dtype(model.dtype, device), "cpu" if is_spread else device)
+    if is_spread:
+        tokens = kv_tokens or slots * limits_of(model).max_model_len
+        _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
     pack_linears(causal_lm)
     head = None if speculative.method == "none" else _load_head(model, causal_lm)
     engine = build_engine(causal_lm, head, speculative, slots, limits_of(model).max_model_len, kv_tokens)
@@ -206,6 +220,25 @@ def _load_head(model: ModelConfig, causal_lm: nn.Module) -> EagleHead:
     head = load_head(_draft_path(model), config.hidden_size, config.vocab_size).to(causal_lm.device, causal_lm.dtype)
     pack_linears(head)
     return head
+
+
+def _spread(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
+    """Place the target over the first num_gpus devices. reserved: bytes of the first one that are not for weights."""
+    if torch.cuda.device_count() < num_gpus:
+        raise ConfigError(
+            f"execution.gpus_per_actor: {num_gpus}, but a worker sees {torch.cuda.device_count()} GPUs: set it to less"
+        )
+    devices = [torch.device("cuda", i) for i in range(num_gpus)]
+    room = [int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]) for device in devices]
+    room[0] = max(0, room[0] - int(reserved) - other_size(causal_lm))
+    spread(causal_lm, devices, place_layers(layer_sizes(causal_lm), room))
+
+
+def _bytes_of_token(causal_lm: nn.Module) -> int:
+    """Keys and values of one token in all layers."""
+    config = causal_lm.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * causal_lm.dtype.itemsize
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:

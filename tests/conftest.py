@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -60,6 +61,16 @@ def ray_session(s3_endpoint) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the job says, in order."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("eagle_ray").addHandler(handler)
+    yield said
+    logging.getLogger("eagle_ray").removeHandler(handler)
 
 
 @pytest.fixture

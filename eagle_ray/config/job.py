@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -133,6 +133,13 @@ class ActorRange(Section):
         return self
 
 
+def _gpus(number: float) -> float:
+    """Ray hands out parts of one GPU, or whole ones."""
+    if number > 1 and number != int(number):
+        raise ValueError("parts of more than one GPU")
+    return number
+
+
 class ExecutionConfig(Section):
     """Where and how wide the job runs; none of it changes what is generated.
 
@@ -145,8 +152,8 @@ class ExecutionConfig(Section):
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
         default="auto", description="auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B"
     )
-    gpus_per_actor: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default="auto", description="auto or a number, 0 or more"
+    gpus_per_actor: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)] = Field(
+        default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
     )
     slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
     kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(

@@ -2,7 +2,8 @@
 
 Several batches are in flight at once, so that the engine's slots stay full while a batch waits for its longest row.
 The engine steps in a thread of its own; this loop only awaits. A dead engine ends the process, because Ray would send
-a raised error's retry back to the same broken engine. Does not know rows or files.
+a raised error's retry back to the same broken engine; Ray starts the actor again, and it answers what it had. Does not
+know rows or files.
 
     dataset.map_batches(EngineActor, fn_constructor_args=(...), compute=ActorPoolStrategy(size=2))
 """
@@ -10,9 +11,9 @@ a raised error's retry back to the same broken engine. Does not know rows or fil
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import pyarrow as pa
@@ -20,61 +21,102 @@ import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.deaths import Blame
+from eagle_ray.data.faults import fault_of
+from eagle_ray.data.isolation import Isolation
 from eagle_ray.data.metrics import Metrics
 from eagle_ray.data.progress import Report
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.errors import EngineError
 
-OUT_OF_MEMORY = re.compile("alloc|out of memory", re.IGNORECASE)  # torch says either, in a RuntimeError
-SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
-LAST_WORDS_S = 10
+HEARD_WITHIN_S = 30
 UNTIL_THE_DRIVER_ENDS_S = 60
+BEFORE_ANOTHER_START_S = 5
 
 
 class EngineActor:
     """progress: a ProgressActor's handle; the other arguments are the Worker's."""
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
-        progress.start.remote()
-        self._progress = progress
+        self._line = Line(progress, ray.get_runtime_context().get_actor_id())
+        self._line.started()
         try:
             from eagle_ray.data.worker import Worker  # torch and transformers: the driver names this class without them
 
             self._worker = Worker(config, run, passthrough, threads)
-        except Exception as error:  # whatever it is, the next worker would meet it too
-            ray.get(progress.fail.remote(_for_the_user(error)), timeout=LAST_WORDS_S)
-            time.sleep(UNTIL_THE_DRIVER_ENDS_S)  # raised at once, it would come out as a page of Ray's traceback
-            raise
+        except Exception as error:  # whatever it is, it is said in one line and not in a page of Ray's traceback
+            self._cannot_start(error)
+        self._isolation = Isolation(self._worker.answer, self._line, config.execution.slots)
         self._metrics = Metrics(config.name, run.run_id, self._worker.worker_id)
-        self._report(None)
+        self._report = Report.of(self._worker.worker_id, self._worker.counters())
+        self._tell(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """One table for the batch: Ray hands rows on when the call is over."""
         try:
-            answers = await self._worker.answer(batch)
+            answers = await self._isolation.answer(batch)
         except EngineError as error:
-            self._die(error)
-        self._report(answers)
+            self._end(error)
+        self._report = self._report.after(answers, self._worker.counters())
+        self._tell(answers)
         yield answers
 
-    def _report(self, answers: pa.Table | None) -> None:
-        report = Report.of(self._worker.worker_id, self._worker.counters(), answers)
-        self._progress.report.remote(report)
-        self._metrics.count(report, answers)
+    def _tell(self, answers: pa.Table | None) -> None:
+        self._line.report(self._report)
+        self._metrics.count(self._report, answers)
 
-    def _die(self, error: EngineError) -> NoReturn:
+    def _cannot_start(self, error: Exception) -> NoReturn:
+        """The job ends with what any worker would meet; what may be this one's own ends this process alone."""
+        try:
+            ends_job = self._line.failed(_for_the_user(error), fault_of(error).is_own)
+            time.sleep(UNTIL_THE_DRIVER_ENDS_S if ends_job else BEFORE_ANOTHER_START_S)
+        finally:
+            os._exit(1)
+
+    def _end(self, error: EngineError) -> NoReturn:
         """Say why, wait until it is heard, and end the process."""
-        ray.get(self._progress.note.remote(f"worker {self._worker.worker_id} ends: {error}"), timeout=LAST_WORDS_S)
-        os._exit(1)
+        try:
+            self._line.last_words(self._worker.worker_id, fault_of(error).line)
+        finally:
+            os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One actor's line to the ProgressActor, under the name that it keeps when Ray starts it again."""
+
+    progress: ActorHandle
+    actor_id: str
+
+    def started(self) -> None:
+        self._heard(self.progress.start.remote, self.actor_id)
+
+    def failed(self, error: Exception, is_own: bool) -> bool:
+        """Whether the job ends with this error."""
+        return self._heard(self.progress.fail.remote, self.actor_id, error, is_own)
+
+    def last_words(self, worker_id: str, reason: str) -> None:
+        self._heard(self.progress.last_words.remote, self.actor_id, worker_id, reason)
+
+    def report(self, report: Report) -> None:
+        self.progress.report.remote(report)
+
+    async def take(self, ids: list[str]) -> dict[str, Blame]:
+        return await self.progress.take.remote(self.actor_id, ids)
+
+    async def risk(self, ids: list[str]) -> None:
+        await self.progress.risk.remote(self.actor_id, ids)
+
+    def answered(self, ids: list[str]) -> None:
+        self.progress.answered.remote(self.actor_id, ids)
+
+    def _heard(self, call: Callable[..., ray.ObjectRef], *args: object) -> object:
+        return ray.get(call(*args), timeout=HEARD_WITHIN_S)
 
 
 def _for_the_user(error: Exception) -> Exception:
     """As the driver will raise it: in one line, and of a class that it knows without torch."""
     if isinstance(error, ConfigError):
         return error
-    reason = str(error).strip().partition("\n")[0]
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(reason)):
-        return ClusterError(f"a worker cannot start, its memory is too small ({reason or 'MemoryError'}): {SMALLER}")
-    name = "" if isinstance(error, EngineError) else f"{type(error).__name__}: "
-    return ClusterError(f"a worker cannot start: {name}{reason}")
+    return ClusterError(f"a worker cannot start: {fault_of(error).line}")

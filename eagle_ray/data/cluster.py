@@ -3,7 +3,7 @@
 Does not know rows, models or files.
 
     >>> connect(prepare("local"))
-    >>> plan_workers(config.execution, config.model.device, ray.cluster_resources(), num_rows=1000)
+    >>> plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)
     Workers(fewest=4, most=4, num_gpus=0, threads=2)
 """
 
@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -24,11 +24,12 @@ import ray
 
 from eagle_ray.config import ExecutionConfig
 from eagle_ray.config.job import ActorRange
-from eagle_ray.data.ray_environment import LOCAL
+from eagle_ray.data.ray_environment import LOCAL, RAY_JOB
 from eagle_ray.data.stops import ClusterError
 
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
-RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
+ROUNDING = 1e-6  # three thirds of a GPU are one
+GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
 LOCAL_OPTIONS = {
     "include_dashboard": False,
@@ -91,6 +92,8 @@ def _sigterm_kept() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit:  # Ray's own handler met the signal
+        raise KeyboardInterrupt from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
@@ -109,34 +112,48 @@ def _core_unheard() -> Iterator[None]:
         os.close(nowhere)
 
 
+def nodes() -> list[Mapping[str, float]]:
+    """What each living node of the connected cluster offers, as Ray counts it."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def plan_workers(
     execution: ExecutionConfig,
     device: str,
-    resources: Mapping[str, float],
+    nodes: Sequence[Mapping[str, float]],
     num_rows: int,
     most_threads: int | None = None,
 ) -> Workers:
     """The cores are shared out among the workers.
 
-    resources: the cluster's, as Ray counts them. num_rows: more actors than rows would be idle. most_threads: of one
-    worker, where the user set it. Raises ClusterError where the job wants GPUs that are not there.
+    num_rows: more actors than rows would be idle. most_threads: of one worker, where the user set it. Raises
+    ClusterError where the job wants GPUs that are not there.
     """
-    cpus, gpus = max(1, int(resources.get("CPU", 1))), resources.get("GPU", 0)
-    num_gpus = _gpus_per_worker(execution, device, gpus)
-    if isinstance(execution.actors, ActorRange):
-        fewest, most = execution.actors.min, execution.actors.max
-    elif execution.actors != "auto":
-        fewest = most = execution.actors
-    else:
-        fewest = most = max(1, math.floor(gpus / num_gpus) if num_gpus else min(cpus // 2, MOST_CPU_WORKERS))
-    if num_gpus * fewest > gpus:
+    cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
+    gpus = [node.get("GPU", 0) for node in nodes]
+    num_gpus = _gpus_per_worker(execution, device, sum(gpus))
+    room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
+    fewest, most = _range_of(execution, room, cpus)
+    if room is not None and fewest > room:
         raise ClusterError(
-            f"the cluster has {gpus:g} GPUs, not enough for {fewest} actors with {num_gpus:g} each "
-            "(execution.actors, execution.gpus_per_actor)"
+            f"the cluster has room for {room} actors with {num_gpus:g} GPUs each, all of an actor's on one node "
+            f"(GPUs by node: {', '.join(f'{of_node:g}' for of_node in gpus)}), and {max(1, fewest)} are wanted: set "
+            "execution.actors or execution.gpus_per_actor to less"
         )
+    share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
     most = max(1, min(most, num_rows))
-    share = max(1, cpus // most)
     return Workers(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
+
+
+def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[int, int]:
+    """The fewest actors and the most. room: how many the GPUs carry, None where they need none."""
+    if isinstance(execution.actors, ActorRange):
+        return execution.actors.min, execution.actors.max
+    if execution.actors != "auto":
+        return execution.actors, execution.actors
+    if room is None:
+        return (min(max(1, cpus // 2), MOST_CPU_WORKERS),) * 2
+    return max(1, room), GROWTH * max(1, room)
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:

@@ -15,7 +15,6 @@ import fcntl
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from uuid import uuid4
 
+from eagle_ray.data.interrupts import interrupt
 from eagle_ray.data.record import naming_output
 from eagle_ray.data.stops import OutputBusy, Overtaken
 from eagle_ray.data.storage import Location, Stamp, json_bytes
@@ -144,7 +144,7 @@ class Lease:
         if not self._closing.is_set():
             self._lost = f"{reason}: this driver stops"
             self._closing.set()
-            _interrupt_main()
+            interrupt()
 
     def _read(self) -> tuple[dict[str, Any], Stamp]:
         data, stamp = self._file.read_stamped()
@@ -152,12 +152,6 @@ class Lease:
             return json.loads(data), stamp
         except ValueError:  # nobody of ours: watched like any other
             return {"holder": "somebody", "token": None}, stamp
-
-
-def _interrupt_main() -> None:
-    """By a real signal, which ends whatever the main thread waits for; a shell's background jobs ignore SIGINT."""
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM if ignored else signal.SIGINT)
 
 
 def _busy(output: Location, holder: str) -> OutputBusy:

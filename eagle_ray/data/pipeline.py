@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.actor import EngineActor
-from eagle_ray.data.cluster import Workers, plan_workers, threads_wanted
+from eagle_ray.data.cluster import Workers, nodes, plan_workers, threads_wanted
 from eagle_ray.data.ids import Digests
 from eagle_ray.data.input.plan import InputPlan
 from eagle_ray.data.partitions import Partitions
@@ -32,9 +32,13 @@ from eagle_ray.data.stops import ClusterError, JobStopped
 log = logging.getLogger("eagle_ray")
 
 CALLS_PER_ACTOR = 8  # batches in flight; with batches of half the slots, each slot has four rows to choose from
+BATCHES_PER_ACTOR = 1000  # from then on batches grow: each costs Ray some milliseconds, whatever is in it
+MOST_PER_SLOT = 4  # rows of a batch
 FEWEST_FILES = 8  # of a small job: what is done is on disk before all of it is
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
-DEATHS_PER_WORKER = 3  # Ray restarts a dead worker for ever: more than this is a fault, not an accident
+STARTS_PER_WORKER = 4  # in a row, and no row answered well between them: more than this is a fault, not an accident
+STARTS_FOR_KILLERS = 32  # and so many more: rows that kill their workers may stand together
+FULL = 1.0  # the share of its calls in flight at which a pool that may grow does; Ray's own 1.75 is out of its reach
 
 
 def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_rows: int) -> None:
@@ -42,15 +46,15 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_ro
 
     num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or ConfigError for a missing model.
     """
-    resources, most_threads = ray.cluster_resources(), threads_wanted(os.environ)
-    workers = plan_workers(config.execution, config.model.device, resources, num_rows, most_threads)
-    progress = start_progress()
-    limits = Limits(config.execution.max_error_rate, max_starts=workers.most * (1 + DEATHS_PER_WORKER))
+    workers = plan_workers(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
+    progress = start_progress(workers.fewest)
+    max_starts = workers.most * STARTS_PER_WORKER + STARTS_FOR_KILLERS
+    limits = Limits(config.execution.max_error_rate, max_starts)
     schema, rows_per_file = output_schema(plan.passthrough), _rows_per_file(config.execution.rows_per_file, num_rows)
     partitions = Partitions.of(config.output.partition_by, plan.carried)
     sink = AtomicParquetSink(run, schema, rows_per_file, config.output.compression, partitions)
     batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
-    _set_up_ray_data(config.execution.preserve_order)
+    _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading(config.model.target, workers))
     requests = read_requests(plan, skip, rows_per_block=batch_size)
     answers = _answered(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
@@ -110,17 +114,20 @@ def _pool(workers: Workers) -> ActorPoolStrategy:
 
 
 def _batch_size(slots: int, actors: int, num_rows: int) -> int:
-    """Small batches: a row leaves when its batch is done, and the last rows should spread over all actors."""
-    return max(1, min(slots // 2, num_rows // (2 * actors)))
+    """Small batches, but for very long jobs: a row leaves when its batch is done, and the last ones should spread."""
+    wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MOST_PER_SLOT * slots))
+    return max(1, min(wanted, num_rows // (2 * actors)))
 
 
 def _rows_per_file(wanted: int, num_rows: int) -> int:
     return max(1, min(wanted, num_rows // FEWEST_FILES))
 
 
-def _set_up_ray_data(preserve_order: bool) -> None:
-    """Our own progress lines instead of Ray's; order kept where the job asks for it."""
+def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
+    """Our own progress lines instead of Ray's; order kept where the job asks for it; workers may die as they load."""
     context = DataContext.get_current()
+    context.max_consecutive_actor_init_deaths = max_starts
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = FULL
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = preserve_order
@@ -132,4 +139,4 @@ def _set_up_ray_data(preserve_order: bool) -> None:
 def _loading(target: str, workers: Workers) -> str:
     threads = "1 CPU thread" if workers.threads == 1 else f"{workers.threads} CPU threads"
     device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else threads
-    return f"loading {target} in {workers.most} workers with {device} each"
+    return f"loading {target} in {workers.fewest} workers with {device} each"

@@ -1,7 +1,7 @@
-"""ProgressLines: a plain line every few seconds about a running job, and a look at whether it can still end well.
+"""ProgressLines: what a running job says of itself, and a look at whether it can still end well.
 
-A line is a line: the same in a terminal and in a job's log. It tells what engines have finished and, apart from it,
-what stands in files. Does not know how the rows are made.
+It tells what engines have finished and, apart from it, what stands in files: to whoever watches and to
+``_progress.json``. Does not know how the rows are made, nor what a line looks like (``display``).
 
     >>> with ProgressLines(progress, run, num_rows=96, every_s=10, limits=limits):
     ...     dataset.write_datasink(sink)
@@ -10,17 +10,18 @@ what stands in files. Does not know how the rows are made.
 
 from __future__ import annotations
 
-import _thread
 import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime, timezone
 
 import pyarrow.parquet as pq
 import ray
 from ray.actor import ActorHandle
 
+from eagle_ray.data.display import Facts, display
+from eagle_ray.data.interrupts import interrupt
 from eagle_ray.data.progress import Progress
 from eagle_ray.data.record import PROGRESS, Run
 from eagle_ray.data.stops import ClusterError, TooManyErrors
@@ -34,7 +35,7 @@ FEWEST_ROWS_TO_JUDGE = 100  # an error rate over fewer rows says little
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to give up. max_error_rate: a share of rows. max_starts: workers started, those that died included."""
+    """When to give up. max_error_rate: a share of rows. max_starts: of workers, with no good row between them."""
 
     max_error_rate: float
     max_starts: int
@@ -44,13 +45,16 @@ class Limits:
             return progress.fatal
         if progress.rows >= FEWEST_ROWS_TO_JUDGE and progress.errors > self.max_error_rate * progress.rows:
             return TooManyErrors(f"{progress.errors} of {progress.rows} rows are errors")
-        if progress.starts > self.max_starts:
-            return ClusterError(f"workers die again and again: {progress.starts} were started so far")
+        if progress.starts_in_a_row > self.max_starts:
+            last = progress.notes[-1] if progress.notes else "none of them left a word"
+            return ClusterError(
+                f"workers die again and again: {progress.starts_in_a_row} were started and no row was answered ({last})"
+            )
         return None
 
 
 class ProgressLines:
-    """While it is open: a line every few seconds, and ``_progress.json``.
+    """While it is open: something to look at, and ``_progress.json`` every few seconds.
 
     A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
     keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, and ClusterError where workers
@@ -61,7 +65,7 @@ class ProgressLines:
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
         self._saved = SavedRows(run.data, f"**/part-{run.attempt:03d}-*.parquet")
-        self._closing, self._num_notes = threading.Event(), 0
+        self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._started, self._ready_at = time.monotonic(), None
         self._reason: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
@@ -77,14 +81,22 @@ class ProgressLines:
             raise self._reason from None
 
     def _work(self) -> None:
-        next_line = self._started + self._every_s
-        while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):
-            progress = self._look()
-            if progress is not None and time.monotonic() >= next_line:
-                self._tell(progress)
-                next_line += self._every_s
-        if self._reason is None and (progress := self._look()) is not None:
-            self._tell(progress)
+        next_file = self._started
+        with display(self._every_s) as shown:
+            while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):
+                if (progress := self._look()) is None:
+                    continue
+                if is_due := time.monotonic() >= next_file:
+                    self._count_files()
+                    next_file += self._every_s
+                facts = self._facts(progress)
+                shown.show(facts)
+                if is_due:
+                    self._write(facts)
+            if self._reason is None and (progress := self._look()) is not None:
+                self._count_files()
+                shown.show_last(facts := self._facts(progress))
+                self._write(facts)
 
     def _look(self) -> Progress | None:
         """The workers' progress, once their notes are passed on and the job is still worth going on with."""
@@ -94,35 +106,40 @@ class ProgressLines:
             return None
         for note in progress.notes[self._num_notes :]:
             log.warning(note)
-        self._num_notes = len(progress.notes)
+        self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
         if self._ready_at is None and progress.workers:
             self._ready_at = time.monotonic()
         self._judge(progress)
         return progress
 
-    def _tell(self, progress: Progress) -> None:
+    def _count_files(self) -> None:
         try:
-            facts = self._facts(progress)
-            log.info(_line(facts))
+            self._rows_in_files = self._saved.count()
+        except OSError as error:  # the rows matter, not this
+            log.debug("the files cannot be counted now: %s", error)
+
+    def _write(self, facts: Facts) -> None:
+        try:
             write_json(self._run.output / PROGRESS, facts)
         except OSError as error:  # the rows matter, not this
             log.warning("%s cannot be written: %s", PROGRESS, error)
 
-    def _facts(self, progress: Progress) -> dict[str, Any]:
-        """Everything the line says, and ``_progress.json`` with it."""
+    def _facts(self, progress: Progress) -> Facts:
+        """Everything that is said, and ``_progress.json`` with it."""
         now = time.monotonic()
         running = now - (self._ready_at or now)
-        left = self._num_rows - progress.rows
+        left = max(0, self._num_rows - progress.rows)
         return {
             "run_id": self._run.run_id,
             "attempt": self._run.attempt,
+            "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "elapsed_s": round(now - self._started, 1),
             "working_s": round(running, 1),  # since the first worker was ready
             "workers_started": progress.starts,
             "workers_ready": len(progress.workers),
             "rows_to_do": self._num_rows,
             "rows_done": min(progress.rows, self._num_rows),  # a lost worker's rows are made, and counted, again
-            "rows_in_files": self._saved.count(),
+            "rows_in_files": self._rows_in_files,
             "errors": progress.errors,
             "output_tokens": progress.output_tokens,
             "tokens_per_s": progress.output_tokens / running if running >= SHORTEST_S else None,
@@ -137,7 +154,7 @@ class ProgressLines:
         if reason is not None and not self._closing.is_set():
             self._reason = reason
             self._closing.set()
-            _thread.interrupt_main()
+            interrupt()
 
 
 @dataclass(slots=True)
@@ -154,22 +171,3 @@ class SavedRows:
                 with file.open() as opened:
                     self.rows[file] = pq.read_metadata(opened).num_rows
         return sum(self.rows.values())
-
-
-def _line(facts: dict[str, Any]) -> str:
-    clock = f"[{facts['elapsed_s']:5.0f} s]"
-    if not facts["workers_ready"]:
-        return f"{clock} loading the models"
-    parts = [
-        f"{facts['rows_done']} of {facts['rows_to_do']} rows, {facts['rows_in_files']} in files, "
-        f"{facts['errors']} errors"
-    ]
-    if facts["tokens_per_s"]:
-        parts.append(f"{facts['tokens_per_s']:,.0f} tokens/s")
-    if facts["mean_acceptance_length"]:
-        parts.append(f"tau {facts['mean_acceptance_length']:.2f}")
-    if facts["tokens_per_s"] and facts["busy_slots"]:
-        parts.append(f"slots {facts['busy_slots']:.0%} busy")
-    if facts["seconds_left"]:
-        parts.append(f"{facts['seconds_left']:,.0f} s left")
-    return f"{clock} {' · '.join(parts)}"

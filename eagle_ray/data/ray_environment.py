@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 
 LOCAL = "local"
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no network at run time
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning at each start

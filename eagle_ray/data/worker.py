@@ -44,7 +44,7 @@ class Worker:
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
         torch.set_num_threads(threads)
-        pair = build_pair(config.model, config.speculative, config.execution.slots, config.execution.kv_tokens)
+        pair = _pair_of(config)
         self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
         self._config, self._text = config, pair.text
         _warm_up(pair.engine)
@@ -89,6 +89,12 @@ def _as_row_error(request: Row) -> Iterator[None]:
     except Exception as error:
         log.exception("row %s: internal error", request["request_id"])
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
+
+
+def _pair_of(config: JobConfig) -> Pair:
+    execution = config.execution
+    gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
+    return build_pair(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus)
 
 
 def _warm_up(engine: Engine) -> None:

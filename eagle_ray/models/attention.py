@@ -41,6 +41,8 @@ class LayerAttention:
 class Layout(Protocol):
     """How the rows of one pass see the cache and each other."""
 
+    cache: KVCache
+
     def attend(
         self,
         query: Float[Tensor, "1 heads R head_dim"],
@@ -216,8 +218,11 @@ def attention_function(
 ) -> tuple[Float[Tensor, "B R heads head_dim"], None]:
     """transformers' attention signature; `rows` is our keyword, the others are the model's own."""
     attention = LayerAttention(module.layer_idx, scaling, sliding_window, softcap, s_aux)
-    attend = causal_attention if rows is None else rows.attend
-    return attend(query, key, value, attention).transpose(1, 2).contiguous(), None
+    if rows is None:
+        return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
+    home = rows.cache.keys.device  # a layer of a target over several devices sends its rows there
+    out = rows.attend(query.to(home), key.to(home), value.to(home), attention)
+    return out.transpose(1, 2).contiguous().to(query.device), None
 
 
 AttentionInterface.register(ATTENTION, attention_function)

@@ -7,38 +7,46 @@ import pytest
 from ray.exceptions import RayError
 
 from eagle_ray.config import ConfigError, ExecutionConfig
-from eagle_ray.data.actor import SMALLER, _for_the_user
-from eagle_ray.data.cluster import RAY_JOB, Workers, _check_answers, plan_workers, threads_wanted
+from eagle_ray.data.actor import _for_the_user
+from eagle_ray.data.cluster import GROWTH, Workers, _check_answers, plan_workers, threads_wanted
+from eagle_ray.data.faults import SMALLER
 from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
+from eagle_ray.data.ray_environment import RAY_JOB
 from eagle_ray.data.stops import ClusterError
+
+TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
 
 
 @pytest.mark.parametrize(
-    ("settings", "device", "resources", "wanted"),
+    ("settings", "device", "nodes", "wanted"),
     [
-        ({}, "auto", {"CPU": 2}, Workers(1, 1, 0, threads=2)),
-        ({}, "auto", {"CPU": 16}, Workers(8, 8, 0, threads=2)),
-        ({}, "auto", {"CPU": 96}, Workers(8, 8, 0, threads=12)),
-        ({"actors": 2}, "auto", {"CPU": 2}, Workers(2, 2, 0, threads=1)),
-        ({}, "auto", {"CPU": 16, "GPU": 8}, Workers(8, 8, 1, threads=2)),
-        ({"gpus_per_actor": 2}, "auto", {"CPU": 16, "GPU": 8}, Workers(4, 4, 2, threads=4)),
-        ({"gpus_per_actor": 0.5}, "cuda", {"CPU": 4, "GPU": 1}, Workers(2, 2, 0.5, threads=2)),
-        ({"actors": 3}, "auto", {"CPU": 6, "GPU": 2}, Workers(3, 3, 0.5, threads=2)),
-        ({"actors": 2}, "auto", {"CPU": 6, "GPU": 8}, Workers(2, 2, 1, threads=3)),
-        ({}, "cpu", {"CPU": 8, "GPU": 8}, Workers(4, 4, 0, threads=2)),
-        ({"actors": {"min": 2, "max": 6}}, "auto", {"CPU": 6}, Workers(2, 6, 0, threads=1)),
+        ({}, "auto", [{"CPU": 2}], Workers(1, 1, 0, threads=2)),
+        ({}, "auto", [{"CPU": 16}], Workers(8, 8, 0, threads=2)),
+        ({}, "auto", [{"CPU": 48}, {"CPU": 48}], Workers(8, 8, 0, threads=12)),
+        ({"actors": 2}, "auto", [{"CPU": 2}], Workers(2, 2, 0, threads=1)),
+        ({}, "auto", TWO_NODES, Workers(8, 8 * GROWTH, 1, threads=2)),
+        ({"gpus_per_actor": 2}, "auto", TWO_NODES, Workers(4, 4 * GROWTH, 2, threads=4)),
+        ({"gpus_per_actor": 3}, "auto", TWO_NODES, Workers(2, 2 * GROWTH, 3, threads=8)),
+        ({"gpus_per_actor": 0.5}, "cuda", [{"CPU": 4, "GPU": 1}], Workers(2, 2 * GROWTH, 0.5, threads=2)),
+        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 1}], Workers(3, 3, 1 / 3, threads=2)),
+        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 2}], Workers(3, 3, 0.5, threads=2)),
+        ({"actors": 2}, "auto", TWO_NODES, Workers(2, 2, 1, threads=8)),
+        ({}, "cpu", [{"CPU": 8, "GPU": 8}], Workers(4, 4, 0, threads=2)),
+        ({"gpus_per_actor": 1}, "cpu", [{"CPU": 2}, {"CPU": 1, "GPU": 1}], Workers(1, GROWTH, 1, threads=3)),
+        ({"actors": {"min": 2, "max": 6}}, "auto", [{"CPU": 6}], Workers(2, 6, 0, threads=1)),
+        ({"actors": {"min": 1, "max": 6}}, "cuda", [{"CPU": 6, "GPU": 2}], Workers(1, 6, 1, threads=1)),
     ],
 )
-def test_actors_follow_the_clusters_devices(settings, device, resources, wanted):
-    assert plan_workers(ExecutionConfig.model_validate(settings), device, resources, num_rows=1000) == wanted
+def test_actors_follow_the_clusters_devices(settings, device, nodes, wanted):
+    assert plan_workers(ExecutionConfig.model_validate(settings), device, nodes, num_rows=1000) == wanted
 
 
 def test_there_are_never_more_actors_than_rows():
-    assert plan_workers(ExecutionConfig(actors=4), "cpu", {"CPU": 4}, num_rows=3).most == 3
+    assert plan_workers(ExecutionConfig(actors=4), "cpu", [{"CPU": 4}], num_rows=3).most == 3
 
 
 def test_the_users_threads_are_a_ceiling():
-    two_cores = partial(plan_workers, ExecutionConfig(actors=1), "cpu", {"CPU": 2}, num_rows=9)
+    two_cores = partial(plan_workers, ExecutionConfig(actors=1), "cpu", [{"CPU": 2}], num_rows=9)
     assert [two_cores(most_threads=n).threads for n in (None, 1, 2, 8)] == [2, 1, 2, 2]
 
 
@@ -58,7 +66,13 @@ def test_threads_are_the_users_word_and_not_rays(environ, threads):
 @pytest.mark.parametrize(("settings", "device"), [({}, "cuda"), ({"gpus_per_actor": 1}, "auto")])
 def test_gpus_that_are_not_there_stop_the_job(settings, device):
     with pytest.raises(ClusterError, match="GPU"):
-        plan_workers(ExecutionConfig.model_validate(settings), device, {"CPU": 4}, num_rows=10)
+        plan_workers(ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10)
+
+
+def test_gpus_of_one_actor_are_on_one_node():
+    execution = ExecutionConfig(gpus_per_actor=2)
+    with pytest.raises(ClusterError, match=r"room for 0 actors with 2 GPUs each, .* \(GPUs by node: 1, 1\)"):
+        plan_workers(execution, "cuda", [{"CPU": 4, "GPU": 1}] * 2, num_rows=10)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 16, 64])
@@ -111,3 +125,8 @@ def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
     assert isinstance(told, ClusterError) and says in str(told) and "\n" not in str(told)
     refused = ConfigError("model.target: no")
     assert _for_the_user(refused) is refused
+
+
+def test_batches_of_a_very_long_job_are_larger():
+    assert _batch_size(slots=16, actors=2, num_rows=100_000) == 50
+    assert _batch_size(slots=16, actors=2, num_rows=10_000_000) == 64

@@ -1,22 +1,17 @@
 """The job as a whole: every id once, whatever happened on the way."""
 
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.progress import Progress, Report
-from eagle_ray.data.progress_lines import Limits
-from eagle_ray.data.stops import ClusterError, TooManyErrors
 from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import run_job
 from eagle_ray.report.laws import broken_laws
@@ -48,16 +43,6 @@ def rows_of(config: JobConfig) -> list[dict]:
 
 def ids_of(config: JobConfig) -> list[str]:
     return sorted(row["request_id"] for row in rows_of(config))
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What the job says, in order."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("eagle_ray").addHandler(handler)
-    yield said
-    logging.getLogger("eagle_ray").removeHandler(handler)
 
 
 def start_driver(config: JobConfig) -> subprocess.Popen:
@@ -222,15 +207,3 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3, 4}
-
-
-def test_a_hopeless_job_is_given_up():
-    limits, progress = Limits(max_error_rate=0.1, max_starts=4), Progress()
-    for i in range(4):
-        progress.add(Report(f"worker {i}", 0, 0, rows=24, errors=12))
-    assert limits.exceeded_by(progress) is None  # 96 rows say little
-    progress.add(Report("worker 0", 0, 0, rows=24))
-    assert isinstance(limits.exceeded_by(progress), TooManyErrors)
-    assert Limits(1.0, max_starts=4).exceeded_by(progress) is None
-    progress.starts = 5
-    assert isinstance(Limits(1.0, max_starts=4).exceeded_by(progress), ClusterError)

@@ -60,7 +60,7 @@ def test_pods_keep_to_kubernetes_own_schema(file):
     folder = Path(package.submodule_search_locations[0]) / "kubernetes-json-schema" / "v1.35.0-local-strict"
 
     def retrieve(uri: str) -> Resource:
-        return Resource.from_contents(json.loads((folder / uri).read_text()), default_specification=DRAFT4)
+        return Resource.from_contents(json.loads((folder / Path(uri).name).read_text()), default_specification=DRAFT4)
 
     validator = Draft4Validator({"$ref": "podtemplatespec-v1.json"}, registry=Registry(retrieve=retrieve))
     for pod in pods(documents(file)[-1]):

@@ -1,0 +1,122 @@
+"""How a running job shows itself: a plain line every few seconds, or with a terminal a bar that stands still.
+
+A line is the same in a terminal and in a job's log. Knows the facts of ``_progress.json`` and not who makes them.
+
+    >>> print(line_of(facts))
+    [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+log = logging.getLogger("eagle_ray")
+LOADING = "loading the models"
+Facts = dict[str, Any]
+
+
+class Display(Protocol):
+    def show(self, facts: Facts) -> None:
+        """What is true now; called about once a second."""
+
+    def show_last(self, facts: Facts) -> None:
+        """What is true at the end."""
+
+
+@contextmanager
+def display(every_s: float) -> Iterator[Display]:
+    """A bar where stderr is a terminal, else a line every every_s seconds."""
+    if sys.stderr.isatty():
+        with bar() as shown:
+            yield shown
+    else:
+        yield Lines(every_s, time.monotonic() + every_s)
+
+
+@dataclass(slots=True)
+class Lines:
+    """A line of the log every every_s seconds, the first at next_at."""
+
+    every_s: float
+    next_at: float
+
+    def show(self, facts: Facts) -> None:
+        if time.monotonic() >= self.next_at:
+            self.show_last(facts)
+            self.next_at += self.every_s
+
+    def show_last(self, facts: Facts) -> None:
+        log.info(line_of(facts))
+
+
+@contextmanager
+def bar() -> Iterator[Display]:
+    """A bar on stderr; what is logged meanwhile scrolls past above it."""
+    from rich.console import Console  # half a second of imports that only a terminal needs
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[rest]}"))
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress, _log_above():
+        yield Bar(progress, progress.add_task(LOADING, total=None, rest=""))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """progress: rich's. task: the number of its one line."""
+
+    progress: Any
+    task: int
+
+    def show(self, facts: Facts) -> None:
+        rows, *rest = words_of(facts)
+        loaded = facts["workers_ready"] > 0
+        self.progress.update(
+            self.task,
+            description=rows,
+            completed=facts["rows_done"],
+            total=facts["rows_to_do"] if loaded else None,  # None: a bar that only moves
+            rest=" · ".join(rest),
+        )
+
+    def show_last(self, facts: Facts) -> None:
+        self.show(facts)
+
+
+@contextmanager
+def _log_above() -> Iterator[None]:
+    """Handlers that write to stderr write through the bar, which has taken its place."""
+    handlers = [handler for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
+    before = [handler.setStream(sys.stderr) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, before, strict=True):
+            if stream is not None:  # None: it wrote there already
+                handler.setStream(stream)
+
+
+def line_of(facts: Facts) -> str:
+    return f"[{facts['elapsed_s']:5.0f} s] {' · '.join(words_of(facts))}"
+
+
+def words_of(facts: Facts) -> list[str]:
+    """What is worth saying, the rows first; what is not known yet is left out."""
+    if not facts["workers_ready"]:
+        return [LOADING]
+    done, wanted = facts["rows_done"], facts["rows_to_do"]
+    parts = [f"{done} of {wanted} rows, {facts['rows_in_files']} in files, {facts['errors']} errors"]
+    if facts["tokens_per_s"]:
+        parts.append(f"{facts['tokens_per_s']:,.0f} tokens/s")
+    if facts["mean_acceptance_length"]:
+        parts.append(f"tau {facts['mean_acceptance_length']:.2f}")
+    if facts["tokens_per_s"] and facts["busy_slots"]:
+        parts.append(f"slots {facts['busy_slots']:.0%} busy")
+    if facts["seconds_left"]:
+        parts.append(f"{facts['seconds_left']:,.0f} s left")
+    return parts

@@ -1,0 +1,44 @@
+"""What a worker that fails has to say: which part of the trouble is its own, and what to do about it.
+
+A fault of the device or its memory is one worker's: its process ends, Ray starts another and the rows go there. What
+any worker would meet, a model that is not there, ends the job. Knows errors by name and text, so that the driver can
+read them without torch.
+
+    >>> fault_of(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_own=True)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from eagle_ray.errors import EngineError
+
+SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
+LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
+# torch says either, of a device or of the host, in a RuntimeError of one class or another
+OUT_OF_MEMORY = re.compile(r"out of memory|alloc\w* .*memory|OutOfMemoryError|MemoryError|_ALLOC_FAILED", re.IGNORECASE)
+DEVICE = re.compile(
+    r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """line: what happened, and what to do where that is known. is_own: whether another worker may be spared it."""
+
+    line: str
+    is_own: bool
+
+
+def fault_of(error: Exception) -> Fault:
+    """From whatever a worker's start or its engine raised, with the engine's own cause where it has one."""
+    cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
+    reason = str(cause).strip().partition("\n")[0]
+    told = reason if isinstance(cause, EngineError) else f"{type(cause).__name__}: {reason}".rstrip(": ")
+    if OUT_OF_MEMORY.search(told):
+        return Fault(f"its memory is too small ({told}): {SMALLER}", is_own=True)
+    if DEVICE.search(told):
+        return Fault(f"device fault ({told}): {LOOK}", is_own=True)
+    return Fault(told, is_own=False)

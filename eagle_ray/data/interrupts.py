@@ -1,0 +1,62 @@
+"""Interrupts: what ends a job from outside, Ctrl-C or a scheduler's SIGTERM, and from within.
+
+All three raise KeyboardInterrupt in the main thread. The first from outside is the last: while the job says its last
+words a second one would only cut them short. Does not know what is interrupted.
+
+    >>> with interruptible():
+    ...     work()
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM)
+FROM_WITHIN = signal.SIGUSR1
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, and so does ``interrupt``. A SIGINT that the parent ignores stays ignored.
+
+    Signals belong to the main thread: in another one nothing changes. After an interrupt from outside the process is
+    about to end, and no other one is heard.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (*FROM_OUTSIDE, FROM_WITHIN)}
+    heard = {number for number in FROM_OUTSIDE if before[number] is not signal.SIG_IGN}
+    for number in heard:
+        signal.signal(number, _interrupted)
+    signal.signal(FROM_WITHIN, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not _unheard:
+                signal.signal(number, handler)
+
+
+def interrupt() -> None:
+    """From any thread: interrupt the main thread, by a real signal, which ends whatever it waits for.
+
+    Outside ``interruptible`` it is as Ctrl-C.
+    """
+    is_expected = signal.getsignal(FROM_WITHIN) is signal.default_int_handler
+    signal.pthread_kill(threading.main_thread().ident, FROM_WITHIN if is_expected else signal.SIGINT)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    for other in FROM_OUTSIDE:
+        signal.signal(other, _unheard)
+    raise KeyboardInterrupt
+
+
+def _unheard(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN, which child processes would inherit."""

@@ -1,0 +1,113 @@
+"""Status: where a run stands, from the files of its output directory alone.
+
+A run that is killed leaves no word, so a run that says nothing for long is called silent. Does not know Ray, and asks
+no cluster.
+
+    >>> print(status_text(status_of(Location.of("runs/a"))))
+    run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
+    last word 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from eagle_ray.config import ConfigError
+from eagle_ray.data.display import Facts, words_of
+from eagle_ray.data.record import PROGRESS, RUN, SUCCESS, SUMMARY, read_record
+from eagle_ray.data.storage import Location, read_json
+
+INTERRUPTED = "KeyboardInterrupt"
+SILENT_AFTER = 6  # times logging.progress_every_s
+SHORTEST_SILENCE_S = 60.0  # loading a model takes as long
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One run.
+
+    state: done, running, silent (it neither ended nor said a word for long: probably killed) or stopped. outcome: why
+    it stopped. quiet_s: seconds since its last word. progress: ``_progress.json`` of this attempt; total: the counts
+    of ``_summary.json``, of a run that is done.
+    """
+
+    output: str
+    run_id: str
+    state: str
+    attempt: int
+    started_at: str
+    finished_at: str | None
+    outcome: str | None
+    quiet_s: float
+    progress: Facts | None
+    total: dict[str, Any] | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def status_of(output: Location, now: datetime | None = None) -> Status:
+    """Raises ConfigError where the directory holds no run, OutputDamaged where its record cannot be read."""
+    record = read_record(output)
+    if record is None:
+        raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
+    last = record["attempts"][-1]
+    progress = _read(output, PROGRESS)
+    if progress and (progress.get("run_id"), progress.get("attempt")) != (record["run_id"], last["attempt"]):
+        progress = None  # an earlier attempt's
+    word = (progress or {}).get("written_at") or last["started_at"]
+    quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(word)).total_seconds()
+    is_done = (output / SUCCESS).exists()
+    patience = max(SHORTEST_SILENCE_S, SILENT_AFTER * record["config"]["logging"]["progress_every_s"])
+    return Status(
+        output=str(output),
+        run_id=record["run_id"],
+        state="done" if is_done else "stopped" if "outcome" in last else _alive(quiet_s, patience),
+        attempt=last["attempt"],
+        started_at=last["started_at"],
+        finished_at=last.get("finished_at"),
+        outcome=last.get("outcome"),
+        quiet_s=max(0.0, quiet_s),
+        progress=progress,
+        total=(_read(output, SUMMARY) or {}).get("total") if is_done else None,
+    )
+
+
+def status_text(status: Status) -> str:
+    """A few plain lines."""
+    head = f"run {status.run_id} in {status.output}: "
+    again = "the same command goes on from what is there"
+    if status.state == "done":
+        return f"{head}done, {status.finished_at or 'just now'}{_counted(status.total)}"
+    if status.state == "stopped":
+        lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {_why(status.outcome)}: {again}"]
+    else:
+        lines = [f"{head}{status.state}, attempt {status.attempt} (since {status.started_at})"]
+    if status.state == "silent":
+        lines.append(f"no word for {status.quiet_s:,.0f} s: if it was killed, {again}")
+    said = " · ".join(words_of(status.progress)) if status.progress else "nothing yet"
+    return "\n".join([*lines, f"last word {status.quiet_s:,.0f} s ago: {said}"])
+
+
+def _alive(quiet_s: float, patience_s: float) -> str:
+    return "running" if quiet_s <= patience_s else "silent"
+
+
+def _why(outcome: str | None) -> str:
+    return "interrupted" if outcome == INTERRUPTED else outcome or "no reason given"
+
+
+def _counted(total: dict[str, Any] | None) -> str:
+    if total is None:
+        return ""
+    return f"\n{total['rows']:,} rows, {total['errors']:,} errors, {total['output_tokens']:,} tokens"
+
+
+def _read(output: Location, name: str) -> dict[str, Any] | None:
+    """A file that is not there, or is damaged, says nothing."""
+    try:
+        return read_json(output / name)
+    except ValueError:
+        return None

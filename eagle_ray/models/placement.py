@@ -1,0 +1,99 @@
+"""A target over several devices: consecutive layers on each, everything else on the first.
+
+    place_layers([2, 2, 2, 2], room=[3, 9])      # [0, 1, 1, 1]: each device full to the same share of its room
+    spread(model, devices, places)
+
+The first device keeps the embeddings, the lm_head, the keys and values of every layer and the draft head, so that a
+step's own tensors stay together: a layer elsewhere sends its queries, keys and values there to attend. Does not know
+how much room there is, nor who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_ray.errors import EngineError
+
+
+def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
+    """The device of each layer, never falling. sizes: bytes of the layers. room: bytes that each device has for them.
+
+    Every device is filled to about the same share of its room. Raises EngineError where they do not fit.
+    """
+    total, places, used = sum(sizes), [], [0] * len(room)
+    device, share = 0, sum(sizes) / max(1, sum(room))
+    for i, size in enumerate(sizes):
+        while device < len(room) - 1 and _is_full(used[device], size, share * room[device], room[device]):
+            device += 1
+        used[device] += size
+        places.append(device)
+        if used[device] > room[device]:
+            raise EngineError(
+                f"the target's layers take {total:,} bytes and do not fit into {', '.join(f'{r:,}' for r in room)} "
+                f"(layer {i} of {len(sizes)} is the first that has no room)"
+            )
+    return places
+
+
+def _is_full(used: int, size: int, fair: float, room: int) -> bool:
+    """Whether the next layer is better off on the next device: it does not fit, or most of it is beyond the share."""
+    return used + size > room or used + size / 2 > fair
+
+
+def layer_sizes(model: nn.Module) -> list[int]:
+    """Bytes of each decoder layer's weights."""
+    return [sum(_bytes(p) for p in layer.parameters()) for layer in _layers(model)]
+
+
+def other_size(model: nn.Module) -> int:
+    """Bytes of everything that stays on the first device; tied weights count once."""
+    return sum(_bytes(p) for p in model.parameters()) - sum(layer_sizes(model))
+
+
+def spread(model: nn.Module, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
+    """Move the model in place, layer i to devices[places[i]]; activations follow by themselves."""
+    layers, first = _layers(model), devices[0]
+    for name, child in model.base_model.named_children():
+        if name != "layers":
+            child.to(first)
+    for layer, place in zip(layers, places, strict=True):
+        layer.to(devices[place])
+        layer.register_forward_pre_hook(_bring_to(devices[place]), with_kwargs=True)
+    model.get_output_embeddings().to(first)
+    model.base_model.norm.register_forward_pre_hook(_bring_to(first), with_kwargs=True)
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    base = model.base_model
+    if not (isinstance(getattr(base, "layers", None), nn.ModuleList) and hasattr(base, "norm")):
+        raise EngineError(
+            f"{type(model).__name__} is not built of `layers` and a `norm`, so it cannot be placed over several "
+            "devices: set execution.gpus_per_actor to 1"
+        )
+    return base.layers
+
+
+def _bring_to(device: torch.device | str) -> Any:
+    def bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return moved(args, device), moved(kwargs, device)
+
+    return bring
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """Tensors, in tuples, lists and dicts too, on the device; anything else, such as a layout, as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(inner, device) for key, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(moved(inner, device) for inner in value)
+    return value
+
+
+def _bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()

@@ -1,0 +1,354 @@
+"""Random kills over a real job on several nodes, and every promise about its rows checked from outside.
+
+A Ray cluster of several nodes with fake GPUs runs on this machine; the job is `eagle-ray run` with the embedded pair.
+Drivers, engines, write tasks and whole nodes are killed with SIGKILL, seeded; the same command is started until it is
+done. A watcher opens every file as it appears. Exit code 1 where a check fails.
+
+    make chaos                                        # five minutes on two cores
+    python jobs/chaos.py --seconds 120 --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from eagle_ray.data.ray_environment import LOCAL, prepare
+
+NODES = 3  # with one fake GPU each; the head has none and holds the driver
+MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+SAMPLES = 2
+KILLING = 0.5  # the share of the time in which things are killed
+PAUSE_S = (2.0, 9.0)  # between two kills
+VICTIMS = {"driver": 3, "engine": 4, "write task": 3, "progress": 1, "node": 2}  # and how often each is chosen
+TITLES = {"engine": "EngineActor", "write task": "Write", "progress": "ProgressActor"}  # in Ray's names of processes
+LOOK_FOR_S = 3.0  # write tasks live for a moment
+WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
+# What a row is. Times, the worker and what the drafts happened to do depend on who else was in the batch.
+SAME = ["prompt", "text", "output_token_ids", "finish_reason", "status", "error_code", "completion_tokens"]
+SAME += ["prompt_tokens", "temperature", "top_p", "top_k", "max_tokens", "seed", "topic", "row_index", "source_file"]
+
+
+@dataclass
+class Watcher:
+    """Opens every data file as it appears, and keeps what it held. files: path -> (mtime, table), newest last."""
+
+    where: fs.FileSystem
+    data: str
+    seen: set = field(default_factory=set)
+    files: list = field(default_factory=list)
+    unreadable: list = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Watcher:
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._over.wait(0.05):
+            self.look()
+
+    def look(self) -> None:
+        for info in self.where.get_file_info(fs.FileSelector(self.data, allow_not_found=True)):
+            stamp = (info.path, info.size, info.mtime_ns)
+            if info.base_name.endswith(".parquet") and stamp not in self.seen:
+                self.seen.add(stamp)
+                self._open(info)
+
+    def _open(self, info: fs.FileInfo) -> None:
+        try:
+            self.files.append((info.mtime_ns / 1e9, pq.read_table(info.path, filesystem=self.where, partitioning=None)))
+        except FileNotFoundError:
+            return  # rewritten or removed since it was listed
+        except (OSError, pa.ArrowInvalid) as error:
+            self.unreadable.append(f"{info.path}: {error}")
+
+
+@dataclass
+class Chaos:
+    """The cluster, the job's command, and who was killed so far."""
+
+    cluster: object
+    command: list[str]
+    log: Path
+    chance: random.Random
+    killed: Counter = field(default_factory=Counter)
+    driver: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        with open(self.log, "a") as log:
+            self.driver = subprocess.Popen(self.command, stdout=log, stderr=log)
+
+    def kill_for(self, seconds: float) -> None:
+        """Until the time is over or the job is done; a driver that was killed is started again."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(self.chance.uniform(*PAUSE_S))
+            if self.driver.poll() == 0:
+                return
+            if self.driver.poll() is not None:
+                self.start()
+            else:
+                self._kill(self.chance.choices(list(VICTIMS), VICTIMS.values())[0])
+
+    def finish(self, seconds: float) -> int:
+        """Nothing is killed any more: the same command, until it ends well. Returns its exit code."""
+        end = time.monotonic() + seconds
+        for _ in range(3):
+            if self.driver.poll() is not None and self.driver.returncode != 0:
+                self.start()
+            if self.driver.wait(max(1.0, end - time.monotonic())) == 0:
+                break
+        return self.driver.returncode
+
+    def _kill(self, victim: str) -> None:
+        if victim == "driver":
+            self.driver.kill()
+            self.driver.wait()
+        elif victim == "node":
+            self.cluster.remove_node(self.chance.choice(sorted(self.cluster.worker_nodes, key=raylet_of)), False)
+            time.sleep(self.chance.uniform(0, 3))
+            self.cluster.add_node(**MODEST | {"num_gpus": 1})
+        elif not self._kill_worker(TITLES[victim]):
+            return
+        self.killed[victim] += 1
+        print(f"  killed: {victim}", flush=True)
+
+    def _kill_worker(self, title: str) -> bool:
+        """One process of the cluster by Ray's title for it, should there be one within LOOK_FOR_S."""
+        raylets = {raylet_of(node) for node in self.cluster.list_all_nodes()}
+        end = time.monotonic() + LOOK_FOR_S
+        while time.monotonic() < end:
+            if found := sorted(pid for pid, name in children_of(raylets) if title in name):
+                try:
+                    os.kill(self.chance.choice(found), signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                return True
+            time.sleep(0.005)
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=300.0, help="about how long all of it takes (300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills (0)")
+    parser.add_argument("--rows", type=int, default=1500, help="prompts, each answered twice (1500)")
+    parser.add_argument("--local", action="store_true", help="output to local files instead of an S3 server (moto's)")
+    args = parser.parse_args()
+    started = time.monotonic()
+    store = local_files if args.local else s3_server
+    with tempfile.TemporaryDirectory(prefix="chaos-") as directory, store(Path(directory)) as (where, output):
+        prompts = write_prompts(Path(directory), args.rows)
+        with cluster() as nodes, Watcher(where, f"{output.removeprefix('s3://')}/data") as watcher:
+            chaos = Chaos(nodes, command(prompts, output, nodes), Path(directory) / "log", random.Random(args.seed))
+            print(f"{args.rows} prompts, {SAMPLES} samples each, on {NODES} nodes into {output}; seed {args.seed}")
+            chaos.start()
+            chaos.kill_for(args.seconds * KILLING)
+            code = chaos.finish(args.seconds)
+            watcher.look()
+            again = compute_again(where, watcher.data, chaos, args.seconds) if code == 0 else []
+            watcher.look()
+        attempts = json.loads(where.open_input_stream(f"{output.removeprefix('s3://')}/_run.json").read())["attempts"]
+        failed = report(chaos, code, watcher, where, args.rows, attempts, again)
+        if failed:
+            print(chaos.log.read_text()[-4000:])
+    print(f"{time.monotonic() - started:.0f} s in all")
+    return 1 if failed else 0
+
+
+def report(chaos: Chaos, code: int, watcher: Watcher, where: fs.FileSystem, rows: int, attempts: list, again: list):
+    """Print every check; returns how many failed."""
+    found = pq.read_table(watcher.data, filesystem=where, partitioning=None) if code == 0 else pa.table({})
+    checks = {
+        "the last command ended with 0": code == 0,
+        f"every id {SAMPLES} times, none twice, none missing, by DuckDB": code == 0 and counted(found) == (rows, 0),
+        "_SUCCESS is there": where.get_file_info(f"{watcher.data.removesuffix('data')}_SUCCESS").is_file,
+        f"no half file among {len(watcher.seen)} that were opened as they appeared": not watcher.unreadable,
+        "nothing committed was computed again": not computed_again(watcher, attempts, again),
+        f"rows that were computed twice ({twice(watcher)}) are the same rows": same_rows(watcher),
+    }
+    victims = ", ".join(f"{count} x {victim}" for victim, count in chaos.killed.items()) or "nothing"
+    print(f"killed: {victims}; {len(attempts)} attempts")
+    for words, kept in checks.items():
+        print(f"  {'ok    ' if kept else 'FAILED'} {words}")
+    return sum(not kept for kept in checks.values())
+
+
+def counted(found: pa.Table) -> tuple[int, int]:
+    """Ids with exactly SAMPLES different samples, and ids with any other number of rows."""
+    query = "select count(*) filter (good), count(*) filter (not good) from (select request_id, "
+    query += f"count(*) = {SAMPLES} and count(distinct sample_index) = {SAMPLES} as good from found group by 1)"
+    return duckdb.connect().register("found", found).execute(query).fetchone()
+
+
+def computed_again(watcher: Watcher, attempts: list, removed: list) -> list[str]:
+    """Rows of a later attempt that stood in an earlier one's file before it began, but for those we took away."""
+    began = {attempt["attempt"]: seconds(attempt["started_at"]) for attempt in attempts}
+    committed: dict[str, tuple[int, float]] = {}
+    wrong = []
+    for written_at, table in sorted(watcher.files, key=lambda file: file[0]):
+        for key, attempt in zip(keys(table), table["attempt"].to_pylist(), strict=True):
+            before = committed.setdefault(key, (attempt, written_at))
+            if before[0] < attempt and before[1] < began[attempt] and key not in set(removed):
+                wrong.append(key)
+    return wrong
+
+
+def same_rows(watcher: Watcher) -> bool:
+    """Whether all sights of a row agree in SAME."""
+    first: dict[str, dict] = {}
+    for _, table in watcher.files:
+        for key, row in zip(keys(table), table.select(SAME).to_pylist(), strict=True):
+            if first.setdefault(key, row) != row:
+                print(f"  {key}: {first[key]} is not {row}")
+                return False
+    return True
+
+
+def twice(watcher: Watcher) -> int:
+    """Rows that were seen from two attempts."""
+    made = {(key, a) for _, t in watcher.files for key, a in zip(keys(t), t["attempt"].to_pylist(), strict=True)}
+    return sum(count > 1 for count in Counter(key for key, _ in made).values())
+
+
+def compute_again(where: fs.FileSystem, data: str, chaos: Chaos, seconds: float) -> list[str]:
+    """Take two files away and run the command once more: returns which rows it has to make anew."""
+    files = sorted(info.path for info in where.get_file_info(fs.FileSelector(data)) if info.path.endswith(".parquet"))
+    lost = [key for path in files[:2] for key in keys(pq.read_table(path, filesystem=where, partitioning=None))]
+    for path in files[:2]:
+        where.delete_file(path)
+    chaos.start()
+    chaos.finish(seconds)
+    return lost
+
+
+def keys(table: pa.Table) -> list[str]:
+    pairs = zip(table["request_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
+    return [f"{id}/{sample}" for id, sample in pairs]
+
+
+def seconds(utc: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(utc).timestamp()
+
+
+def write_prompts(directory: Path, rows: int) -> Path:
+    """Prompts of the toy world's words, every one different."""
+    table = pa.table(
+        {
+            "id": [f"p{i}" for i in range(rows)],
+            "prompt": [f"{WORDS[i % 10]} {WORDS[i // 10 % 10]} {i}" for i in range(rows)],
+            "topic": [WORDS[i % 10] for i in range(rows)],
+        }
+    )
+    pq.write_table(table, directory / "prompts.parquet", row_group_size=100)
+    return directory / "prompts.parquet"
+
+
+def command(prompts: Path, output: str, nodes: object) -> list[str]:
+    settings = {
+        "execution.ray_address": nodes.address,
+        "execution.gpus_per_actor": 1,  # fake ones: they spread the engines over the nodes
+        "execution.rows_per_file": 40,
+        "model.device": "cpu",
+        "model.max_model_len": 128,
+        "speculative.max_nodes": 8,
+        "speculative.max_depth": 3,
+        "speculative.top_k": 4,
+        "speculative.budget": "uniform",
+        "sampling.max_tokens": 8,
+        "sampling.temperature": 0.8,
+        "sampling.n": SAMPLES,
+        "logging.progress_every_s": 2.0,
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "eagle_ray.cli", "run", "-i", str(prompts), "-o", output, *sets]
+
+
+@contextmanager
+def cluster() -> Iterator:
+    """A head and NODES nodes on loopback; what was started is ended."""
+    prepare(LOCAL)
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0})
+    try:
+        for _ in range(NODES):
+            nodes.add_node(**MODEST | {"num_gpus": 1})
+        yield nodes
+    finally:
+        nodes.shutdown()
+
+
+@contextmanager
+def local_files(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
+    """Eyes to look at the output from outside, and where it goes."""
+    yield fs.LocalFileSystem(), str(directory / "out")
+
+
+@contextmanager
+def s3_server(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
+    """The same in a bucket of moto's HTTP server on loopback; the environment tells the job where that is."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    os.environ |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_REGION": "us-east-1"}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos"}
+    eyes = fs.S3FileSystem(
+        access_key="chaos",
+        secret_key="chaos",
+        region="us-east-1",
+        endpoint_override=f"{host}:{port}",
+        scheme="http",
+        allow_bucket_creation=True,
+    )
+    eyes.create_dir("chaos")
+    try:
+        yield eyes, "s3://chaos/out"
+    finally:
+        server.stop()
+
+
+def children_of(parents: set[int]) -> Iterator[tuple[int, str]]:
+    """Living processes of these parents, with their titles."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) in parents:
+                yield int(stat.parent.name), (stat.parent / "cmdline").read_text()
+        except (OSError, IndexError):  # gone meanwhile
+            continue
+
+
+def raylet_of(node: object) -> int:
+    return node.all_processes["raylet"][0].process.pid
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Several nodes with fake GPUs: engines spread, a node dies, another joins, the pool grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import token_rows
+from tests.data.nodes import ON_FAKE_GPUS, add_node, cluster_of, parent_of, raylet_of, start_run
+from tests.data.test_job import ids_of, rows_of
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 180
+
+
+def until(condition: Callable[[], bool], driver) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert driver.poll() is None, driver.stderr.read()
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.2)
+
+
+def nodes_used(config, nodes) -> set[int]:
+    """Which of the living nodes have written rows, by their place in the list."""
+    raylets, used = [raylet_of(node) for node in nodes], set()
+    for worker_id in {row["worker_id"] for row in rows_of(config)}:
+        try:
+            used.add(raylets.index(parent_of(int(worker_id.rpartition(":")[2]))))
+        except (FileNotFoundError, ValueError):  # a worker, or its node, that is gone
+            continue
+    return used
+
+
+@pytest.mark.parametrize("actors", ["auto", {"min": 1, "max": 2}])
+def test_a_node_joins_and_is_used_another_dies_and_the_job_goes_on(make_job, tmp_path, actors):
+    rows = token_rows(400)
+    with cluster_of(1) as cluster:
+        settings = {"sampling.max_tokens": 60, "execution.rows_per_file": 8, "execution.ray_address": cluster.address}
+        config = make_job(rows, **ON_FAKE_GPUS | settings | {"execution.actors": actors})
+        (first,) = cluster.worker_nodes
+        driver = start_run(config, tmp_path)
+        until(lambda: nodes_used(config, [first]) == {0}, driver)
+        second = add_node(cluster)
+        until(lambda: nodes_used(config, [first, second]) == {0, 1}, driver)
+        cluster.remove_node(first, allow_graceful=False)
+        _, err = driver.communicate(timeout=PATIENCE_S)
+    assert driver.returncode == 0, err
+    assert ids_of(config) == sorted(row["id"] for row in rows)
+    assert "Traceback" not in err
+
+
+def test_a_node_that_dies_and_is_not_replaced_costs_time_and_no_row(make_job, tmp_path):
+    rows = token_rows(200)
+    with cluster_of(2) as cluster:
+        settings = {"sampling.max_tokens": 60, "execution.rows_per_file": 8, "execution.ray_address": cluster.address}
+        config = make_job(rows, **ON_FAKE_GPUS | settings)
+        nodes = sorted(cluster.worker_nodes, key=raylet_of)
+        driver = start_run(config, tmp_path)
+        until(lambda: nodes_used(config, nodes) == {0, 1}, driver)  # they spread
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        _, err = driver.communicate(timeout=PATIENCE_S)
+    assert driver.returncode == 0, err
+    assert ids_of(config) == sorted(row["id"] for row in rows)

@@ -1,0 +1,95 @@
+"""Where a run stands, read from its files."""
+
+import json
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from eagle_ray import cli
+from eagle_ray.config import ConfigError
+from eagle_ray.data.record import noting_outcome, open_run
+from eagle_ray.data.status import status_of, status_text
+from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.storage import Location, write_json
+from tests.conftest import token_rows
+from tests.data.test_display import FACTS
+
+LATER = timedelta(seconds=30)
+MUCH_LATER = timedelta(hours=3)
+
+
+@pytest.fixture
+def started(make_job):
+    """An attempt that has just begun."""
+    config = make_job(token_rows(3))
+    output = Location.of(config.output.path)
+    output.make_directory()
+    return open_run(config, []), output
+
+
+def now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def say(run, **facts) -> None:
+    word = {"run_id": run.run_id, "attempt": run.attempt, "written_at": now().isoformat(timespec="seconds")}
+    write_json(run.output / "_progress.json", FACTS | word | facts)
+
+
+def test_a_run_that_speaks_is_running(started):
+    run, output = started
+    assert status_of(output, now() + LATER).state == "running"
+    say(run)
+    status = status_of(output, now() + LATER)
+    assert status.state == "running" and 29 <= status.quiet_s <= 32
+    assert "running, attempt 1" in status_text(status) and "40 of 96 rows, 32 in files" in status_text(status)
+
+
+def test_a_run_that_was_killed_falls_silent(started):
+    run, output = started
+    say(run)
+    text = status_text(status_of(output, now() + MUCH_LATER))
+    assert "silent, attempt 1" in text and "the same command goes on" in text
+
+
+def test_an_earlier_attempts_progress_says_nothing_of_this_one(started):
+    run, output = started
+    say(run, attempt=0)
+    assert status_of(output, now()).progress is None
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(ClusterError("no GPU"), "ClusterError: no GPU"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_run_that_stopped_says_why(started, error, says):
+    run, output = started
+    with pytest.raises(type(error)), noting_outcome(run):
+        raise error
+    text = status_text(status_of(output))
+    assert "stopped, attempt 1" in text and says in text and text.count("\n") == 1
+
+
+def test_a_run_that_is_done_counts_its_rows(started, capsys):
+    run, output = started
+    with noting_outcome(run):
+        write_json(output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}})
+        (output / "_SUCCESS").write_whole(b"")
+    assert cli.main(["status", str(output)]) == 0
+    assert "done, " in (said := capsys.readouterr().out) and "1,096 rows, 2 errors, 5,000 tokens" in said
+    assert cli.main(["status", str(output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"]["rows"] == 1096
+
+
+def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
+    with pytest.raises(ConfigError):
+        status_of(Location.of(tmp_path))
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no run" in capsys.readouterr().err
+
+
+def test_a_damaged_record_is_named(started, capsys):
+    _, output = started
+    (output / "_run.json").write_whole(b"{")
+    assert cli.main(["status", str(output)]) == 6
+    assert "is damaged" in capsys.readouterr().err
