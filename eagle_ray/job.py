@@ -117,6 +117,7 @@ def complete(config: JobConfig) -> dict[str, Any]:
 def write_report(output: Location, summary: dict[str, Any]) -> None:
     """``report.html``, of the run's record as it stands."""
     (output / REPORT).write_whole(page(summary, read_record(output)).encode())
+    log.info("report in %s", output / REPORT)
 
 
 def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
