@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate | submit | status | report | compare | bench.
+"""The command line: eagle-ray demo | run | validate | submit | status | report | compare | export | bench.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -23,7 +23,7 @@ from eagle_ray.config import ConfigError, JobConfig, load_config
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.stops import JobStopped
 
-COMMANDS = "demo | run | validate | submit | status | report | compare | bench"
+COMMANDS = "demo | run | validate | submit | status | report | compare | export | bench"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobStopped as error:
         print(f"eagle-ray: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"eagle-ray: {error}", file=sys.stderr)
+        return JobStopped.exit_code
     except KeyboardInterrupt:
         print("eagle-ray: interrupted", file=sys.stderr)
         return 130
@@ -102,6 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true", help="every number, to stdout")
     compare.set_defaults(command=_compare)
 
+    export = commands.add_parser("export", help="a run's rows as OpenAI batch output lines or CSV")
+    export.add_argument("run", metavar="RUN", help="the output directory of a run")
+    export.add_argument("--to", required=True, choices=["openai-batch", "csv"], help="the format")
+    export.add_argument("-o", "--output", metavar="FILE", help="where to (stdout)")
+    export.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
+    export.set_defaults(command=_export)
+
     bench = commands.add_parser("bench", help="measure this machine")
     benches = bench.add_subparsers(required=True, metavar="cost")
     cost = benches.add_parser("cost", help="what the parts of a step cost, for the budget of later runs")
@@ -126,6 +136,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--resume", dest="if_exists", action="store_const", const="resume", help="go on from the output"
     )
     exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
+    parser.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
     parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
 
 
@@ -160,7 +171,7 @@ def _run(args: argparse.Namespace) -> int:
 
     check_output_outlives_job(config)
 
-    code = run_job(config)
+    code = run_job(config, args.retry_errors)
     if code == 0 and args.fail_on_row_errors and (errors := _num_errors(config)):
         print(f"eagle-ray: {errors} rows ended in errors (--fail-on-row-errors)", file=sys.stderr)
         return 3
@@ -186,16 +197,16 @@ def _submit(args: argparse.Namespace) -> int:
     config = _config_of(args)
     from eagle_ray.data.submission import submit
 
-    flags = ["--fail-on-row-errors"] if args.fail_on_row_errors else []
+    asked = {"--retry-errors": args.retry_errors, "--fail-on-row-errors": args.fail_on_row_errors}
+    flags = [flag for flag, is_set in asked.items() if is_set]
     return submit(config, args.address, flags, args.follow)
 
 
 def _status(args: argparse.Namespace) -> int:
-    from eagle_ray.data.status import status_of, status_text
+    from eagle_ray.data.status import status_json, status_of, status_text
     from eagle_ray.review import run_at
 
-    status = status_of(run_at(args.run))
-    print(json.dumps(status.as_json(), indent=2, ensure_ascii=False) if args.json else status_text(status))
+    print((status_json if args.json else status_text)(status_of(run_at(args.run))))
     return 0
 
 
@@ -210,6 +221,15 @@ def _compare(args: argparse.Namespace) -> int:
     from eagle_ray.review import comparison, comparison_json, run_at
 
     print((comparison_json if args.json else comparison)(run_at(args.run_a), run_at(args.run_b)))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from eagle_ray.export import export
+    from eagle_ray.review import run_at
+
+    if said := export(run_at(args.run), args.to, args.output, args.partial):
+        print(said)
     return 0
 
 

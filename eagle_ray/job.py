@@ -19,9 +19,10 @@ import pyarrow as pa
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.asked import Asked, asked_of, names_of
+from eagle_ray.data.ids import among
 from eagle_ray.data.input.plan import InputPlan, plan_input
 from eagle_ray.data.interrupts import interruptible
-from eagle_ray.data.ledger import Ledger, without_ids
+from eagle_ray.data.ledger import Ledger, error_ids, without_ids
 from eagle_ray.data.lock import lock_output
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
@@ -45,18 +46,19 @@ from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
 from eagle_ray.report.summary import summarise, summary_json
-from eagle_ray.report.table import run_table
+from eagle_ray.report.table import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
+CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
 
 
-def run_job(config: JobConfig) -> int:
-    """Run the job to its end and print its table; returns the exit code."""
+def run_job(config: JobConfig, retry_errors: bool = False) -> int:
+    """Run the job to its end and print its table; returns the exit code. retry_errors: as for complete."""
 
     def work() -> str:
-        table, output = run_table(complete(config)), output_of(config)
+        table, output = run_table(complete(config, retry_errors)), output_of(config)
         return f"{table}\nrows in {output}/data/*.parquet, these numbers in {output}/{SUMMARY}"
 
     return exit_code_of(work, config.logging.level)
@@ -84,9 +86,10 @@ def exit_code_of(work: Callable[[], str], log_level: str) -> int:
     return 0
 
 
-def complete(config: JobConfig) -> dict[str, Any]:
+def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     """Make every row that is missing, count what stands in the files and sum it up; returns ``_summary.json``.
 
+    retry_errors: rows that ended in errors are taken out of the files first, and so are missing.
     Raises ConfigError before anything started, JobStopped where it cannot be done.
     """
     log.info("reading the input")
@@ -96,16 +99,18 @@ def complete(config: JobConfig) -> dict[str, Any]:
     Partitions.of(config.output.partition_by, plan.carried)
     check_not_own(plan.files, output)
     asked = asked_of(plan, config)
-    if config.output.if_exists == "overwrite" or (len(asked) and not (output / RUN).exists()):
+    if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     with lock_output(output):
         run = open_run(config, plan.files)
         with noting_outcome(run):
             remove_strays(run)
+            if retry_errors:
+                _take_out_errors(config, run, asked)
             _make_missing(config, plan, run, asked)
             outlast_writers(run)
             _settle(config, plan, run, asked)
-            summary = sum_up(run)
+            summary = sum_up(run) | _checks(config, plan, run, asked)
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             (run.output / SUCCESS).write_whole(b"", run.check_current)
@@ -117,6 +122,16 @@ def complete(config: JobConfig) -> dict[str, Any]:
 def write_report(output: Location, summary: dict[str, Any]) -> None:
     """``report.html``, of the run's record as it stands."""
     (output / REPORT).write_whole(page(summary, read_record(output)).encode())
+    log.info("report in %s", output / REPORT)
+
+
+def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:
+    """Rewrite each file that holds error rows of these ids without them; error rows of other inputs stay."""
+    for file in Ledger.read(run.data).files:
+        before, wrong = file.stat().version, error_ids(file)
+        if len(wrong := wrong[among(wrong, asked.ids)]):
+            log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
+            _rewrite(file, before, without_ids(file, wrong), config, run)
 
 
 def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
@@ -127,13 +142,19 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) ->
     if num_rows == 0:
         return
     _check_models(config)
+    (run.output / SUMMARY).remove()  # it no longer says what the files hold
+    _join_cluster(config)
+    from eagle_ray.data.pipeline import generate
+
+    generate(config, plan, run, done, num_rows)
+
+
+def _join_cluster(config: JobConfig) -> None:
     log.info("getting Ray ready")
     address = prepare(config.execution.ray_address)
     from eagle_ray.data.cluster import connect  # Ray takes seconds to import: a finished job does without
-    from eagle_ray.data.pipeline import generate
 
     connect(address)
-    generate(config, plan, run, done, num_rows)
 
 
 def _check_models(config: JobConfig) -> None:
@@ -155,19 +176,36 @@ def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
         raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
 
 
+def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> dict[str, Any]:
+    """What CHECKS ask for. A summary is removed before rows are made: one that is there has them for these rows."""
+    there = _json_there(run.output / SUMMARY) or {}
+    kept = {name: there[name] for name in CHECKS if name in there}
+    wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
+    if all(name in kept and kept[name]["asked"] == number for name, number in wanted.items()):
+        return kept
+    _join_cluster(config)
+    from eagle_ray.data.checks import checked
+
+    found = checked(config, plan, run, asked.ids, wanted)
+    for row in found.get("verify_rows", {}).get("differing", []):
+        log.warning("%s", difference_line(row))
+    return kept | found
+
+
 def sum_up(run: Run) -> dict[str, Any]:
     """What ``_summary.json`` says, of what the files hold now."""
     by = GROUP_BY if has_column(run.data, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
     read = partial(tables, run.data)
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
-    return facts | summary_json(summarise(read, by), by) | over_time | {"last_work": _last_work(run.output)}
+    last_work = {"last_work": _json_there(run.output / PROGRESS)}
+    return facts | summary_json(summarise(read, by), by) | over_time | last_work
 
 
-def _last_work(output: Location) -> dict[str, Any] | None:
-    """What the last progress line said; a damaged file says nothing and stops nothing."""
+def _json_there(file: Location) -> dict[str, Any] | None:
+    """What one of our own files says; a damaged one says nothing and stops nothing."""
     try:
-        return read_json(output / PROGRESS)
+        return read_json(file)
     except ValueError:
         return None
 

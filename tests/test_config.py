@@ -138,9 +138,7 @@ def test_a_missing_file_is_named():
 
 @pytest.mark.parametrize(
     "setting",
-    ["speculative.method=eagle3", "input.format=csv",
-     "input.path=gs://b/k", "output.path=gs://b/k",
-     "report.baseline_rows=8", "report.verify_rows=8", "execution.row_timeout_s=5", "logging.format=json"],
+    ["speculative.method=eagle3", "input.path=gs://b/k", "output.path=gs://b/k", "logging.format=json"],
 )  # fmt: skip
 def test_what_is_not_built_yet_is_refused_by_name(setting):
     message = refusal(setting)

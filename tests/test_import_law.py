@@ -27,7 +27,8 @@ LEVEL = {
     "validate": 7,
     "demo": 8,
     "review": 8,
-    "cli": 9,
+    "export": 9,
+    "cli": 10,
 }
 HEAVY = {
     "ray": {"data", "serve", "training", "job", "demo", "cli"},

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -214,7 +215,7 @@ def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         allowed = RowSampling.model_fields[name].description
-        raise ValueError(f"column {name!r} must be {allowed}, got {values[name]!r}") from None
+        raise ValueError(f"column {name!r} must be {allowed}, got {reprlib.repr(values[name])}") from None
 
 
 # What a resume may change freely: none of it decides which tokens a row gets or how it is stored.

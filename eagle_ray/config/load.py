@@ -27,12 +27,8 @@ NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 # Keys whose other values are described in the schema but belong to later releases.
 BUILT: dict[str, tuple[Any, ...]] = {
-    "input.format": ("auto", "parquet", "jsonl"),
     "speculative.method": ("eagle2", "none"),
     "speculative.budget": ("uniform", "global"),
-    "execution.row_timeout_s": (None,),
-    "report.baseline_rows": (0,),
-    "report.verify_rows": (0,),
     "logging.format": ("auto", "text"),
 }
 
@@ -65,6 +61,7 @@ def load_config(
     _refuse_unbuilt(config, settings)
     config = with_local_paths(config)
     check_models(config)
+    _check_report(config)
     return config
 
 
@@ -220,6 +217,11 @@ def _all_keys(section: str = "") -> Iterator[str]:
         key = f"{section}.{name}" if section else name
         yield key
         yield from _all_keys(key)
+
+
+def _check_report(config: JobConfig) -> None:
+    if config.report.verify_rows and not config.output.store_token_ids:
+        raise ConfigError("report.verify_rows: it compares stored token ids: set output.store_token_ids to true")
 
 
 def _refuse_unbuilt(config: JobConfig, settings: list[Setting]) -> None:

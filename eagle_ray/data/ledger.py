@@ -72,6 +72,13 @@ def without_ids(file: Location, ids: Digests) -> pa.Table:
     return table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), ids)))
 
 
+def error_ids(file: Location) -> Digests:
+    """Ids whose rows in this file are errors, sorted."""
+    with file.open() as opened:
+        table = pq.read_table(opened, columns=["request_id", "status"], partitioning=None)
+    return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
+
+
 def own_files(data: Location) -> list[Location]:
     """Every Parquet file of a run's, whatever its version; raises OutputMismatch where one is somebody else's."""
     files = part_files(data)

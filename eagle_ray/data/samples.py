@@ -20,6 +20,7 @@ from eagle_ray.errors import RequestError
 from eagle_ray.speculative.sampling import SamplingParams, sample_seed
 from eagle_ray.text import Text
 
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "logprobs")  # n, seed and stop are no SamplingParams
 Row = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
@@ -75,7 +76,7 @@ def seed_of(row: Row, run_seed: int, sample_index: int) -> int:
 
 
 def _sampling(row: Row, config: JobConfig, seed: int) -> SamplingParams:
-    own = {name: row[name] for name in ("temperature", "top_p", "top_k", "max_tokens") if row[name] is not None}
+    own = {name: row[name] for name in OWN_SAMPLING if row[name] is not None}
     defaults = config.sampling.model_dump(include=set(SamplingParams.__dataclass_fields__))
     try:
         return SamplingParams(**defaults | own, seed=seed)

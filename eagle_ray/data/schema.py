@@ -36,6 +36,7 @@ SAMPLING_FIELDS: tuple[pa.Field, ...] = (
     pa.field("n", pa.int64()),
     pa.field("seed", pa.int64()),
     pa.field("stop", pa.list_(pa.string())),
+    pa.field("logprobs", pa.bool_()),
 )
 
 # Exactly one of prompt, messages (JSON) and prompt_token_ids is set, or error_code and error_message are.

@@ -22,6 +22,7 @@ import torch
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.answers import OutputRows
+from eagle_ray.data.deadline import answered
 from eagle_ray.data.record import Run
 from eagle_ray.data.samples import Row, sequences_of
 from eagle_ray.data.schema import output_schema, table_of
@@ -44,7 +45,7 @@ class Worker:
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
         torch.set_num_threads(threads)
-        pair = _pair_of(config)
+        pair = pair_of(config)
         self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
         self._config, self._text = config, pair.text
         _warm_up(pair.engine)
@@ -69,11 +70,21 @@ class Worker:
         try:
             with _as_row_error(request):
                 sequences = sequences_of(request, self._config, self._text)
-            await asyncio.gather(*(self._engine.generate(sequence) for sequence in sequences))
+            await self._finish(sequences)
             with _as_row_error(request):
                 return table_of(self._rows.of(request, sequences), self._schema)
         except RequestError as error:
             return table_of(self._rows.of_error(request, error), self._schema)
+
+    async def _finish(self, sequences: list[Sequence]) -> None:
+        """All samples of a row, or none: one that fails, or takes too long, ends the others."""
+        limit = self._config.execution.row_timeout_s
+        tasks = [asyncio.ensure_future(answered(self._engine.generate(s), s, limit)) for s in sequences]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 @contextmanager
@@ -91,7 +102,8 @@ def _as_row_error(request: Row) -> Iterator[None]:
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
-def _pair_of(config: JobConfig) -> Pair:
+def pair_of(config: JobConfig) -> Pair:
+    """Raises what build_pair raises."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
     return build_pair(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus)

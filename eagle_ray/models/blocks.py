@@ -110,6 +110,11 @@ class Blocks:
         """Offer the slot's full blocks, which hold (or will, before anyone reads them) these tokens, for reuse."""
         self._prefixes.add(tokens, self._held[slot], self.size)
 
+    def forget(self) -> None:
+        """Blocks that no slot holds are offered no longer: the next prompts are computed anew."""
+        while self._prefixes.num_idle:
+            heapq.heappush(self._free, self._prefixes.evict())
+
     def check_integrity(self) -> None:
         """Every block is free, idle or held as often as it is referenced; the tables say the same."""
         counts = [0] * self.num_blocks

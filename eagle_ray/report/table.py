@@ -35,8 +35,18 @@ def run_table(summary: dict[str, Any]) -> str:
     table = render(header, [_run_line(name, counts) for name, counts in groups.items()])
     drafts = [_depths(summary["total"]), _calibration(summary["total"])]
     work = summary["last_work"]
-    notes = [_work(work), _steps(work), *drafts, _tally("finished by", "finish_reasons", summary)]
+    checks = [_baseline(summary.get("baseline_rows")), _verification(summary.get("verify_rows"))]
+    notes = [_work(work), _steps(work), *drafts, *checks, _tally("finished by", "finish_reasons", summary)]
     return "\n".join([table, "", *filter(None, [*notes, _tally("errors", "error_codes", summary)])])
+
+
+def difference_line(row: dict[str, Any]) -> str:
+    """One row of which plain decoding made something else."""
+    tie = ", which it nearly tied with its own" if row["near_tie"] else ""
+    return (
+        f"id {row['request_id']} sample {row['sample_index']} differs from plain decoding at output token "
+        f"{row['position']}: {row['token']}{tie}; plain decoding gives {row['plain_token']}"
+    )
 
 
 def comparison_table(comparison: dict[str, Any], by: str) -> str:
@@ -126,6 +136,25 @@ def _steps(work: dict[str, Any] | None) -> str:
         f"{engine['num_preemptions']} pre-emptions" if engine["num_preemptions"] else "",
     ]
     return f"engine: {', '.join(filter(None, parts))}"
+
+
+def _baseline(measured: dict[str, Any] | None) -> str:
+    """What drafts gained over plain decoding (report.baseline_rows)."""
+    if not measured or not measured["rows"]:
+        return ""
+    return (
+        f"speed-up: {measured['speed_up']:.2f}x over plain decoding, {number(measured['tokens_per_s'])} against "
+        f"{number(measured['plain_tokens_per_s'])} tokens/s of one worker ({number(measured['rows'])} rows both ways)"
+    )
+
+
+def _verification(found: dict[str, Any] | None) -> str:
+    """Whether outputs are plain decoding's (report.verify_rows)."""
+    if not found or not found["rows"]:
+        return ""
+    ties = sum(row["near_tie"] for row in found["differing"])
+    others = f"; of the others {ties} part at a near tie" if found["differing"] else ""
+    return f"verified: {number(found['identical'])} of {number(found['rows'])} rows are plain decoding's{others}"
 
 
 def _depths(counts: dict[str, Any]) -> str:

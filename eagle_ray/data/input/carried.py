@@ -1,7 +1,7 @@
 """Carried columns: the type of every input column that is passed through, fixed before the job starts.
 
-Types join upwards: null below everything, integers below floats, and JSON text above all that does not fit together
-or is nested. Does not know files, rows or requests.
+Types join upwards: null below everything, integers below floats, JSON text above all that does not fit together or is
+nested, and CELLS above JSON. Does not know files, rows or requests.
 
     >>> join(pa.int64(), pa.float64())
     DataType(double)
@@ -12,18 +12,21 @@ or is nested. Does not know files, rows or requests.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
 
+from eagle_ray.errors import RequestError
+
 JSON = pa.json_()  # values of this column are written as JSON text
+CELLS = pa.large_string()  # texts of a CSV file: a text stays what it is, what other files hold becomes JSON text
 NANOSECONDS = pa.time64("ns")  # carried as text: Python's times end at microseconds
 
 
 def type_of(value: Any) -> pa.DataType:
-    """The type of one value that was parsed from JSON."""
-    if value is None:
+    """The type of one value that was parsed from JSON; a value that could not be read has none."""
+    if value is None or isinstance(value, RequestError):
         return pa.null()
     if isinstance(value, bool):
         return pa.bool_()
@@ -49,6 +52,8 @@ def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
         return a
     if pa.types.is_null(a):
         return b
+    if CELLS in (a, b):
+        return CELLS
     if _is_number(a) and _is_number(b) and not _overflow(a, b):
         both = [pa.schema([("x", a)]), pa.schema([("x", b)])]
         return pa.unify_schemas(both, promote_options="permissive").field("x").type
@@ -62,17 +67,35 @@ def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) ->
 
 
 def field_of(name: str, type_: pa.DataType) -> pa.Field:
-    """The output column of a joined type: JSON is stored as a string, and so is a column that is always null."""
-    return pa.field(name, pa.string() if type_ == JSON or pa.types.is_null(type_) else type_)
+    """The output column of a joined type: JSON and CELLS are stored as strings, and so is a column always null."""
+    return pa.field(name, pa.string() if type_ in (JSON, CELLS) or pa.types.is_null(type_) else type_)
 
 
 def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
-    """The values of one carried column, under the type of its field_of."""
+    """The values of one carried column, under the type of its field_of; of a CSV file, numbers come as texts."""
+    as_type = _converter(type_)
+    absent = (type(None), RequestError)
+    return pa.array([None if isinstance(v, absent) else as_type(v) for v in values], field_of("", type_).type)
+
+
+def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
     if type_ == JSON:
-        values = [None if value is None else json.dumps(value, ensure_ascii=False, default=str) for value in values]
-    elif pa.types.is_float64(type_):
-        values = [None if value is None else float(value) for value in values]  # Arrow refuses integers from 2**53
-    return pa.array(values, field_of("", type_).type)
+        return _as_json
+    if type_ == CELLS:
+        return lambda value: value if isinstance(value, str) else _as_json(value)
+    if pa.types.is_floating(type_):
+        return float  # Arrow refuses integers from 2**53
+    if pa.types.is_integer(type_):
+        return int
+    return _as_boolean if pa.types.is_boolean(type_) else lambda value: value
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _as_boolean(value: bool | str) -> bool:
+    return value.lower() == "true" if isinstance(value, str) else value
 
 
 def _is_number(type_: pa.DataType) -> bool:

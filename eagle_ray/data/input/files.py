@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from eagle_ray.config import ConfigError
 from eagle_ray.data.storage import Location, Stamp
 
-FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
 EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
 
 
@@ -24,7 +24,7 @@ EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "as
 class InputFile:
     """One file. name: its path below the glob's root, part of the ids made for rows without one.
 
-    format: parquet or jsonl. stamp: what tells its contents from others.
+    format: parquet, jsonl, csv or openai_batch. stamp: what tells its contents from others.
     """
 
     location: Location
@@ -101,7 +101,7 @@ def _input_file(location: Location, stamp: Stamp, root: Location, format_: str) 
     if chosen is None:
         raise ConfigError(
             f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
-            "set input.format to parquet or jsonl"
+            "set input.format to parquet, jsonl, csv or openai_batch"
         )
     return InputFile(location, _name_below(location, root), chosen, stamp)
 

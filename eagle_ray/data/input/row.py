@@ -24,7 +24,8 @@ from eagle_ray.errors import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _LIKE_MESSAGES = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
-Row = dict[str, Any] | RequestError  # a row's columns, or why the line is no row
+Row = dict[str, Any] | RequestError
+"""A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,17 @@ def request_of(row: Row, columns: RequestColumns, place: Place) -> dict[str, Any
     """The REQUEST columns of one row, carried columns not included; absent ones are null."""
     request = {"request_id": id_of(row, columns, place), "row_index": place.row, "source_file": place.path}
     try:
-        if isinstance(row, RequestError):
-            raise row
+        _check_read(row)
         _given_id(row, columns.id)
         return request | _prompt_of(row, columns) | _sampling_of(row)
     except RequestError as error:
         return request | {"error_code": error.code, "error_message": f"{place}: {error}"}
+
+
+def _check_read(row: Row) -> None:
+    for value in (row,) if isinstance(row, RequestError) else row.values():
+        if isinstance(value, RequestError):
+            raise value
 
 
 def id_of(row: Row, columns: RequestColumns, place: Place) -> str:
@@ -67,7 +73,9 @@ def id_of(row: Row, columns: RequestColumns, place: Place) -> str:
 
 def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     value = path.value_in(row)
-    if isinstance(value, list | dict | bytes):
+    if isinstance(value, RequestError):
+        raise value
+    if isinstance(value, list | dict | bytes) or value != value:  # NaN is nobody
         raise RequestError("bad_type", f"column {path.text!r} must be a text or a number as an id, got {shown(value)}")
     return None if value is None else str(_whole(value))
 
@@ -89,6 +97,8 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
         raise RequestError("bad_type", f"column {column!r} must be a text, got {shown(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
     return value
 
 
@@ -104,7 +114,7 @@ def _messages(value: Any, column: str) -> str:
 
 
 def _messages_in(text: str, column: str) -> list[dict]:
-    if not _LIKE_MESSAGES.match(text[:4096]):
+    if not _LIKE_MESSAGES.match(_text(text, column)[:4096]):
         return [{"role": "user", "content": text}]
     try:
         return json.loads(text)
@@ -123,6 +133,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
+    value = _json_in(value) if isinstance(value, str) else value
     if not isinstance(value, list):
         raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {shown(value)}")
     if not value:
@@ -131,6 +142,14 @@ def _token_ids(value: Any, column: str) -> list[int]:
         if type(token) is not int or not 0 <= token < 2**63:
             raise RequestError("bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {shown(token)}")
     return value
+
+
+def _json_in(text: str) -> Any:
+    """What a text of JSON holds; any other text is itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Shards: small consecutive parts of input files that can be read on their own, and the two formats they are read from.
+"""Shards: small consecutive parts of input files that can be read on their own, whatever the format.
 
-JSONL is cut at line ends and parsed line by line, so that a malformed line is one bad row; Parquet is cut at row
-groups. Memory is bounded by a line or a batch. Does not know what the columns mean.
+Parquet is cut at row groups, every other format at the ends of its records, which are lines in JSONL and OpenAI batch
+files; a malformed record is one bad row. Memory is bounded by a record or a batch. Does not know what the columns mean.
 
     >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
     [{'prompt': 'Hi'}]
@@ -10,7 +10,6 @@ groups. Memory is bounded by a line or a batch. Does not know what the columns m
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -19,14 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.input.carried import join_into, type_in_parquet, type_of
+from eagle_ray.data.input.carried import CELLS, JSON, join_into, type_in_parquet, type_of
+from eagle_ray.data.input.csv import rows_in_csv, type_of_cell
 from eagle_ray.data.input.files import InputFile
+from eagle_ray.data.input.jsonl import rows_in_jsonl
+from eagle_ray.data.input.openai_batch import rows_in_batch
 from eagle_ray.data.input.parquet import check_unique, dicts_in
 from eagle_ray.data.input.row import Row
-from eagle_ray.data.storage import Location, StorageError
-from eagle_ray.errors import RequestError
+from eagle_ray.data.storage import StorageError
 
 SHARD_ROWS = 512
+RECORDS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 UNREADABLE = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
 SeeRow = Callable[[int, Row], None]  # told of every row: its index in the file, and what is needed of it
@@ -34,9 +36,9 @@ SeeRow = Callable[[int, Row], None]  # told of every row: its index in the file,
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive rows of one file. start: byte offset (JSONL) or row group (Parquet). first_row: index in the file.
+    """Consecutive rows of one file. start: row group (Parquet) or byte offset. first_row: index in the file.
 
-    Blank lines of JSONL are no rows, but are counted by row indices.
+    Blank lines are no rows, but are counted by row indices.
     """
 
     file: InputFile
@@ -62,8 +64,9 @@ def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
 
     Raises ConfigError where the file cannot be read at all.
     """
+    read = _scan_parquet if file.format == "parquet" else _scan_records
     try:
-        return {"jsonl": _scan_jsonl, "parquet": _scan_parquet}[file.format](file, needed, see)
+        return read(file, needed, see)
     except StorageError:  # the storage is at fault, not the file
         raise
     except UNREADABLE as error:
@@ -76,55 +79,38 @@ def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
     Raises OSError where the file has changed since it was scanned, ConfigError where it cannot be read after all.
     """
     shard.file.check_unchanged()
-    read = {"jsonl": _jsonl_rows, "parquet": _parquet_rows}[shard.file.format]
+    read = _parquet_rows if shard.file.format == "parquet" else _record_rows
     return islice(read(shard, needed), shard.num_rows)
 
 
 def _cannot_read(file: InputFile, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot read {file.path} as {file.format}: {error}")
+    fix = "delete it" if file.stamp.size == 0 else "write it again, leave it out of input.path, or set input.format"
+    return ConfigError(f"cannot read {file.path} as {file.format} ({error}): {fix}")
 
 
-def _scan_jsonl(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+def _scan_records(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
-    for offset, index, line in _lines(file.location, 0, 0):
+    of_value, mixed = (type_of_cell, CELLS) if file.format == "csv" else (type_of, JSON)
+    for offset, index, row in _records(file, 0, 0):
         if not shards or shards[-1].num_rows == SHARD_ROWS:
             shards.append(Shard(file, offset, index, 0))
         shards[-1] = shards[-1].cut(shards[-1].num_rows + 1)
-        row = _parse(line)
         if isinstance(row, dict):
-            join_into(types, {name: type_of(value) for name, value in row.items()})
+            join_into(types, {name: of_value(value) for name, value in row.items()})
         see(index, row)
-    return FileScan(types, tuple(shards))
+    return FileScan({name: mixed if type_ == JSON else type_ for name, type_ in types.items()}, tuple(shards))
 
 
-def _jsonl_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
-    for _, index, line in _lines(shard.file.location, shard.start, shard.first_row):
-        yield index, _parse(line)
+def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
+    for _, index, row in _records(shard.file, shard.start, shard.first_row):
+        yield index, row
 
 
-def _lines(file: Location, start: int, index: int) -> Iterator[tuple[int, int, bytes]]:
-    """Byte offset, line number and bytes of every line that is not blank."""
-    with file.open() as stream:
-        stream.seek(start)
-        for number, line in enumerate(stream, index):
-            if line.strip():
-                yield start, number, line
-            start += len(line)
-
-
-def _parse(line: bytes) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-        if b"\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
-    except UnicodeError as error:
-        return RequestError("bad_encoding", f"the line is not UTF-8 text ({error}): write it as UTF-8")
-    except (ValueError, RecursionError) as error:
-        return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
-    if not isinstance(row, dict):
-        return RequestError("bad_json", f"the line holds a {type(row).__name__}: write one object a line")
-    return row
+def _records(file: InputFile, start: int, index: int) -> Iterator[tuple[int, int, Row]]:
+    """Byte offset, index and columns of every record from byte `start` on, where record `index` begins."""
+    with file.location.open() as stream:
+        yield from RECORDS[file.format](stream, file.path, start, index)
 
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:

@@ -1,0 +1,150 @@
+"""Twin: the job's engine and a plain one beside it, over the same weights, slots and caches.
+
+What drafts gained is measured fairly: the same rows in the same slots of one worker in which nothing else runs, both
+engines warm, in turns whose order is reversed each time, so that a machine that grows slower slows both. Between two
+turns the computed prompts are forgotten: neither engine finds the other's. The drafting one is as new as in a worker
+that has just started: what it has yet to learn about its drafts counts against it.
+Does not know Ray, files or how the rows were chosen.
+
+    twin = Twin(config, threads=2)
+    twin.measure(rows)["speed_up"]
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from eagle_ray.config import JobConfig
+from eagle_ray.data.samples import Row, sequences_of
+from eagle_ray.data.worker import pair_of
+from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.target import Prompts
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, process
+
+ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
+NEAR_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""Scores that are this close may change places: one row against many moves fp32 logits by up to 2e-5."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRow:
+    """A finished row: its request, which sample it is, and the output ids that the job stored, if it did."""
+
+    request: Row
+    sample_index: int
+    output_ids: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Twin:
+    """Loads the models. Raises what pair_of raises."""
+
+    def __init__(self, config: JobConfig, threads: int):
+        torch.set_num_threads(threads)
+        pair = pair_of(config)
+        self._config, self._text, self._target = config, pair.text, pair.engine.target
+        self._drafting = pair.engine
+        self._plain = Engine(self._target, NoDrafter(), UniformPlanner(0, 0, 0), pair.engine.max_model_len, 0)
+
+    def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
+        """Output tokens per second of all slots together, with drafts and without, prompts included."""
+        engines = [self._drafting, self._plain]
+        speeds = {engine: Speed() for engine in engines}
+        turn = ROWS_PER_SLOT * self._config.execution.slots
+        for engine in engines:
+            self._decode(engine, rows[:turn])
+        for start in range(0, len(rows), turn):
+            for engine in engines:
+                speeds[engine] = self._timed(engine, rows[start : start + turn], speeds[engine])
+            engines.reverse()
+        drafted, plain = speeds[self._drafting], speeds[self._plain]
+        return {
+            "rows": len(rows),
+            "slots": self._config.execution.slots,
+            "output_tokens": drafted.tokens,
+            "tokens_per_s": drafted.tokens_per_s,
+            "plain_tokens_per_s": plain.tokens_per_s,
+            "speed_up": drafted.tokens_per_s / plain.tokens_per_s,
+        }
+
+    def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
+        """How many of the stored outputs are plain decoding's, token for token, and where the others part from it."""
+        plain = self._decode(self._plain, rows)
+        found = [self._difference(row, sequence) for row, sequence in zip(rows, plain, strict=True)]
+        differing = [difference for difference in found if difference is not None]
+        return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
+
+    def _timed(self, engine: Engine, rows: list[ChosenRow], so_far: Speed) -> Speed:
+        started = time.monotonic()
+        sequences = self._decode(engine, rows)
+        seconds = time.monotonic() - started
+        return Speed(so_far.tokens + sum(len(s.output_ids) for s in sequences), so_far.seconds + seconds)
+
+    def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
+        """Each row's sequence, finished, in order."""
+        self._target.cache.blocks.forget()
+        sequences = [self._sequence(row) for row in rows]
+        for sequence in sequences:
+            engine.add(sequence)
+        while engine.has_work:
+            engine.step()
+        return sequences
+
+    def _sequence(self, row: ChosenRow) -> Sequence:
+        return sequences_of(row.request, self._config, self._text)[row.sample_index]
+
+    def _difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
+        """The first token in which the stored output is not plain decoding's; None for equal ones.
+
+        gap: by how much plain decoding preferred its own token, in logits, or in scores with the noise of a sample.
+        """
+        stored, wanted = row.output_ids, plain.output_ids
+        if stored == wanted:
+            return None
+        shorter = min(len(stored), len(wanted))
+        place = next((i for i in range(shorter) if stored[i] != wanted[i]), shorter)
+        gap = None
+        if place < shorter:
+            scores = self._scores(plain.prompt_ids + wanted[:place], plain.sampling)
+            gap = (scores[wanted[place]] - scores[stored[place]]).item()
+        return {
+            "request_id": row.request["request_id"],
+            "sample_index": row.sample_index,
+            "position": place,
+            "token": stored[place] if place < len(stored) else None,
+            "plain_token": wanted[place] if place < len(wanted) else None,
+            "gap": gap if gap is not None and math.isfinite(gap) else None,
+            "near_tie": gap is not None and gap <= NEAR_TIE[self._target.dtype],
+        }
+
+    @torch.inference_mode()
+    def _scores(self, ids: list[int], params: SamplingParams) -> Float[Tensor, " V"]:
+        """What the token after these ids is picked by."""
+        blocks, device = self._target.cache.blocks, self._target.device
+        blocks.reserve(0, len(ids))
+        logits, _ = self._target.prefill(Prompts.of([0], [ids], device))
+        blocks.free(0)
+        sampling = BatchSampling.of([params], device)
+        if not sampling.any_sampled:
+            return logits[0].float()
+        position, row = torch.tensor([len(ids)], device=device), torch.tensor([0], device=device)
+        return (process(logits, sampling, row) + gumbel_noise(sampling.seed, position, logits.shape[-1]))[0]

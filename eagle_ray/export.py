@@ -1,0 +1,135 @@
+"""export: a run's rows in other people's formats, OpenAI's batch output lines or CSV.
+
+Reads the run's files one by one and never changes them; what goes to stdout is never in memory as a whole, a file of
+its own is, because it appears whole or not at all. The tokenizer is loaded only where logprobs need the tokens' texts.
+Does not know how rows are made.
+
+    $ eagle-ray export runs/a --to openai-batch -o answers.jsonl
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle_ray.config import ConfigError
+from eagle_ray.data.ledger import Ledger
+from eagle_ray.data.partitions import types_in
+from eagle_ray.data.parts import has_column, part_files, tables
+from eagle_ray.data.record import DATA, SUCCESS
+from eagle_ray.data.stops import JobStopped
+from eagle_ray.data.storage import Location
+from eagle_ray.report.openai_batch import COLUMNS, Spell, line_of
+from eagle_ray.review import record_of
+
+ROWS_AT_ONCE = 256
+Row = dict[str, Any]
+
+
+def export(run: Location, to: str, target: str | None, partial: bool) -> str:
+    """Write the rows of a run to a file, or to stdout where target is None; returns what to say about it.
+
+    to: openai-batch or csv. partial: a run that is not finished is exported as far as it is. Raises ConfigError.
+    """
+    record, data = record_of(run), run / DATA
+    if not partial and not (run / SUCCESS).exists():
+        raise ConfigError(f"{run} is not finished: run the job to its end, or export what is there with --partial")
+    _check_readable(data)
+    lines = _batch_lines(data, record["config"]["model"]) if to == "openai-batch" else _csv_lines(data)
+    if target is None:
+        sys.stdout.buffer.writelines(line.encode() for line in lines)
+        return ""
+    _write(target, lines)
+    return f"rows of {run} in {target}"
+
+
+def _check_readable(data: Location) -> None:
+    try:
+        Ledger.read(data)
+    except JobStopped as error:
+        raise ConfigError(str(error)) from None
+
+
+def _write(target: str, lines: Iterable[str]) -> None:
+    try:
+        Location.of(target).write_whole("".join(lines).encode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"-o: cannot write {target}: {error}") from None
+
+
+def _batch_lines(data: Location, model: dict[str, Any]) -> Iterator[str]:
+    spell = _spelling(model)
+    for rows in _requests(data, [name for name in COLUMNS if has_column(data, name)]):
+        yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
+
+
+def _csv_lines(data: Location) -> Iterator[str]:
+    """A header, then a record for each row; null is an empty value."""
+    columns = _columns(data)
+    yield _csv_line(columns)
+    for rows in _requests(data, columns):
+        yield from (_csv_line(map(_cell, row.values())) for row in rows)
+
+
+def _columns(data: Location) -> list[str]:
+    """Of any file, those that its directories name included: every file of a run has the same."""
+    for file in part_files(data)[:1]:
+        with file.open() as opened:
+            schema = pq.read_schema(opened)
+        return [*schema.names, *(name for name in types_in(schema).names if name not in schema.names)]
+    return []
+
+
+def _csv_line(values: Iterable[str]) -> str:
+    line = io.StringIO()
+    csv.writer(line).writerow(values)
+    return line.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _requests(data: Location, columns: list[str]) -> Iterator[list[Row]]:
+    """The samples of one request after the other; a second copy, as a killed run may leave it, is left out."""
+    seen: set[str] = set()
+    for table in tables(data, columns):
+        for request_id, rows in groupby(_rows(table), key=lambda row: row["request_id"]):
+            if request_id not in seen:
+                yield list(rows)
+            seen.add(request_id)
+
+
+def _rows(table: pa.Table) -> Iterator[Row]:
+    for batch in table.to_batches(ROWS_AT_ONCE):
+        yield from batch.to_pylist()
+
+
+def _spelling(model: dict[str, Any]) -> Spell:
+    """The text of a token, by the run's own target; `token_id:7` where that has no tokenizer, or is gone."""
+
+    @cache
+    def text() -> Any:
+        from eagle_ray.pair import resolve  # torch: only where rows have logprobs
+        from eagle_ray.text import Text
+
+        try:
+            return Text.load(resolve(model["target"], "target"), model["chat_template"])
+        except (ConfigError, OSError):
+            return None
+
+    return lambda token: f"token_id:{token}" if text() is None else text().spell([token])

@@ -1,0 +1,118 @@
+"""A request's output rows as a line of OpenAI's batch output file.
+
+A request that was answered has a response with status 200, one that was bad a response with status 400, and one that
+could not be carried out an error in place of a response. Does not know files or tokenizers.
+
+    >>> line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]
+    'Paris.'
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+Row = dict[str, Any]
+Spell = Callable[[int], str]
+"""The text of one token id."""
+
+COLUMNS = (
+    "request_id",
+    "sample_index",
+    "run_id",
+    "status",
+    "finish_reason",
+    "error_code",
+    "error_message",
+    "text",
+    "output_token_ids",
+    "token_logprobs",
+    "prompt_tokens",
+    "completion_tokens",
+    "finished_at",
+    "target_model",
+    "config_hash",
+    "url",
+)  # url where the input was a batch file: chat completions otherwise
+NOT_CARRIED_OUT = ("timeout", "internal_error", "worker_died")
+COMPLETIONS = "/v1/completions"
+HALF_A_CHARACTER = "\ufffd"
+
+
+def line_of(rows: list[Row], spell: Spell) -> dict[str, Any]:
+    """rows: all samples of one request, in order, with those of COLUMNS that the run has."""
+    first = rows[0]
+    key = hashlib.blake2b(f"{first['run_id']}\x1f{first['request_id']}".encode(), digest_size=12).hexdigest()
+    line = {"id": f"batch_req_{key}", "custom_id": first["request_id"], "response": None, "error": None}
+    if first["error_code"] in NOT_CARRIED_OUT:
+        return line | {"error": {"code": first["error_code"], "message": first["error_message"]}}
+    status, body = (200, _body(rows, key, spell)) if first["status"] == "ok" else (400, _refusal(first))
+    return line | {"response": {"status_code": status, "request_id": key, "body": body}}
+
+
+def _refusal(row: Row) -> dict[str, Any]:
+    kind = {"message": row["error_message"], "type": "invalid_request_error", "param": None, "code": row["error_code"]}
+    return {"error": kind}
+
+
+def _body(rows: list[Row], key: str, spell: Spell) -> dict[str, Any]:
+    first, is_text = rows[0], rows[0].get("url") == COMPLETIONS
+    prompt, completion = first["prompt_tokens"], sum(row["completion_tokens"] for row in rows)
+    choice = _text_choice if is_text else _chat_choice
+    return {
+        "id": f"{'cmpl' if is_text else 'chatcmpl'}-{key}",
+        "object": "text_completion" if is_text else "chat.completion",
+        "created": int(first["finished_at"].timestamp()),
+        "model": first["target_model"],
+        "choices": [choice(row, spell) for row in rows],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+        "system_fingerprint": first["config_hash"],
+    }
+
+
+def _chat_choice(row: Row, spell: Spell) -> dict[str, Any]:
+    return {
+        "index": row["sample_index"],
+        "message": {"role": "assistant", "content": row["text"], "refusal": None},
+        "logprobs": {"content": _chat_logprobs(row, spell), "refusal": None} if _has_logprobs(row) else None,
+        "finish_reason": row["finish_reason"],
+    }
+
+
+def _chat_logprobs(row: Row, spell: Spell) -> list[dict[str, Any]]:
+    """bytes is null for a token that is only a part of a character."""
+    tokens = [(spell(token), logprob) for token, logprob in _tokens(row)]
+    return [
+        {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if HALF_A_CHARACTER in text else list(text.encode()),
+            "top_logprobs": [],
+        }
+        for text, logprob in tokens
+    ]
+
+
+def _text_choice(row: Row, spell: Spell) -> dict[str, Any]:
+    return {
+        "index": row["sample_index"],
+        "text": row["text"],
+        "logprobs": _text_logprobs(row, spell) if _has_logprobs(row) else None,
+        "finish_reason": row["finish_reason"],
+    }
+
+
+def _text_logprobs(row: Row, spell: Spell) -> dict[str, Any]:
+    texts = [spell(token) for token, _ in _tokens(row)]
+    offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+    logprobs = [logprob for _, logprob in _tokens(row)]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+def _has_logprobs(row: Row) -> bool:
+    return row["token_logprobs"] is not None and row["output_token_ids"] is not None
+
+
+def _tokens(row: Row) -> list[tuple[int, float]]:
+    return list(zip(row["output_token_ids"], row["token_logprobs"], strict=True))
