@@ -94,7 +94,7 @@ def test_a_slow_answer_is_waited_for_while_it_comes(bucket, proxy):
 
 
 def test_a_command_whose_storage_fails_says_so_in_one_line(bucket, proxy, capsys):
-    proxy.fail("HEAD", Refuse(403, "AccessDenied"), 100)
-    assert main(["validate", "-i", f"{bucket}/in", "-o", f"{bucket}/out"]) == 5
+    proxy.fail("GET", SLOW_DOWN, 100)
+    assert main(["report", f"{bucket}/out"]) == 5
     said = capsys.readouterr().err
-    assert said.startswith(f"eagle-ray: {bucket}/in at {proxy.url}: ") and said.count("\n") == 1
+    assert said.startswith(f"eagle-ray: {bucket}/out/_run.json at {proxy.url}: SlowDown") and said.count("\n") == 1
