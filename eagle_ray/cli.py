@@ -155,10 +155,10 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from eagle_ray.data.storage import Location
     from eagle_ray.demo import run_demo
+    from eagle_ray.review import run_at
 
-    return run_demo(Location.of(args.output))
+    return run_demo(run_at(args.output))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -200,11 +200,10 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from eagle_ray.data.status import status_of, status_text
+    from eagle_ray.data.status import status_json, status_of, status_text
     from eagle_ray.review import run_at
 
-    status = status_of(run_at(args.run))
-    print(json.dumps(status.as_json(), indent=2, ensure_ascii=False) if args.json else status_text(status))
+    print((status_json if args.json else status_text)(status_of(run_at(args.run))))
     return 0
 
 

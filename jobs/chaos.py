@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import signal
@@ -114,15 +115,15 @@ class Chaos:
             else:
                 self._kill(self.chance.choices(list(VICTIMS), VICTIMS.values())[0])
 
-    def finish(self, seconds: float) -> int:
-        """Nothing is killed any more: the same command, until it ends well. Returns its exit code."""
-        end = time.monotonic() + seconds
-        for _ in range(3):
-            if self.driver.poll() is not None and self.driver.returncode != 0:
-                self.start()
-            if self.driver.wait(max(1.0, end - time.monotonic())) == 0:
-                break
-        return self.driver.returncode
+    def finish(self, seconds: float) -> int | None:
+        """Nothing is killed any more: the same command, once more if need be. Its exit code; None: it took too long."""
+        if self.driver.poll() not in (None, 0):
+            self.start()
+        try:
+            return self.driver.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.driver.kill()
+            return None
 
     def _kill(self, victim: str) -> None:
         if victim == "driver":
@@ -168,7 +169,7 @@ def main() -> int:
             print(f"{args.rows} prompts, {SAMPLES} samples each, on {NODES} nodes into {output}; seed {args.seed}")
             chaos.start()
             chaos.kill_for(args.seconds * KILLING)
-            code = chaos.finish(args.seconds)
+            code = chaos.finish(2 * args.seconds)
             watcher.look()
             again = compute_again(where, watcher.data, chaos, args.seconds) if code == 0 else []
             watcher.look()
@@ -184,7 +185,7 @@ def report(chaos: Chaos, code: int, watcher: Watcher, where: fs.FileSystem, rows
     """Print every check; returns how many failed."""
     found = pq.read_table(watcher.data, filesystem=where, partitioning=None) if code == 0 else pa.table({})
     checks = {
-        "the last command ended with 0": code == 0,
+        f"the last command ended with 0 (it was {code})": code == 0,
         f"every id {SAMPLES} times, none twice, none missing, by DuckDB": code == 0 and counted(found) == (rows, 0),
         "_SUCCESS is there": where.get_file_info(f"{watcher.data.removesuffix('data')}_SUCCESS").is_file,
         f"no half file among {len(watcher.seen)} that were opened as they appeared": not watcher.unreadable,
@@ -242,7 +243,7 @@ def compute_again(where: fs.FileSystem, data: str, chaos: Chaos, seconds: float)
     for path in files[:2]:
         where.delete_file(path)
     chaos.start()
-    chaos.finish(seconds)
+    chaos.finish(2 * seconds)
     return lost
 
 
@@ -281,7 +282,8 @@ def command(prompts: Path, output: str, nodes: object) -> list[str]:
         "speculative.max_depth": 3,
         "speculative.top_k": 4,
         "speculative.budget": "uniform",
-        "sampling.max_tokens": 8,
+        "sampling.max_tokens": 16,
+        "sampling.ignore_eos": "true",
         "sampling.temperature": 0.8,
         "sampling.n": SAMPLES,
         "logging.progress_every_s": 2.0,
@@ -296,6 +298,7 @@ def cluster() -> Iterator:
     prepare(LOCAL)
     from ray.cluster_utils import Cluster
 
+    logging.getLogger("ray").setLevel(logging.ERROR)
     nodes = Cluster(initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0})
     try:
         for _ in range(NODES):

@@ -30,9 +30,9 @@ from eagle_ray.data.storage import Location, Stamp, json_bytes
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"
-LEASE_S = 20.0  # a lease that stays the same for so long is stale
-BEAT_S = 4.0
-GIVE_UP_S = 14.0  # a holder that could not beat for so long stops, before anybody can take over
+LEASE_S = 30.0  # a lease that stays the same for so long is stale
+BEAT_S = 5.0
+GIVE_UP_S = 22.0  # a holder that could not beat for so long stops, before anybody can take over
 LOOK_S = 1.0
 FREE = json_bytes({"holder": None, "token": None, "beat": 0})
 

@@ -32,6 +32,8 @@ from eagle_ray.data.stops import ClusterError, JobStopped
 log = logging.getLogger("eagle_ray")
 
 CALLS_PER_ACTOR = 8  # batches in flight; with batches of half the slots, each slot has four rows to choose from
+BATCHES_PER_ACTOR = 1000  # from then on batches grow: each costs Ray some milliseconds, whatever is in it
+MOST_PER_SLOT = 4  # rows of a batch
 FEWEST_FILES = 8  # of a small job: what is done is on disk before all of it is
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 STARTS_PER_WORKER = 4  # in a row, and no row answered well between them: more than this is a fault, not an accident
@@ -112,8 +114,9 @@ def _pool(workers: Workers) -> ActorPoolStrategy:
 
 
 def _batch_size(slots: int, actors: int, num_rows: int) -> int:
-    """Small batches: a row leaves when its batch is done, and the last rows should spread over all actors."""
-    return max(1, min(slots // 2, num_rows // (2 * actors)))
+    """Small batches, but for very long jobs: a row leaves when its batch is done, and the last ones should spread."""
+    wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MOST_PER_SLOT * slots))
+    return max(1, min(wanted, num_rows // (2 * actors)))
 
 
 def _rows_per_file(wanted: int, num_rows: int) -> int:

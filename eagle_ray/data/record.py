@@ -63,7 +63,10 @@ class Run:
 
 def output_of(config: JobConfig) -> Location:
     """The output directory, absolute: workers run in another working directory."""
-    return Location.of(config.output.path)
+    try:
+        return Location.of(config.output.path)
+    except ValueError as error:
+        raise ConfigError(f"output.path: {error}") from None
 
 
 def read_record(output: Location) -> dict[str, Any] | None:

@@ -31,9 +31,9 @@ from eagle_ray.data.stamp import Stamp
 from eagle_ray.data.storage_errors import ConditionFailed, NoAnswer, NotAllowed, NotFound, StorageError
 
 SCHEME = "s3://"
-CONNECT_S, READ_S = 5.0, 15.0  # without a connection, without a byte
+CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
 SLOWEST = 256 << 10  # bytes per second, below which a transfer is given up
-WAITS_S = (0.3, 1.0, 3.0)  # between the tries, of which there is one more
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between the tries, of which there is one more
 MAY_PASS = {"InternalError", "SlowDown", "RequestTimeout", "Throttling", "ServiceUnavailable", "OperationAborted"}
 LATE = (boto.ReadTimeoutError, boto.ConnectTimeoutError, asyncio.TimeoutError, TimeoutError)
 BROKEN = (*LATE, boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, aiohttp.ClientError)
@@ -67,10 +67,10 @@ def stat(url: str) -> Stamp:
     return Stamp(found["ContentLength"], found["ETag"])
 
 
-def read_stamped(url: str) -> tuple[bytes, Stamp]:
-    """The bytes, and the stamp of the very object that held them."""
+def read_stamped(url: str, size: int = SMALL) -> tuple[bytes, Stamp]:
+    """The bytes, and the stamp of the very object that held them. size: of bytes, for which there is time."""
     bucket, key = split(url)
-    found = _request(url, "get_object", SMALL, Bucket=bucket, Key=key)
+    found = _request(url, "get_object", size, Bucket=bucket, Key=key)
     return found["Body"], Stamp(len(found["Body"]), found["ETag"])
 
 
@@ -238,7 +238,7 @@ def _put_where(url: str, data: bytes, before: BeforePublish, **condition: Any) -
 def _own_earlier_try(url: str, data: bytes) -> Stamp | None:
     """A try whose answer was lost may have arrived: then the object holds these very bytes."""
     try:
-        found, stamp = read_stamped(url)
+        found, stamp = read_stamped(url, len(data))
     except NotFound:
         return None
     return stamp if found == data else None

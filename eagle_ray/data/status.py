@@ -10,6 +10,7 @@ no cluster.
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -44,9 +45,6 @@ class Status:
     progress: Facts | None
     total: dict[str, Any] | None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def status_of(output: Location, now: datetime | None = None) -> Status:
     """Raises ConfigError where the directory holds no run, OutputDamaged where its record cannot be read."""
@@ -73,6 +71,11 @@ def status_of(output: Location, now: datetime | None = None) -> Status:
         progress=progress,
         total=(_read(output, SUMMARY) or {}).get("total") if is_done else None,
     )
+
+
+def status_json(status: Status) -> str:
+    """Everything that is known."""
+    return json.dumps(asdict(status), indent=2, ensure_ascii=False)
 
 
 def status_text(status: Status) -> str:

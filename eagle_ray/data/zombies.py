@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from datetime import datetime, timezone
+from itertools import pairwise
 
 from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.record import Run, read_record
@@ -41,11 +42,12 @@ def remove_strays(run: Run) -> None:
 
 def outlast_writers(run: Run) -> None:
     """Wait until no PUT of an attempt that was killed can be under way, and delete strays: then counting is final."""
-    *earlier, this = read_record(run.output)["attempts"]
-    if not run.output.is_local and any("outcome" not in attempt for attempt in earlier):
-        age = datetime.now(timezone.utc) - datetime.fromisoformat(this["started_at"])
-        left = LONGEST_PUT_S - age.total_seconds()
+    attempts = read_record(run.output)["attempts"]
+    fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
+    if fenced and not run.output.is_local:
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(fenced[-1])
+        left = min(LONGEST_PUT_S, LONGEST_PUT_S - age.total_seconds())
         if left > 0:
             log.info("waiting %.0f s for writers of a killed attempt to end", left)
-            time.sleep(min(left, LONGEST_PUT_S))
+            time.sleep(left)
     remove_strays(run)

@@ -125,3 +125,8 @@ def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
     assert isinstance(told, ClusterError) and says in str(told) and "\n" not in str(told)
     refused = ConfigError("model.target: no")
     assert _for_the_user(refused) is refused
+
+
+def test_batches_of_a_very_long_job_are_larger():
+    assert _batch_size(slots=16, actors=2, num_rows=100_000) == 50
+    assert _batch_size(slots=16, actors=2, num_rows=10_000_000) == 64

@@ -60,7 +60,7 @@ def one_proxy(s3_server) -> Iterator[FaultProxy]:
 @pytest.fixture
 def proxy(one_proxy, monkeypatch) -> Iterator[FaultProxy]:
     """Between this process and the server; tries follow each other at once, and an answer is late after a second."""
-    monkeypatch.setattr(s3_objects, "WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(s3_objects, "WAITS_S", (0.01,) * len(s3_objects.WAITS_S))
     monkeypatch.setattr(s3_objects, "READ_S", 1.0)
     monkeypatch.setattr(s3_objects, "CONNECT_S", 1.0)
     monkeypatch.setenv("AWS_ENDPOINT_URL", one_proxy.url)

@@ -1,6 +1,14 @@
 """Whole jobs in and out of a bucket, counted from outside."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import duckdb
 import pyarrow as pa
@@ -15,6 +23,7 @@ from eagle_ray.data.storage import Location, json_bytes, read_json
 from eagle_ray.job import complete, run_job
 from eagle_ray.validate import validate
 from tests.conftest import small_job, token_rows
+from tests.data.s3.proxy import FaultProxy, Refuse
 
 CATEGORIES = ("a", "b c/d", None)
 
@@ -49,7 +58,7 @@ def counted(outside, output: Location) -> list[tuple[str, int]]:
     return duckdb.sql("select request_id, count(distinct sample_index) from rows group by 1 order by 1").fetchall()
 
 
-def test_a_job_in_a_bucket_is_validated_run_resumed_and_overwritten(ray_session, job, bucket, outside):
+def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket, outside):
     output = bucket / "out"
     before = bucket.stamps()
     assert f"output   {output} can be written; a run would start it" in validate(job)
@@ -65,43 +74,37 @@ def test_a_job_in_a_bucket_is_validated_run_resumed_and_overwritten(ray_session,
     assert (output / "_SUCCESS").exists() and read_json(output / "_progress.json")["rows_in_files"] == 50
     assert read_json(output / "_run.json")["inputs"][f"{bucket}/in/a.jsonl"].keys() == {"size", "etag"}
 
-    lost = (output / "data").glob("**/*.parquet")[0]
+    lost, twice, *_ = (output / "data").glob("**/*.parquet")
     lost.remove()
-    kept = (output / "data").stamps()
-    assert run_job(job) == 0
-    assert counted(outside, output) == [(id, 2) for id in IDS]
-    assert {file: (output / "data").stamps()[file] for file in kept} == kept  # nothing that was there is written again
+    (twice.parent / "part-001-999999.parquet").write_whole(twice.read_bytes())  # a zombie's, after the last recount
+    kept = {file: stamp for file, stamp in (output / "data").stamps().items() if file != twice}
+    assert complete(job)["total"]["rows"] == 50
+    assert counted(outside, output) == [(id, 2) for id in IDS] and not twice.exists()
+    assert {file: (output / "data").stamps()[file] for file in kept} == kept  # nothing else is written again
     assert "a run would resume run" in validate(job)
 
     with lock_output(output), pytest.raises(OutputBusy, match="is being written by process"):
         complete(job)
     (bucket / "in/a.jsonl").write_whole(b"{}\n")
     assert run_job(job) == 6
-    anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
-    assert run_job(anew) == 0
-    assert len(counted(outside, output)) == 13 and read_json(output / "_run.json")["attempt"] == 3
 
 
-def test_a_zombies_late_files_are_written_down_or_deleted(job, bucket, outside, ray_session, monkeypatch):
-    """What an attempt that is over may still publish, between its look at _run.json and the end of its PUT."""
+@pytest.mark.slow
+def test_a_late_file_of_a_run_that_was_overwritten_is_deleted(ray_session, job, bucket, outside, monkeypatch):
     output = bucket / "out"
     complete(job)
-    first = (output / "data").glob("**/*.parquet")[0]
-    late = first.parent / "part-001-999999.parquet"
-    late.write_whole(first.read_bytes())
-    assert complete(job)["total"]["rows"] == 50 and counted(outside, output) == [(id, 2) for id in IDS]
-    old = first.read_bytes()
-    anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
-    began = record._write_record
+    old = (output / "data").glob("**/*.parquet")[0]
+    rows, begin = old.read_bytes(), record._write_record
 
-    def late_again(*args: object) -> None:
+    def published_late(*args: object) -> None:
         monkeypatch.undo()
-        began(*args)
-        late.write_whole(old)  # a file of the run that was deleted a moment ago
+        begin(*args)
+        old.write_whole(rows)
 
-    monkeypatch.setattr(record, "_write_record", late_again)
+    monkeypatch.setattr(record, "_write_record", published_late)
+    anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
     assert complete(anew)["total"]["rows"] == 50
-    assert not late.exists() and counted(outside, output) == [(id, 2) for id in IDS]
+    assert not old.exists() and counted(outside, output) == [(id, 2) for id in IDS]
 
 
 def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeypatch):
@@ -114,3 +117,44 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
         assert time.monotonic() - began > 1  # of three, some of which have passed
         with record.noting_outcome(run):
             pass
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outside):
+    """Real drivers with a Ray of their own, through a server that throttles and breaks all the while."""
+    output = bucket / "out"
+    job = job.model_copy(update={"execution": job.execution.model_copy(update={"slots": 1, "rows_per_file": 1})})
+    address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
+    with FaultProxy(address.hostname, address.port) as proxy:
+        proxy.fail("PUT", Refuse(503, "SlowDown"), 3, path="part-")
+        proxy.fail("GET", Refuse(500, "InternalError"), 3, path="in/")
+        first = start_driver(job, proxy.url)
+        wait_for_files(output, first, 3)
+        second = start_driver(job, proxy.url)
+        _, said = second.communicate(timeout=120)
+        assert second.returncode == 5 and f"{output} is being written by process {first.pid} on " in said
+        first.send_signal(signal.SIGKILL)
+        first.communicate(timeout=30)
+        assert not (output / "_SUCCESS").exists()
+        third = start_driver(job, proxy.url)
+        _, said = third.communicate(timeout=240)
+        assert third.returncode == 0, said
+        assert f"is held by process {first.pid} on" in said and "no sign of life: taken over" in said
+    assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+
+
+def start_driver(job, endpoint: str) -> subprocess.Popen:
+    """The installed command, in a process of its own."""
+    settings = job.model_copy(update={"execution": job.execution.model_copy(update={"ray_address": "local"})})
+    file = Path(tempfile.mkdtemp()) / "job.yaml"
+    file.write_text(json.dumps(settings.model_dump(mode="json")))
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "AWS_ENDPOINT_URL": endpoint}
+    command = [sys.executable, "-m", "eagle_ray.cli", "run", "-c", str(file)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_files(output: Location, driver: subprocess.Popen, count: int) -> None:
+    deadline = time.monotonic() + 180
+    while len((output / "data").glob("**/*.parquet")) < count:
+        assert time.monotonic() < deadline and driver.poll() is None, "the driver ended, or wrote nothing for minutes"
+        time.sleep(0.1)
