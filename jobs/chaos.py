@@ -41,6 +41,7 @@ KILLING = 0.5  # the share of the time in which things are killed
 PAUSE_S = (2.0, 9.0)  # between two kills
 VICTIMS = {"driver": 3, "engine": 4, "write task": 3, "progress": 1, "node": 2}  # and how often each is chosen
 TITLES = {"engine": "EngineActor", "write task": "Write", "progress": "ProgressActor"}  # in Ray's names of processes
+LOOK_EVERY_S = 0.1  # at the files
 LOOK_FOR_S = 3.0  # write tasks live for a moment
 WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
 # What a row is. Times, the worker and what the drafts happened to do depend on who else was in the batch.
@@ -69,7 +70,7 @@ class Watcher:
         self._thread.join()
 
     def _work(self) -> None:
-        while not self._over.wait(0.05):
+        while not self._over.wait(LOOK_EVERY_S):
             self.look()
 
     def look(self) -> None:
@@ -319,6 +320,7 @@ def s3_server(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
     """The same in a bucket of moto's HTTP server on loopback; the environment tells the job where that is."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
