@@ -122,6 +122,7 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
 def write_report(output: Location, summary: dict[str, Any]) -> None:
     """``report.html``, of the run's record as it stands."""
     (output / REPORT).write_whole(page(summary, read_record(output)).encode())
+    log.info("report in %s", output / REPORT)
 
 
 def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:

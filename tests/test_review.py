@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_the_comparison_as_json_names_every_row_that_differs(run, other, capsys)
 def test_a_run_beside_itself_is_the_same(run, capsys):
     assert cli.main(["compare", str(run), str(run)]) == 0
     assert "3 of the 3 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["report", "s3://b/x"], ["compare", "s3://b/x", "s3://b/y"]])
+def test_storage_that_does_not_answer_is_exit_5_and_one_line(monkeypatch, capsys, command):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+    for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(command) == 5
+    error = capsys.readouterr().err
+    assert error.startswith("eagle-ray: s3://b/x/_run.json") and endpoint in error and error.count("\n") == 1
 
 
 def test_outputs_that_were_not_stored_cannot_be_compared(tmp_path, run, capsys):

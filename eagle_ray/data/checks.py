@@ -19,10 +19,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.cluster import nodes, plan_workers, threads_wanted
+from eagle_ray.data.faults import fault_of
 from eagle_ray.data.ids import DIGEST, Digests, among, digests
 from eagle_ray.data.input.plan import InputPlan, requests_of
 from eagle_ray.data.parts import tables
@@ -94,14 +95,15 @@ def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[
 
 def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
     """The checks in a process that has the GPUs and threads of any of the job's workers."""
-    slots, most_threads = config.execution.slots, threads_wanted(os.environ)
-    workers = plan_workers(config.execution, config.model.device, nodes(), slots, most_threads)
+    execution, device = config.execution, config.model.device
+    workers = plan_workers(execution, device, nodes(), execution.slots, threads_wanted(os.environ))
     task = ray.remote(num_gpus=workers.num_gpus, num_cpus=0, max_retries=RETRIES)(_check)
     try:
         return ray.get(task.remote(config, chosen, workers.threads))
+    except RayTaskError as error:
+        raise ClusterError(f"finished rows could not be checked: {fault_of(error.cause).line}") from error
     except RayError as error:
-        reason = getattr(error, "cause", None) or error
-        raise ClusterError(f"the check of finished rows failed: {str(reason).strip().splitlines()[-1]}") from error
+        raise ClusterError(f"finished rows could not be checked: {type(error).__name__}: the worker died") from error
 
 
 def _check(config: JobConfig, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from eagle_ray.report import figures
 from eagle_ray.report.plots import percent, spark
 from eagle_ray.report.style import STYLE
 from eagle_ray.report.table import ABSENT, number
+from eagle_ray.report.timeline import OTHERS
 
 Counts = dict[str, Any]
 Cells = Sequence[str]
@@ -154,7 +155,7 @@ def _over_time(summary: dict[str, Any], record: dict[str, Any]) -> str:
 
 def _workers(timeline: dict[str, Any], slots: int) -> str:
     workers = timeline["workers"]
-    fastest = max(max(worker["tokens_per_s"]) for worker in workers.values())
+    fastest = max(max(worker["tokens_per_s"]) for name, worker in workers.items() if name != OTHERS)
     speeds, busy = f"tokens/s, 0 to {number(fastest)}", f"busy slots, 0 to {slots}"
     header = ["worker", "rows", "tokens", speeds, "mean", busy, "mean"]
     rows = [

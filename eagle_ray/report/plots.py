@@ -143,10 +143,10 @@ class Plot:
         yield _text(self.width - RIGHT, self.height - 6, self.x.title, "end", "title")
 
 
-def spark(values: Sequence[float], most: float, width: int = 220, height: int = 26) -> str:
-    """A small plot without axes for a table's cell, from 0 to `most`, the same for each of its rows."""
+def spark(values: Sequence[float], most: float, width: int = 150, height: int = 26) -> str:
+    """A small plot without axes for a table's cell, from 0 to `most`, the same for each of its rows; cut there."""
     step, ground = width / len(values), height - 1
-    tops = [ground - (height - 3) * value / most if most else ground for value in values]
+    tops = [ground - (height - 3) * min(value / most, 1) if most else ground for value in values]
     outline = " L".join(f"{step * (i + side):.1f} {top:.1f}" for i, top in enumerate(tops) for side in (0, 1))
     area = f'<path class="area one" d="M0 {ground} L{outline} L{width} {ground} Z"/>'
     return f'<svg class="spark" viewBox="0 0 {width} {height}" aria-hidden="true">{area}</svg>'

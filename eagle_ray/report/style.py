@@ -35,7 +35,7 @@ tr.sum td { border-top: 1px solid var(--rule); font-weight: 600; }
 code { font: 13px ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 .bar-cell i { display: block; height: 9px; background: var(--one); min-width: 1px; }
 svg { display: block; width: 100%; height: auto; font: 12px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; }
-svg.spark { width: 220px; height: 26px; }
+svg.spark { width: 150px; height: 26px; }
 svg text { fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg text.title { fill: var(--ink); }
 svg text.note { fill: var(--ink); font-size: 11.5px; }

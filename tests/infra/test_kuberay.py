@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from jsonschema import Draft202012Validator
+from jsonschema import Draft4Validator, Draft202012Validator
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT4
 
-from eagle_ray.config import JobConfig
+from eagle_ray.config import load_config
 
 INFRA = Path(__file__).parent.parent.parent / "infra"
 RAYJOB, RAYSERVICE = INFRA / "kuberay" / "rayjob.yaml", INFRA / "kuberay" / "rayservice.yaml"
@@ -48,6 +51,22 @@ def test_manifests_keep_to_the_schema(file):
     assert [problems(document) for document in documents(file)] == [[]] * len(documents(file))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [RAYJOB, RAYSERVICE], ids=lambda file: file.name)
+def test_pods_keep_to_kubernetes_own_schema(file):
+    """Whose JSON form is a package of a hundred megabytes: pip install kubernetes-validate."""
+    if (package := find_spec("kubernetes_validate")) is None:
+        pytest.skip("kubernetes-validate is not installed")
+    folder = Path(package.submodule_search_locations[0]) / "kubernetes-json-schema" / "v1.35.0-local-strict"
+
+    def retrieve(uri: str) -> Resource:
+        return Resource.from_contents(json.loads((folder / Path(uri).name).read_text()), default_specification=DRAFT4)
+
+    validator = Draft4Validator({"$ref": "podtemplatespec-v1.json"}, registry=Registry(retrieve=retrieve))
+    for pod in pods(documents(file)[-1]):
+        assert [error.message for error in validator.iter_errors({"spec": pod})] == []
+
+
 def set_at(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     document = copy.deepcopy(document)
     *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
@@ -78,12 +97,14 @@ def test_what_a_server_would_drop_or_refuse_is_found(path, value):
     assert problems(set_at(rayjob(), path, value))
 
 
-def test_the_job_is_one_that_eagle_ray_reads():
+def test_the_job_is_one_that_eagle_ray_takes(tmp_path):
     config_map = documents(RAYJOB)[0]
     (mount,) = [m for m in pods(rayjob())[0]["containers"][0]["volumeMounts"] if m["name"] == "job"]
     ((name, text),) = config_map["data"].items()
     assert rayjob()["spec"]["entrypoint"] == f"eagle-ray run -c {mount['mountPath']}/{name}"
-    config = JobConfig.model_validate(yaml.safe_load(text))
+    (tmp_path / name).write_text(text)
+    models_of_here = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
+    config = load_config(str(tmp_path / name), env={}, overrides=models_of_here)
     assert config.output.path.startswith("s3://") and config.model.device == "cuda"
 
 

@@ -79,3 +79,4 @@ def test_a_figure_is_well_formed_and_says_what_it_is():
     assert {"x <b>", "y", "a & b"} <= {text.text for text in root.iter("text")}
     ElementTree.fromstring(spark([0, 1, 2], 2))
     ElementTree.fromstring(spark([0, 0], 0))
+    assert min(numbers(spark([0, 5, 900], 10))[1::2]) >= 0
