@@ -32,7 +32,7 @@ from eagle_ray.data.storage_errors import ConditionFailed, NoAnswer, NotAllowed,
 
 SCHEME = "s3://"
 CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
-SLOWEST = 256 << 10  # bytes per second, below which a transfer is given up
+SLOWEST = 32 << 10  # bytes per second, below which a transfer is given up
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between the tries, of which there is one more
 MAY_PASS = {"InternalError", "SlowDown", "RequestTimeout", "Throttling", "ServiceUnavailable", "OperationAborted"}
 LATE = (boto.ReadTimeoutError, boto.ConnectTimeoutError, asyncio.TimeoutError, TimeoutError)
