@@ -12,7 +12,12 @@ from eagle_ray.text import Text
 from tests.data.test_worker import answers
 
 WITHIN = 2e-4  # of fp32: one row's logits against the same row's among others, and a sum over the vocabulary
-TINY = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.max_tokens": 48, "speculative.budget": "uniform"}
+TINY = {
+    "model.target": "embedded:tiny",
+    "model.draft": "embedded:tiny",
+    "sampling.max_tokens": 48,
+    "speculative.budget": "uniform",
+}
 ROWS = [
     {"id": "eos", "messages": "Say hello."},
     {"id": "stop", "messages": "Tell me a story about a fox.", "stop": ["e "]},
