@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobStopped as error:
         print(f"eagle-ray: {error}", file=sys.stderr)
         return error.exit_code
-    except OSError as error:
+    except OSError as error:  # storage that does not answer, or refuses
         print(f"eagle-ray: {error}", file=sys.stderr)
         return JobStopped.exit_code
     except KeyboardInterrupt:

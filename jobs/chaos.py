@@ -41,7 +41,8 @@ KILLING = 0.5  # the share of the time in which things are killed
 PAUSE_S = (2.0, 9.0)  # between two kills
 VICTIMS = {"driver": 3, "engine": 4, "write task": 3, "progress": 1, "node": 2}  # and how often each is chosen
 TITLES = {"engine": "EngineActor", "write task": "Write", "progress": "ProgressActor"}  # in Ray's names of processes
-LOOK_FOR_S = 3.0  # write tasks live for a moment
+LOOK_EVERY_S = 0.1  # at the files
+LOOK_FOR_S = 15.0  # write tasks live for a moment
 WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
 # What a row is. Times, the worker and what the drafts happened to do depend on who else was in the batch.
 SAME = ["prompt", "text", "output_token_ids", "finish_reason", "status", "error_code", "completion_tokens"]
@@ -69,7 +70,7 @@ class Watcher:
         self._thread.join()
 
     def _work(self) -> None:
-        while not self._over.wait(0.05):
+        while not self._over.wait(LOOK_EVERY_S):
             self.look()
 
     def look(self) -> None:
@@ -103,17 +104,19 @@ class Chaos:
         with open(self.log, "a") as log:
             self.driver = subprocess.Popen(self.command, stdout=log, stderr=log)
 
-    def kill_for(self, seconds: float) -> None:
-        """Until the time is over or the job is done; a driver that was killed is started again."""
-        end = time.monotonic() + seconds
+    def kill_for(self, seconds: float, watcher: Watcher) -> None:
+        """Until the time is over or the job is done. A driver is killed once it has added a file, and started again."""
+        end, files = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             time.sleep(self.chance.uniform(*PAUSE_S))
             if self.driver.poll() == 0:
                 return
             if self.driver.poll() is not None:
+                files = len(watcher.seen)
                 self.start()
-            else:
-                self._kill(self.chance.choices(list(VICTIMS), VICTIMS.values())[0])
+                continue
+            weights = VICTIMS | ({"driver": 0} if len(watcher.seen) == files else {})
+            self._kill(self.chance.choices(list(weights), weights.values())[0])
 
     def finish(self, seconds: float) -> int | None:
         """Nothing is killed any more: the same command, once more if need be. Its exit code; None: it took too long."""
@@ -168,7 +171,7 @@ def main() -> int:
             chaos = Chaos(nodes, command(prompts, output, nodes), Path(directory) / "log", random.Random(args.seed))
             print(f"{args.rows} prompts, {SAMPLES} samples each, on {NODES} nodes into {output}; seed {args.seed}")
             chaos.start()
-            chaos.kill_for(args.seconds * KILLING)
+            chaos.kill_for(args.seconds * KILLING, watcher)
             code = chaos.finish(2 * args.seconds)
             watcher.look()
             again = compute_again(where, watcher.data, chaos, args.seconds) if code == 0 else []
@@ -319,6 +322,7 @@ def s3_server(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
     """The same in a bucket of moto's HTTP server on loopback; the environment tells the job where that is."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

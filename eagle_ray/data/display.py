@@ -61,14 +61,14 @@ def bar() -> Iterator[Display]:
     from rich.console import Console  # half a second of imports that only a terminal needs
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[rest]}"))
+    columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress, _log_above():
-        yield Bar(progress, progress.add_task(LOADING, total=None, rest=""))
+        yield Bar(progress, progress.add_task(LOADING, total=None))
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """progress: rich's. task: the number of its one line."""
+    """progress: rich's. task: the number of its one task, whose words take two lines: 80 columns hold each."""
 
     progress: Any
     task: int
@@ -78,10 +78,9 @@ class Bar:
         loaded = facts["workers_ready"] > 0
         self.progress.update(
             self.task,
-            description=rows,
+            description=f"{rows}\n{' · '.join(rest)}",
             completed=facts["rows_done"],
             total=facts["rows_to_do"] if loaded else None,  # None: a bar that only moves
-            rest=" · ".join(rest),
         )
 
     def show_last(self, facts: Facts) -> None:

@@ -11,12 +11,12 @@ credentials and region come from the standard environment. Does not know what th
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 import io
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -92,9 +92,9 @@ def names_in(directory: str) -> list[str]:
 
 
 def glob(directory: str, pattern: str) -> dict[str, Stamp]:
-    matches, start = _matcher(pattern), len(directory) + 1
+    parts, start = pattern.split("/"), len(directory) + 1
     literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-    return {url: stamp for url, stamp in _listed(directory, literal) if matches(url[start:])}
+    return {url: stamp for url, stamp in _listed(directory, literal) if _fits(parts, url[start:].split("/"))}
 
 
 def write_whole(url: str, data: bytes, before_publish: BeforePublish) -> Stamp:
@@ -209,17 +209,14 @@ def _listed(directory: str, start: str) -> Iterator[tuple[str, Stamp]]:
         wanted = wanted | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
 
 
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    """The glob's rules of local files: * stays in one directory, ** does not, neither finds hidden names."""
-    parts = []
-    for part in pattern.split("/"):
-        if part == "**":
-            parts.append(r"(?:(?!\.)[^/]+/)*")
-        else:
-            body = fnmatch.translate(part).removesuffix(r"\Z").removesuffix(r"\z").replace(".*", "[^/]*")
-            parts.append(("" if part.startswith(".") else r"(?!\.)") + body + "/")
-    whole = re.compile("".join(parts))
-    return lambda name: whole.fullmatch(f"{name}/") is not None
+def _fits(pattern: list[str], name: list[str]) -> bool:
+    """The glob's rules of local files, part by part: ** is any number of parts; neither it nor * is a hidden name."""
+    if not pattern:
+        return not name
+    visible = bool(name) and (pattern[0].startswith(".") or not name[0].startswith("."))
+    if pattern[0] == "**":
+        return _fits(pattern[1:], name) or (visible and _fits(pattern, name[1:]))
+    return visible and fnmatchcase(name[0], pattern[0]) and _fits(pattern[1:], name[1:])
 
 
 def _put(url: str, data: bytes, before: BeforePublish, **condition: Any) -> Stamp:

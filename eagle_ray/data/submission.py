@@ -132,9 +132,14 @@ def _reached(address: str | None) -> Iterator[None]:
 
 
 async def _print_log(client: Any, job: str) -> None:
-    """The job's own lines as they come, until it is over."""
-    async for lines in client.tail_job_logs(job):
-        print(lines, end="", flush=True)
+    """The job's own lines as they come, until it is over or the connection is."""
+    from aiohttp import ClientError
+
+    try:
+        async for lines in client.tail_job_logs(job):
+            print(lines, end="", flush=True)
+    except (ClientError, RuntimeError, OSError) as error:
+        print(f"{job}: its log cannot be followed any more ({error}); waiting for its end", flush=True)
 
 
 def _exit_code(client: Any, job: str) -> int:

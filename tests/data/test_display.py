@@ -48,10 +48,10 @@ def test_without_a_terminal_there_are_lines():
 
 def test_a_terminal_shows_rows_errors_speed_tau_and_time_left():
     with open("/dev/null", "w") as nowhere:
-        console = Console(file=nowhere, force_terminal=True, width=140, record=True)
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[rest]}"))
+        console = Console(file=nowhere, force_terminal=True, width=80, record=True)
+        columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
         with RichProgress(*columns, console=console, auto_refresh=False) as progress:
-            bar = Bar(progress, progress.add_task("", total=None, rest=""))
+            bar = Bar(progress, progress.add_task("", total=None))
             bar.show(FACTS | {"workers_ready": 0})
             progress.refresh()
             bar.show_last(FACTS)

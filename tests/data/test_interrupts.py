@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run"]
     [
         (signal.SIGTERM, "reading the input", 0.0),
         (signal.SIGTERM, "getting Ray ready", 1.5),  # within ray.init, which has a handler of its own
-        (signal.SIGINT, "getting Ray ready", 1.5),
+        pytest.param(signal.SIGINT, "getting Ray ready", 1.5, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "getting Ray ready", 0.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "getting Ray ready", 3.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "getting Ray ready", 0.5, marks=pytest.mark.slow),

@@ -7,10 +7,11 @@ import signal
 
 import pyarrow as pa
 import pytest
+import ray
 import torch
 
 from eagle_ray.data import pipeline
-from eagle_ray.data.actor import EngineActor
+from eagle_ray.data.actor import EngineActor, Line
 from eagle_ray.errors import EngineError
 from eagle_ray.job import run_job
 from tests.conftest import token_rows
@@ -37,6 +38,22 @@ class FragileActor(EngineActor):
         if GREEDY in prompts:
             raise EngineError("the engine failed") from torch.OutOfMemoryError("CUDA out of memory")
         return await self._worker.answer(rows)
+
+
+class TooLarge(EngineActor):
+    """The real one, on a device without the memory for it."""
+
+    def __init__(self, config, run, passthrough, threads, progress):
+        self._line = Line(progress, ray.get_runtime_context().get_actor_id())
+        self._line.started()
+        self._cannot_start(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+def test_where_no_worker_can_start_the_job_ends_with_the_reason(ray_session, make_job, monkeypatch, messages):
+    monkeypatch.setattr(pipeline, "EngineActor", TooLarge)
+    assert run_job(make_job(token_rows(4), **{"execution.actors": 2})) == 5
+    assert "stopped: a worker cannot start: its memory is too small" in messages[-1]
+    assert "set execution.kv_tokens" in messages[-1] and "\n" not in messages[-1]
 
 
 @pytest.mark.parametrize(

@@ -145,3 +145,17 @@ def test_a_stopped_job_is_resumable(make_job, tmp_path, head):
     out, err = (job := submitted(faster, head, tmp_path)).communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, out + err
     assert ids_of(config) == sorted(row["id"] for row in rows)
+
+
+@pytest.mark.slow
+def test_rays_own_submit_with_a_working_directory(make_job, tmp_path, head):
+    config = make_job(token_rows(6))
+    (tmp_path / "job.yaml").write_text(config.model_dump_json())
+    ray, root = Path(sys.executable).with_name("ray"), Path(__file__).parents[2]
+    submit = [ray, "job", "submit", "--address", head, "--working-dir", root, "--"]
+    generate = [sys.executable, "jobs/generate.py", "-c", tmp_path / "job.yaml"]
+    done = subprocess.run([*submit, *generate], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0 and len(rows_of(config)) == 6, done.stdout + done.stderr
+    lost = subprocess.run([*submit, *generate, "-o", "runs/lost"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert lost.returncode != 0 and "output.path: 'runs/lost' is relative" in lost.stdout + lost.stderr
+    assert "Traceback" not in lost.stdout

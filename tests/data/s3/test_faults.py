@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from eagle_ray.cli import main
 from eagle_ray.data import s3_objects
 from eagle_ray.data.storage import Location, NoAnswer, StorageError
 from tests.data.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
@@ -90,3 +91,10 @@ def test_a_slow_answer_is_waited_for_while_it_comes(bucket, proxy):
     with (bucket / "a").open() as opened:
         assert opened.read() == DATA
     assert len([request for request in proxy.seen if request.method == "GET"]) == 1
+
+
+def test_a_command_whose_storage_fails_says_so_in_one_line(bucket, proxy, capsys):
+    proxy.fail("HEAD", Refuse(403, "AccessDenied"), 100)
+    assert main(["validate", "-i", f"{bucket}/in", "-o", f"{bucket}/out"]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith(f"eagle-ray: {bucket}/in at {proxy.url}: ") and said.count("\n") == 1

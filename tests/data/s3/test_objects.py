@@ -59,7 +59,20 @@ def test_what_is_not_there_is_said_with_its_place(bucket, s3_server):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["*.jsonl", "**/*.parquet", "*/*.parquet", "sub/*", "**", "s?b/[cd].*", ".*", "_part/*", "x[[]1].jsonl"]
+    "pattern",
+    [
+        "*.jsonl",
+        "**/*.parquet",
+        "*/*.parquet",
+        "sub/*",
+        "**",
+        "s?b/[cd].*",
+        ".*",
+        "_part/*",
+        "x[[]1].jsonl",
+        "sub?c.parquet",
+        "**/e*",
+    ],
 )
 def test_a_bucket_is_globbed_as_a_directory_is(bucket, tmp_path, pattern):
     local, remote = fill(Location.of(tmp_path)), fill(bucket / "in")
