@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.storage import Location, Stamp
+from eagle_ray.data.storage import Location, NotFound, Stamp
 
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
 EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
@@ -51,7 +51,10 @@ def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]
     """Every file the patterns name: patterns in order, each one's files sorted, none twice. Raises ConfigError."""
     found: dict[Location, InputFile] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        root, files = _expand(pattern)
+        try:
+            root, files = _expand(pattern)
+        except NotFound as error:  # the bucket
+            raise ConfigError(f"input.path: {error}") from None
         if not files:
             raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
         for location, stamp in files.items():

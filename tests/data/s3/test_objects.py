@@ -98,6 +98,8 @@ def test_input_is_found_as_locally(bucket, tmp_path):
         find_files(f"{remote}/a.json", "auto")
     with pytest.raises(ConfigError, match=f"there is no directory {remote}/nowhere"):
         find_files(f"{remote}/nowhere/*.jsonl", "auto")
+    with pytest.raises(ConfigError, match=r"input\.path: s3://no-such-bucket/in at .*: there is no such bucket"):
+        find_files("s3://no-such-bucket/in", "auto")
 
 
 def test_the_same_input_makes_the_same_requests_from_a_bucket(bucket, tmp_path):
