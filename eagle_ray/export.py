@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.ledger import Ledger
-from eagle_ray.data.parts import tables
+from eagle_ray.data.parts import columns_of, tables
 from eagle_ray.data.record import DATA, SUCCESS
 from eagle_ray.data.stops import JobStopped
 from eagle_ray.data.storage import Location

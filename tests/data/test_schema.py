@@ -4,7 +4,8 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.schema import REQUEST, VERSION_KEY, output_schema, request_schema, table_of
+from eagle_ray.data.parts import as_stored
+from eagle_ray.data.schema import REQUEST, VERSION_KEY, differing, output_schema, request_schema, table_of
 
 # JOBS.md, "Rows out"; the confidence and calibrated columns are its "confidence calibration counts".
 DOCUMENTED = """\
@@ -51,3 +52,12 @@ def test_good_and_bad_rows_share_the_schema():
 def test_an_unknown_column_is_no_row():
     with pytest.raises(KeyError, match="promt"):
         table_of([{"promt": "Hi"}], REQUEST)
+
+
+def test_columns_that_differ_are_named_and_a_file_has_no_others():
+    wanted = output_schema([pa.field("a", pa.int64()), pa.field("b", pa.timestamp("s"))])
+    there = as_stored(wanted)
+    assert differing(there, as_stored(wanted)) == [] and there != wanted
+    other = as_stored(output_schema([pa.field("a", pa.string()), pa.field("c", pa.bool_())]))
+    words = ["a (was int64, now string)", "b (was timestamp[ms], now absent)", "c (was absent, now bool)"]
+    assert sorted(differing(there, other)) == words

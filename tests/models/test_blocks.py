@@ -129,3 +129,15 @@ def test_any_order_of_use_keeps_the_books(seed):
             if prompt is not None:
                 assert [written[cell] for cell in cells(pool, held, len(prompt))] == prompt
         pool.check_integrity()
+
+
+def test_what_is_forgotten_is_adopted_no_more_but_what_is_held():
+    pool = blocks()
+    for slot, prompt in ((0, list(range(9))), (1, list(range(50, 59)))):
+        pool.reserve(slot, 9)
+        pool.publish(slot, prompt)
+    pool.free(0)
+    pool.forget()
+    pool.check_integrity()
+    assert pool.adopt(2, list(range(9))) == 0
+    assert pool.adopt(0, list(range(50, 59))) == 8

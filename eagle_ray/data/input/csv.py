@@ -67,7 +67,8 @@ def _header(stream: BinaryIO, path: str) -> tuple[list[str], int]:
         raise ConfigError(f"cannot read {path} as csv: its first line is not UTF-8: write the file as UTF-8") from None
     if "" in names and len(names) > 1:
         raise ConfigError(
-            f"{path}: column {names.index('') + 1} has no name: name it in the first line, or leave it out"
+            f"{path}: column {names.index('') + 1} has no name: name it in the first line, or leave it out "
+            "(pandas: index=False)"
         )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"{path} has more than one column {twice[0]!r}: rename or drop all but one of them")

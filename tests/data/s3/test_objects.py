@@ -184,3 +184,16 @@ def test_looking_whether_a_bucket_can_be_written_leaves_nothing(bucket):
     assert bucket.stamps() == {}
     with pytest.raises(NotFound, match="there is no such bucket"):
         Location.of("s3://not-a-bucket/out").check_writable()
+
+
+def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
+    rows = "".join(f'{i},"{"x" * 1000}\n""{i}"""\r\n' for i in range(2000))
+    (bucket / "a.csv").write_whole(f"\ufeffid,prompt\r\n{rows}".encode())
+    [file] = find_files(f"{bucket}/a.csv", "auto")
+    seen = []
+    found = scan(file, ["id"], lambda index, row: seen.append(row["id"]))
+    assert seen == [str(i) for i in range(2000)] and len(found.shards) == 4
+    before = len(proxy.seen)
+    rows = [row for _, row in rows_in(found.shards[-1].cut(2), ["id"])]
+    assert rows[1] == {"id": "1537", "prompt": "x" * 1000 + '\n"1537"'}
+    assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of two million
