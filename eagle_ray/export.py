@@ -20,12 +20,10 @@ from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.ledger import Ledger
-from eagle_ray.data.partitions import types_in
-from eagle_ray.data.parts import has_column, part_files, tables
+from eagle_ray.data.parts import tables
 from eagle_ray.data.record import DATA, SUCCESS
 from eagle_ray.data.stops import JobStopped
 from eagle_ray.data.storage import Location
@@ -69,25 +67,17 @@ def _write(target: str, lines: Iterable[str]) -> None:
 
 def _batch_lines(data: Location, model: dict[str, Any]) -> Iterator[str]:
     spell = _spelling(model)
-    for rows in _requests(data, [name for name in COLUMNS if has_column(data, name)]):
+    there = columns_of(data).names
+    for rows in _requests(data, [name for name in COLUMNS if name in there]):
         yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
 
 
 def _csv_lines(data: Location) -> Iterator[str]:
     """A header, then a record for each row; null is an empty value."""
-    columns = _columns(data)
+    columns = columns_of(data).names
     yield _csv_line(columns)
     for rows in _requests(data, columns):
         yield from (_csv_line(map(_cell, row.values())) for row in rows)
-
-
-def _columns(data: Location) -> list[str]:
-    """Of any file, those that its directories name included: every file of a run has the same."""
-    for file in part_files(data)[:1]:
-        with file.open() as opened:
-            schema = pq.read_schema(opened)
-        return [*schema.names, *(name for name in types_in(schema).names if name not in schema.names)]
-    return []
 
 
 def _csv_line(values: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ from eagle_ray.data.ledger import Ledger, error_ids, without_ids
 from eagle_ray.data.lock import lock_output
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
-from eagle_ray.data.parts import has_column, tables
+from eagle_ray.data.parts import as_stored, columns_of, has_column, tables
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
     PROGRESS,
@@ -40,7 +40,8 @@ from eagle_ray.data.record import (
     output_of,
     read_record,
 )
-from eagle_ray.data.stops import Incomplete, JobStopped, Overtaken, TooManyErrors
+from eagle_ray.data.schema import differing, output_schema
+from eagle_ray.data.stops import Incomplete, JobStopped, OutputMismatch, Overtaken, TooManyErrors
 from eagle_ray.data.storage import Location, parquet_bytes, read_json, write_json
 from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
@@ -141,12 +142,23 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) ->
     log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
     if num_rows == 0:
         return
+    _check_columns(plan, run)
     _check_models(config)
     (run.output / SUMMARY).remove()  # it no longer says what the files hold
     _join_cluster(config)
     from eagle_ray.data.pipeline import generate
 
     generate(config, plan, run, done, num_rows)
+
+
+def _check_columns(plan: InputPlan, run: Run) -> None:
+    """Rows of a new input file stand beside the old ones: they have the same columns, or no reader reads them all."""
+    there = columns_of(run.data)
+    if there.names and (columns := differing(there, as_stored(output_schema(plan.passthrough)))):
+        raise OutputMismatch(
+            f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: choose another "
+            "output.path, or --overwrite"
+        )
 
 
 def _join_cluster(config: JobConfig) -> None:

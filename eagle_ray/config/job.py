@@ -45,6 +45,10 @@ class ColumnsConfig(Section):
 
 
 class InputConfig(Section):
+    """on_bad_row fail: a row that cannot be read keeps the job from starting; what only the target's tokenizer shows,
+    such as a prompt that is too long, stays an error row (execution.max_error_rate 0 stops there).
+    """
+
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
         description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i)"
     )

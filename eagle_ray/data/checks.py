@@ -49,7 +49,7 @@ def checked(config: JobConfig, plan: InputPlan, run: Run, ids: Digests, wanted: 
         return {name: {"asked": number, "rows": 0} for name, number in wanted.items()}
     chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
     rows = _rows(plan, run, np.unique(np.concatenate(list(chosen.values()))))
-    log.info("decoding %d rows without drafts (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
+    log.info("decoding %d rows once more (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
     found = _in_a_worker(config, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
     return {name: {"asked": number} | found[name] for name, number in wanted.items()}
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.data.partitions import types_in, with_columns
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import Location, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
 
@@ -46,10 +46,20 @@ def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
         yield whole.select(columns)
 
 
-def has_column(data: Location, name: str) -> bool:
-    """Whether the files have this column; every file of a run has the same."""
+def columns_of(data: Location) -> pa.Schema:
+    """The columns of the files, those that their directories name at the end; every file of a run has the same."""
     for file in part_files(data)[:1]:
         with file.open() as opened:
             schema = pq.read_schema(opened)
-            return name in schema.names or name in types_in(schema).names
-    return False
+        named = types_in(schema)
+        return pa.schema([*(field for field in schema if field.name not in named.names), *named])
+    return pa.schema([])
+
+
+def as_stored(schema: pa.Schema) -> pa.Schema:
+    """The columns as they come back from a file: Parquet has names of its own for what lists hold, and coarse times."""
+    return pq.read_schema(pa.BufferReader(parquet_bytes(schema.empty_table(), "none")))
+
+
+def has_column(data: Location, name: str) -> bool:
+    return name in columns_of(data).names

@@ -135,6 +135,13 @@ def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
     return pa.schema([*OUTPUT_FIELDS, *_free(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
 
 
+def differing(there: pa.Schema, wanted: pa.Schema) -> list[str]:
+    """Columns that only one of the two has, or that have another type in each, in words."""
+    names = dict.fromkeys([*there.names, *wanted.names])
+    types = {name: [_type_in(schema, name) for schema in (there, wanted)] for name in names}
+    return [f"{name} (was {was}, now {now})" for name, (was, now) in types.items() if was != now]
+
+
 def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:
     """Rows as one table; an absent key is null. Raises KeyError for a key that the schema lacks."""
     known = set(schema.names)
@@ -142,6 +149,10 @@ def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:
         if not known.issuperset(row):
             raise KeyError(f"not columns of the schema: {sorted(set(row) - known)}")
     return pa.Table.from_pylist(rows, schema=schema)
+
+
+def _type_in(schema: pa.Schema, name: str) -> str:
+    return str(schema.field(name).type) if name in schema.names else "absent"
 
 
 def _free(passthrough: Iterable[pa.Field]) -> list[pa.Field]:

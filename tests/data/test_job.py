@@ -207,3 +207,11 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3, 4}
+
+
+def test_an_input_of_other_columns_cannot_go_on_with_the_output(done, tmp_path, messages):
+    (tmp_path / "more.jsonl").write_text('{"id": "new", "prompt_token_ids": [1], "category": 5, "late": "x"}\n')
+    before = ids_of(done)
+    assert run_job(with_changes(done, input={"path": str(tmp_path / "more.jsonl")})) == 6
+    assert "category (was string, now int64), late (was absent, now string)" in messages[-1]
+    assert ids_of(done) == before and run_job(done) == 0

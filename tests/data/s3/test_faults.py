@@ -44,14 +44,15 @@ def test_what_will_not_pass_is_not_tried_again(bucket, proxy):
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_a_server_that_never_answers_is_an_error_in_time(bucket, proxy, method):
+def test_a_server_that_never_answers_is_an_error_in_time(bucket, proxy, method, monkeypatch):
+    monkeypatch.setattr(s3_objects, "WAITS_S", (0.01,))
     (bucket / "a").write_whole(DATA)
     proxy.fail(method, NeverAnswer(), 100)
     act = {"GET": Location.read_bytes, "PUT": lambda file: file.write_whole(b"x")}[method]
     began = time.monotonic()
-    with pytest.raises(NoAnswer, match=f"{bucket}/a at {proxy.url}: no answer in time, {TRIES} times"):
+    with pytest.raises(NoAnswer, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"):
         act(bucket / "a")
-    assert time.monotonic() - began < 60  # four times a second, on a busy machine
+    assert time.monotonic() - began < 60  # twice a second, on a busy machine
 
 
 def test_nobody_there_is_an_error_with_the_endpoint(bucket, proxy, monkeypatch):
@@ -94,7 +95,7 @@ def test_a_slow_answer_is_waited_for_while_it_comes(bucket, proxy):
 
 
 def test_a_command_whose_storage_fails_says_so_in_one_line(bucket, proxy, capsys):
-    proxy.fail("HEAD", Refuse(403, "AccessDenied"), 100)
-    assert main(["validate", "-i", f"{bucket}/in", "-o", f"{bucket}/out"]) == 5
+    proxy.fail("GET", SLOW_DOWN, 100)
+    assert main(["report", f"{bucket}/out"]) == 5
     said = capsys.readouterr().err
-    assert said.startswith(f"eagle-ray: {bucket}/in at {proxy.url}: ") and said.count("\n") == 1
+    assert said.startswith(f"eagle-ray: {bucket}/out/_run.json at {proxy.url}: SlowDown") and said.count("\n") == 1

@@ -6,12 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.config import ConfigError
+from eagle_ray.config import ConfigError, load_config
 from eagle_ray.data import s3_objects
 from eagle_ray.data.input.files import find_files
+from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.input.shards import rows_in, scan
 from eagle_ray.data.overlap import check_apart, check_not_own
-from eagle_ray.data.storage import Location, NotFound, StorageError
+from eagle_ray.data.storage import Location, NotFound, StorageError, parquet_bytes
 
 NAMES = (
     "a.jsonl",
@@ -97,6 +98,19 @@ def test_input_is_found_as_locally(bucket, tmp_path):
         find_files(f"{remote}/a.json", "auto")
     with pytest.raises(ConfigError, match=f"there is no directory {remote}/nowhere"):
         find_files(f"{remote}/nowhere/*.jsonl", "auto")
+
+
+def test_the_same_input_makes_the_same_requests_from_a_bucket(bucket, tmp_path):
+    rows = [{"id": f"q{i}", "prompt": f"x{i}", "lang": "ü" if i % 2 else None} for i in range(700)]
+    for root in (Location.of(tmp_path / "in"), bucket / "in"):
+        (root / "a.jsonl").write_whole("".join(json.dumps(row) + "\n" for row in rows[:600]).encode())
+        (root / "b.csv").write_whole(b"id,prompt,lang\n" + b"".join(b"c%d,hi,\n" % i for i in range(20)))
+        (root / "c.parquet").write_whole(parquet_bytes(pa.Table.from_pylist(rows[600:]), "zstd"))
+    made = []
+    for root in (tmp_path / "in", bucket / "in"):
+        plan = plan_input(load_config(None, env={}, sets=[f"input.path={root}", "output.path=out"]))
+        made.append([{**row, "source_file": row["source_file"].removeprefix(str(root))} for row in requests_of(plan)])
+    assert made[0] == made[1] and len(made[1]) == 720 and made[1][1]["lang"] == "ü"
 
 
 def test_a_bucket_that_holds_the_output_is_no_input(bucket):
