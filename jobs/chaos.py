@@ -32,6 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.ray_environment import LOCAL, prepare
 
 NODES = 3  # with one fake GPU each; the head has none and holds the driver
@@ -358,4 +359,5 @@ def raylet_of(node: object) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with interruptible():  # whatever ends it, the cluster that it started ends too
+        sys.exit(main())

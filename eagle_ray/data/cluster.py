@@ -24,6 +24,7 @@ import ray
 
 from eagle_ray.config import ExecutionConfig
 from eagle_ray.config.job import ActorRange
+from eagle_ray.data.interrupts import check_not_interrupted
 from eagle_ray.data.ray_environment import LOCAL, RAY_JOB
 from eagle_ray.data.stops import ClusterError
 
@@ -53,6 +54,7 @@ def connect(address: str) -> None:
 
     A session that is open already is used as it is. Raises ClusterError where no cluster answers.
     """
+    check_not_interrupted()
     if ray.is_initialized():
         return
     _check_answers(address)
@@ -66,6 +68,7 @@ def connect(address: str) -> None:
             f"no Ray cluster at {address!r} (execution.ray_address): {error}; "
             "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
         ) from error
+    check_not_interrupted()
 
 
 def _check_answers(address: str) -> None:
@@ -88,15 +91,18 @@ def _check_answers(address: str) -> None:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, to end the process there and then; the job has words to say before it ends."""
-    handler = signal.getsignal(signal.SIGTERM)
+    """Ray takes SIGTERM for itself, twice, to end the process there and then; the job has words to say before it ends.
+
+    In Python it asks a function of its own, which does nothing meanwhile; its core takes it from the system.
+    """
+    setter = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
     try:
         yield
-    except SystemExit:  # Ray's own handler met the signal
-        raise KeyboardInterrupt from None
     finally:
+        ray._private.utils.set_sigterm_handler = setter
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # what Python believes is so again
 
 
 @contextmanager

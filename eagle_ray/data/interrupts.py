@@ -52,6 +52,17 @@ def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident, FROM_WITHIN if is_expected else signal.SIGINT)
 
 
+def is_interrupted() -> bool:
+    """Whether one has come from outside. Libraries lose exceptions: whoever has time to ask raises it again."""
+    return signal.getsignal(signal.SIGINT) is _unheard
+
+
+def check_not_interrupted() -> None:
+    """In the main thread, after imports and whatever else may have lost a KeyboardInterrupt: raise it again."""
+    if is_interrupted():
+        raise KeyboardInterrupt
+
+
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     for other in FROM_OUTSIDE:
         signal.signal(other, _unheard)

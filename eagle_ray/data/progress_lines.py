@@ -21,7 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.data.display import Facts, display
-from eagle_ray.data.interrupts import interrupt
+from eagle_ray.data.interrupts import interrupt, is_interrupted
 from eagle_ray.data.progress import Progress
 from eagle_ray.data.record import PROGRESS, Run
 from eagle_ray.data.stops import ClusterError, TooManyErrors
@@ -84,6 +84,8 @@ class ProgressLines:
         next_file = self._started
         with display(self._every_s) as shown:
             while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):
+                if is_interrupted():  # and still at work: the exception was lost on its way
+                    interrupt()
                 if (progress := self._look()) is None:
                     continue
                 if is_due := time.monotonic() >= next_file:

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from eagle_ray.data.interrupts import interrupt, interruptible
+from eagle_ray.data.interrupts import check_not_interrupted, interrupt, interruptible
 from tests.conftest import token_rows
 
 COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run"]
@@ -69,6 +70,20 @@ def test_a_thread_may_interrupt_the_main_one_and_leaves_the_handlers_as_they_wer
         threading.Timer(0.05, interrupt).start()
         time.sleep(5)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_an_interrupt_that_a_library_lost_is_raised_again():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+            check_not_interrupted()
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    check_not_interrupted()
 
 
 def test_an_ignored_sigint_stays_ignored():
