@@ -67,6 +67,7 @@ def _file_lock(output: Location) -> Iterator[None]:
 @contextmanager
 def _lease(output: Location) -> Iterator[None]:
     with naming_output(output):
+        output.check_writable()  # a server that ignores conditions has no lease to give
         lease = Lease(output)
         lease.take()
     with lease:

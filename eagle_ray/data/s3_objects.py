@@ -32,12 +32,19 @@ from eagle_ray.data.storage_errors import ConditionFailed, NoAnswer, NotAllowed,
 
 SCHEME = "s3://"
 CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
-SLOWEST = 256 << 10  # bytes per second, below which a transfer is given up
+SLOWEST = 32 << 10  # bytes per second, below which a transfer is given up
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between the tries, of which there is one more
 MAY_PASS = {"InternalError", "SlowDown", "RequestTimeout", "Throttling", "ServiceUnavailable", "OperationAborted"}
 LATE = (boto.ReadTimeoutError, boto.ConnectTimeoutError, asyncio.TimeoutError, TimeoutError)
-BROKEN = (*LATE, boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, aiohttp.ClientError)
-BROKEN = (*BROKEN, ConnectionError, ResponseParserError)
+BROKEN = (
+    *LATE,
+    boto.HTTPClientError,
+    boto.ConnectionError,
+    boto.IncompleteReadError,
+    aiohttp.ClientError,
+    ConnectionError,
+    ResponseParserError,
+)
 FAILURES = (*BROKEN, boto.ClientError, boto.BotoCoreError)
 PAGE = 1000  # names in one answer to a listing
 SMALL = 1 << 20  # an object of this size is read at once
@@ -128,11 +135,16 @@ def remove_temporary(directory: str) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Raises OSError where nothing can be written and read back. Leaves nothing behind."""
+    """Raises OSError where nothing can be written, or what is there is not left by a create. Leaves nothing behind."""
     probe = f"{directory}/.probe-{uuid4().hex[:12]}"
-    write_whole(probe, b"probe", None)
-    read_stamped(probe)
+    create(probe, b"first", None)
+    kept = create(probe, b"second", None) is None and read_stamped(probe)[0] == b"first"
     remove(probe, missing_ok=True)
+    if not kept:
+        raise StorageError(
+            f"{directory} at {_endpoint() or 'the default endpoint'}: the server ignores If-None-Match, so that two "
+            "drivers could write at once: choose one with conditional writes"
+        )
 
 
 class RangeFile(io.RawIOBase):

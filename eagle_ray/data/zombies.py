@@ -27,7 +27,7 @@ from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.record import Run, read_record
 
 log = logging.getLogger("eagle_ray")
-LONGEST_PUT_S = 30.0  # one try of one PUT: a few megabytes at the slowest pace that is let pass
+LONGEST_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
 
 
 def remove_strays(run: Run) -> None:

@@ -45,6 +45,14 @@ class LoseTheAnswer:
         handler.drop()
 
 
+class IgnoreConditions:
+    """As servers do that do not know them."""
+
+    def __call__(self, handler: Handler, body: bytes) -> None:
+        del handler.headers["If-None-Match"]
+        handler.answer(*handler.forward(body))
+
+
 class BreakOff:
     """Half of the body reaches the server, then both connections are gone."""
 

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
+from eagle_ray.config import ConfigError
 from eagle_ray.data import lock
 from eagle_ray.data.lock import LOCK, Lease, lock_output
 from eagle_ray.data.stops import OutputBusy, Overtaken
-from tests.data.s3.proxy import Refuse
+from tests.data.s3.proxy import IgnoreConditions, Refuse
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +82,14 @@ def test_a_driver_that_cannot_renew_its_lease_stops_before_it_is_stale(bucket, p
         proxy.fail("GET", Refuse(503, "SlowDown"), 10_000)
         time.sleep(30)
     assert time.monotonic() - began < 15
+
+
+def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
+    proxy.fail("PUT", IgnoreConditions(), 100)
+    says = f"{bucket} at {proxy.url}: the server ignores If-None-Match"
+    with pytest.raises(ConfigError, match=says), lock_output(bucket):
+        pass
+    assert bucket.stamps() == {}
 
 
 def test_a_few_failed_beats_are_survived(bucket, proxy):
