@@ -19,11 +19,12 @@ from eagle_ray.errors import RequestError
 
 async def answered(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:
     """What `answer` returns for the sequence. Raises RequestError("timeout") timeout_s seconds after its admission."""
+    if timeout_s is None:
+        return await answer
     task = asyncio.ensure_future(answer)
     try:
         while not task.done():
-            left = None if timeout_s is None else _seconds_left(sequence, timeout_s)
-            if left is not None and left <= 0:
+            if (left := _seconds_left(sequence, timeout_s)) <= 0:
                 raise _timeout(sequence, timeout_s)
             await asyncio.wait([task], timeout=left)
         return task.result()

@@ -287,3 +287,32 @@ def test_a_parquet_file_with_damaged_pages_is_named(tmp_path):
     path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
     with pytest.raises(ConfigError, match=r"cannot read .*a\.parquet as parquet"):
         ids(plan(path))
+
+
+def test_a_parquet_file_of_no_bytes_is_named_with_the_fix(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    (tmp_path / "b.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"cannot read .*b\.parquet as parquet \(.*\): delete it"):
+        plan(tmp_path)
+
+
+def test_a_parquet_file_of_another_schema_among_good_ones_is_error_rows(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [{"id": "a", "prompt": "x", "tag": 1}])
+    write_parquet(tmp_path / "b.parquet", [{"question": "x", "tag": "u"}])
+    write_parquet(tmp_path / "c.parquet", [{"id": 7, "prompt": 5, "tag": 1.5}])
+    write_parquet(tmp_path / "d.parquet", [{"id": {"x": 1}, "prompt": "p", "tag": [1]}])
+    rows = list(requests_of(plan(tmp_path)))
+    assert [row["request_id"] for row in rows] == ["a", "b.parquet:0", "7", "d.parquet:0"]
+    assert [row["error_code"] for row in rows] == [None, "prompt_missing", "bad_type", "bad_type"]
+    assert [row["tag"] for row in rows] == ["1", '"u"', "1.5", "[1]"]
+    assert rows[2]["error_message"].startswith(f"{tmp_path}/c.parquet, row 0: column 'prompt' must be a text, got 5")
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": ""}, {"messages": ""}, {"messages": []}, {"prompt_token_ids": []}])
+def test_a_prompt_of_nothing_is_an_error_row(tmp_path, prompt):
+    assert errors(plan(write_jsonl(tmp_path / "a.jsonl", [prompt]))) == ["prompt_empty"]
+
+
+def test_what_is_wrong_is_said_shortly(tmp_path):
+    [row] = requests_of(plan(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "temperature": "hot" * 10_000}])))
+    assert row["error_code"] == "bad_sampling" and len(row["error_message"]) < 200 + len(str(tmp_path))
