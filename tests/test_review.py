@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray import cli
+from eagle_ray.data import s3_objects
 from eagle_ray.data.record import open_run
 from eagle_ray.data.schema import output_schema, table_of
 from tests.conftest import small_job
@@ -106,6 +107,7 @@ def test_a_run_beside_itself_is_the_same(run, capsys):
 
 @pytest.mark.parametrize("command", [["report", "s3://b/x"], ["compare", "s3://b/x", "s3://b/y"]])
 def test_storage_that_does_not_answer_is_exit_5_and_one_line(monkeypatch, capsys, command):
+    monkeypatch.setattr(s3_objects, "WAITS_S", (0.01,))
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
     for name, value in {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
