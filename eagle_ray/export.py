@@ -24,9 +24,9 @@ import pyarrow as pa
 from eagle_ray.config import ConfigError
 from eagle_ray.data.ledger import Ledger
 from eagle_ray.data.parts import columns_of, tables
-from eagle_ray.data.record import DATA, SUCCESS
+from eagle_ray.data.record import DATA, SUCCESS, SUMMARY
 from eagle_ray.data.stops import JobStopped
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import Location, object_in
 from eagle_ray.report.openai_batch import COLUMNS, Spell, line_of
 from eagle_ray.review import record_of
 
@@ -42,7 +42,7 @@ def export(run: Location, to: str, target: str | None, partial: bool) -> str:
     record, data = record_of(run), run / DATA
     if not partial and not (run / SUCCESS).exists():
         raise ConfigError(f"{run} is not finished: run the job to its end, or export what is there with --partial")
-    _check_readable(data)
+    _check_whole(run, 0 if partial else (object_in(run / SUMMARY) or {}).get("total", {}).get("rows", 0))
     lines = _batch_lines(data, record["config"]["model"]) if to == "openai-batch" else _csv_lines(data)
     if target is None:
         sys.stdout.buffer.writelines(line.encode() for line in lines)
@@ -51,11 +51,14 @@ def export(run: Location, to: str, target: str | None, partial: bool) -> str:
     return f"rows of {run} in {target}"
 
 
-def _check_readable(data: Location) -> None:
+def _check_whole(run: Location, num_rows: int) -> None:
+    """Raises ConfigError where a file cannot be read, or where there are fewer rows than the run's own count."""
     try:
-        Ledger.read(data)
+        there = int(Ledger.read(run / DATA).rows.sum())
     except JobStopped as error:
         raise ConfigError(str(error)) from None
+    if there < num_rows:
+        raise ConfigError(f"{run} holds {there} rows of {num_rows}: start its command again, which makes the others")
 
 
 def _write(target: str, lines: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ from eagle_ray.data.record import (
 )
 from eagle_ray.data.schema import differing, output_schema
 from eagle_ray.data.stops import Incomplete, JobStopped, OutputMismatch, Overtaken, TooManyErrors
-from eagle_ray.data.storage import Location, parquet_bytes, read_json, write_json
+from eagle_ray.data.storage import Location, object_in, parquet_bytes, write_json
 from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
@@ -190,7 +190,7 @@ def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
 
 def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> dict[str, Any]:
     """What CHECKS ask for. A summary is removed before rows are made: one that is there has them for these rows."""
-    there = _json_there(run.output / SUMMARY) or {}
+    there = object_in(run.output / SUMMARY) or {}
     kept = {name: there[name] for name in CHECKS if name in there}
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
     if all(name in kept and kept[name]["asked"] == number for name, number in wanted.items()):
@@ -210,16 +210,8 @@ def sum_up(run: Run) -> dict[str, Any]:
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
     read = partial(tables, run.data)
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
-    last_work = {"last_work": _json_there(run.output / PROGRESS)}
+    last_work = {"last_work": object_in(run.output / PROGRESS)}
     return facts | summary_json(summarise(read, by), by) | over_time | last_work
-
-
-def _json_there(file: Location) -> dict[str, Any] | None:
-    """What one of our own files says; a damaged one says nothing and stops nothing."""
-    try:
-        return read_json(file)
-    except ValueError:
-        return None
 
 
 def _check_error_rate(counts: dict[str, Any], most: float) -> None:

@@ -16,7 +16,7 @@ from eagle_ray.config import ConfigError
 from eagle_ray.data.parts import has_column, tables
 from eagle_ray.data.record import DATA, REPORT, RUN, SUCCESS, SUMMARY, Run, read_record
 from eagle_ray.data.stops import OutputDamaged
-from eagle_ray.data.storage import Location, read_json
+from eagle_ray.data.storage import Location, object_in
 from eagle_ray.job import GROUP_BY, sum_up, write_report
 from eagle_ray.report.side_by_side import side_by_side
 from eagle_ray.report.table import run_table, side_by_side_table
@@ -55,8 +55,8 @@ def comparison_json(run_a: Location, run_b: Location) -> str:
 def compared(run_a: Location, run_b: Location) -> dict[str, Any]:
     """Raises ConfigError where either is no run, or stored no token ids."""
     records = [record_of(run) for run in (run_a, run_b)]
-    by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
     try:
+        by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
         numbers = side_by_side(partial(tables, run_a / DATA), partial(tables, run_b / DATA), by).as_json()
     except ValueError as error:
         raise ConfigError(f"{run_a}, {run_b}: {error}") from error
@@ -64,11 +64,14 @@ def compared(run_a: Location, run_b: Location) -> dict[str, Any]:
 
 
 def numbers_of(output: Location) -> dict[str, Any]:
-    """``_summary.json`` of a run that has ended well; of any other the same, added up now."""
+    """``_summary.json`` of a run that has ended well; of any other the same, added up now. Raises ConfigError."""
     record = record_of(output)
-    if (output / SUCCESS).exists() and (summary := read_json(output / SUMMARY)):
+    if (output / SUCCESS).exists() and (summary := object_in(output / SUMMARY)):
         return summary
-    return sum_up(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
+    try:
+        return sum_up(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
+    except ValueError as error:  # Arrow's, of a damaged file
+        raise ConfigError(f"{output}: {error}: start the run's command again, which names the file") from error
 
 
 def record_of(output: Location) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def throughput(args: argparse.Namespace, directory: Path) -> None:
-    rows = prompt_rows(per_category=-(-args.rows // 6), seed=7)[: args.rows]
+    rows = list(prompt_rows(per_category=-(-args.rows // 6), seed=7))[: args.rows]
     write_rows(directory / "in.jsonl", [{"id": f"r{i}", "messages": row["messages"]} for i, row in enumerate(rows)])
     settings = {
         "input.path": str(directory / "in.jsonl"),

@@ -128,3 +128,30 @@ def test_looking_back_needs_neither_ray_nor_torch(run):
     code = f"{look}; print('ray' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "3"])
+def test_a_damaged_summary_is_added_up_anew(run, capsys, damage):
+    for name in ("_summary.json", "_progress.json"):
+        (run / name).write_text(damage)
+    (run / "_SUCCESS").touch()
+    assert cli.main(["report", str(run), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["total"]["rows"] == 3 and numbers["last_work"] is None
+
+
+@pytest.mark.parametrize("command", [["report", "RUN"], ["compare", "RUN", "RUN"], ["export", "RUN", "--to", "csv"]])
+def test_a_damaged_part_is_exit_2_and_one_line(run, capsys, command):
+    (run / "_SUCCESS").touch()
+    (run / "data" / "part-001-000000.parquet").write_bytes(b"PAR1")
+    assert cli.main([word.replace("RUN", str(run)) for word in command]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("eagle-ray: ") and error.count("\n") == 1
+
+
+def test_a_run_that_lost_a_part_is_not_exported_as_if_whole(run, capsys):
+    (run / "_SUCCESS").touch()
+    (run / "_summary.json").write_text(json.dumps({"total": {"rows": 5}}))
+    assert cli.main(["export", str(run), "--to", "csv"]) == 2
+    assert "3 rows of 5" in capsys.readouterr().err
+    assert cli.main(["export", str(run), "--to", "csv", "--partial"]) == 0

@@ -24,8 +24,10 @@ import pyarrow.compute as pc
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.carried import JSON
 from eagle_ray.data.schema import OUTPUT_FIELDS
+from eagle_ray.data.stops import ClusterError
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
+LONGEST_NAME = 255  # bytes; names are percent-encoded, so as many characters
 TYPES_KEY = b"eagle_ray.partition_types"
 # Of the job's own columns, those that are the same for all samples of a row and tell rows apart usefully.
 OWN = (
@@ -71,7 +73,7 @@ class Partitions:
 
     def _directories(self, table: pa.Table) -> pa.Array:
         columns = [(quote(name, safe=""), table[name].cast(pa.string()).to_pylist()) for name in self.columns]
-        parts = [[f"{name}={_encoded(value)}" for value in values] for name, values in columns]
+        parts = [[_directory(name, value) for value in values] for name, values in columns]
         return pa.array(["/".join(row) for row in zip(*parts, strict=True)], pa.string())
 
 
@@ -99,6 +101,17 @@ def with_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.Table:
 def _noting_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
     types = pa.schema([schema.field(name) for name in columns]).serialize().to_pybytes()
     return kept.replace_schema_metadata((schema.metadata or {}) | {TYPES_KEY: types})
+
+
+def _directory(name: str, value: str | None) -> str:
+    """Raises ClusterError where no file system has a name of this length."""
+    directory = f"{name}={_encoded(value)}"
+    if len(directory) > LONGEST_NAME:
+        raise ClusterError(
+            f"output.partition_by: a value of column {unquote(name)!r} is too long for a directory's name "
+            f"({value[:40]!r}..., {len(value)} characters): leave the column out, with another output.path"
+        )
+    return directory
 
 
 def _encoded(value: str | None) -> str:

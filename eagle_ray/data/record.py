@@ -207,7 +207,8 @@ def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig, fi
         changes = "".join(f"\n  {key}: was {_at(old['config'], key)!r}, now {_at(new, key)!r}" for key in keys)
         raise OutputMismatch(f"{output} belongs to another configuration: {remedy}{changes}")
     if changed := [path for path, stamp in files.items() if old["inputs"].get(path, stamp) != stamp]:
-        raise OutputMismatch(f"{output} was made from other contents of {', '.join(changed)}: {remedy}")
+        names = ", ".join(changed)
+        raise OutputMismatch(f"{names} changed (its size or time) since {output} was made from it: {remedy}")
 
 
 def _check_no_foreign_data(output: Location) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from eagle_ray.config import ConfigError
 from eagle_ray.data.display import Facts, words_of
 from eagle_ray.data.record import PROGRESS, RUN, SUCCESS, SUMMARY, read_record
-from eagle_ray.data.storage import Location, read_json
+from eagle_ray.data.storage import Location, object_in
 
 INTERRUPTED = "KeyboardInterrupt"
 SILENT_AFTER = 6  # times logging.progress_every_s
@@ -52,7 +52,7 @@ def status_of(output: Location, now: datetime | None = None) -> Status:
     if record is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
     last = record["attempts"][-1]
-    progress = _read(output, PROGRESS)
+    progress = object_in(output / PROGRESS)
     if progress and (progress.get("run_id"), progress.get("attempt")) != (record["run_id"], last["attempt"]):
         progress = None  # an earlier attempt's
     word = (progress or {}).get("written_at") or last["started_at"]
@@ -69,7 +69,7 @@ def status_of(output: Location, now: datetime | None = None) -> Status:
         outcome=last.get("outcome"),
         quiet_s=max(0.0, quiet_s),
         progress=progress,
-        total=(_read(output, SUMMARY) or {}).get("total") if is_done else None,
+        total=(object_in(output / SUMMARY) or {}).get("total") if is_done else None,
     )
 
 
@@ -106,11 +106,3 @@ def _counted(total: dict[str, Any] | None) -> str:
     if total is None:
         return ""
     return f"\n{total['rows']:,} rows, {total['errors']:,} errors, {total['output_tokens']:,} tokens"
-
-
-def _read(output: Location, name: str) -> dict[str, Any] | None:
-    """A file that is not there, or is damaged, says nothing."""
-    try:
-        return read_json(output / name)
-    except ValueError:
-        return None

@@ -33,6 +33,7 @@ __all__ = [
     "Stamp",
     "StorageError",
     "json_bytes",
+    "object_in",
     "parquet_bytes",
     "read_json",
     "write_json",
@@ -185,3 +186,12 @@ def read_json(file: Location) -> Any | None:
         return json.loads(file.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def object_in(file: Location) -> dict[str, Any] | None:
+    """The JSON object in one of our own files; one that is missing, damaged or something else says nothing."""
+    try:
+        value = read_json(file)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
