@@ -18,8 +18,7 @@ from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, own_files
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
-from eagle_ray.data.parts import part_files
-from eagle_ray.data.record import DATA, RUN, naming_output, output_of, read_record
+from eagle_ray.data.record import DATA, check_no_foreign_data, naming_output, output_of, read_record
 from eagle_ray.data.samples import message_of, sequences_of
 from eagle_ray.data.stops import JobStopped
 from eagle_ray.data.storage import Location
@@ -122,6 +121,5 @@ def _found_there(output: Location, config: JobConfig) -> str:
 
 
 def _new_there(output: Location, config: JobConfig) -> str:
-    if foreign := part_files(output / DATA):
-        raise ConfigError(f"output.path: {foreign[0]} is there but no {output / RUN}: choose another output.path")
+    check_no_foreign_data(output)
     return f"a run would start it as configuration {config_hash(config)}"

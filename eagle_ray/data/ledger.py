@@ -73,9 +73,8 @@ def without_ids(file: Location, ids: Digests) -> pa.Table:
 
 
 def error_ids(file: Location) -> Digests:
-    """Ids whose rows in this file are errors, sorted."""
-    with file.open() as opened:
-        table = pq.read_table(opened, columns=["request_id", "status"], partitioning=None)
+    """Ids whose rows in this file are errors, sorted. Raises what Ledger.read raises."""
+    table = _columns_in(file, ["request_id", "status"])
     return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
 
 
@@ -103,8 +102,20 @@ def _is_own(file: Location) -> bool:
 
 def _rows_by_id(file: Location) -> tuple[Digests, np.ndarray]:
     """Each id once, and how many rows it has."""
+    counts = pc.value_counts(_columns_in(file, ["request_id"])["request_id"])
+    return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy(zero_copy_only=False)
+
+
+def _columns_in(file: Location, columns: list[str]) -> pa.Table:
+    """These columns of one file. Raises OutputMismatch, and OutputDamaged where it cannot be read."""
     try:
-        ids = _ids_in(file)
+        with file.open() as opened, pq.ParquetFile(opened) as parquet:
+            version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
+            if version != SCHEMA_VERSION:
+                raise OutputMismatch(
+                    f"{file} has schema version {version}, not {SCHEMA_VERSION}: choose another output.path"
+                )
+            return parquet.read(columns=columns)
     except StorageError:  # the storage is at fault, not the file
         raise
     except (pa.ArrowException, OSError) as error:
@@ -112,15 +123,3 @@ def _rows_by_id(file: Location) -> tuple[Digests, np.ndarray]:
         raise OutputDamaged(
             f"{file} is damaged ({reason}): delete it and its rows are made again, or start anew with --overwrite"
         ) from error
-    counts = pc.value_counts(ids)
-    return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy(zero_copy_only=False)
-
-
-def _ids_in(file: Location) -> pa.ChunkedArray:
-    with file.open() as opened, pq.ParquetFile(opened) as parquet:
-        version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
-        if version != SCHEMA_VERSION:
-            raise OutputMismatch(
-                f"{file} has schema version {version}, not {SCHEMA_VERSION}: choose another output.path"
-            )
-        return parquet.read(columns=["request_id"])["request_id"]

@@ -108,7 +108,7 @@ def _open_run(output: Location, config: JobConfig, input_files: Iterable[InputFi
         return _begin_attempt(_replacing_record(output, config), before, config, files)
     old = read_record(output)
     if old is None:
-        _check_no_foreign_data(output)
+        check_no_foreign_data(output)
         record = _new_record(config, attempt=0)
     elif config.output.if_exists == "fail":
         raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'")
@@ -194,7 +194,10 @@ def _write_record(output: Location, record: dict[str, Any], before: int | str | 
 
 
 def _version_of(file: Location) -> int | str | None:
-    return file.stat().version if file.exists() else None
+    try:
+        return file.stat().version
+    except FileNotFoundError:
+        return None
 
 
 def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> None:
@@ -211,7 +214,7 @@ def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig, fi
         raise OutputMismatch(f"{names} changed (its size or time) since {output} was made from it: {remedy}")
 
 
-def _check_no_foreign_data(output: Location) -> None:
+def check_no_foreign_data(output: Location) -> None:
     """Parquet files that no record explains are somebody's: neither read as ours nor mixed with ours."""
     if foreign := part_files(output / DATA):
         raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")

@@ -81,14 +81,20 @@ def test_what_the_last_look_raises_leaves_everything_as_it_was(here):
     assert here.names() == ["a.json"] and (here / "a.json").read_bytes() == b"old"
 
 
-def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(here):
-    file = here / "deep" / "a"
+def check_creates_and_replaces(directory: Location) -> Location:
+    """The law of both halves; returns the file, which holds b"second"."""
+    file = directory / "deep" / "a"
     first = file.create(b"first")
     assert first == file.stat() and file.create(b"second") is None and file.read_bytes() == b"first"
     second = file.replace(b"second", first.version)
     assert second == file.stat() and file.replace(b"third", first.version) is None
-    assert file.read_bytes() == b"second" and (here / "none").replace(b"x", second.version) is None
-    assert file.parent.names() == ["a"]
+    assert file.read_bytes() == b"second" and file.read_stamped() == (b"second", second)
+    assert (directory / "none").replace(b"x", second.version) is None
+    return file
+
+
+def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(here):
+    assert check_creates_and_replaces(here).parent.names() == ["a"]
 
 
 def test_globs_and_listings_are_sorted_and_hold_files_only(here):

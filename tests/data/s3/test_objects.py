@@ -13,6 +13,7 @@ from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.input.shards import rows_in, scan
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.storage import Location, NotFound, StorageError, parquet_bytes
+from tests.data.test_storage import check_creates_and_replaces
 
 NAMES = (
     "a.jsonl",
@@ -33,12 +34,7 @@ def fill(directory: Location) -> Location:
 
 
 def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(bucket):
-    file = bucket / "deep" / "a"
-    first = file.create(b"first")
-    assert first == file.stat() and file.create(b"second") is None and file.read_bytes() == b"first"
-    second = file.replace(b"second", first.version)
-    assert second == file.stat() and file.replace(b"third", first.version) is None
-    assert file.read_stamped() == (b"second", second) and (bucket / "none").replace(b"x", second.version) is None
+    file = check_creates_and_replaces(bucket)
     assert file.write_whole(b"third").size == 5 and file.read_bytes() == b"third"
 
 
