@@ -11,6 +11,7 @@ Tables on stdout. The job runs as a user runs it, in a process of its own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from eagle_ray.pair import build_pair
 from eagle_ray.training.prompts import prompt_rows
 
 LOOK_EVERY_S = 0.5
+PER_CATEGORY = 32  # different prompts, used again and again: some categories have not many more
 TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 KINDS = {  # by the title that Ray gives a process
     "engine actor": re.compile(r"ray::.*EngineActor"),
@@ -51,7 +53,8 @@ def main() -> None:
 
 
 def throughput(args: argparse.Namespace, directory: Path) -> None:
-    rows = list(prompt_rows(per_category=-(-args.rows // 6), seed=7))[: args.rows]
+    prompts = itertools.cycle(prompt_rows(per_category=PER_CATEGORY, seed=7))
+    rows = itertools.islice(prompts, args.rows)
     write_rows(directory / "in.jsonl", [{"id": f"r{i}", "messages": row["messages"]} for i, row in enumerate(rows)])
     settings = {
         "input.path": str(directory / "in.jsonl"),

@@ -25,7 +25,7 @@ def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     Every device is filled to about the same share of its room. Raises EngineError where they do not fit.
     """
     total, places, used = sum(sizes), [], [0] * len(room)
-    device, share = 0, sum(sizes) / max(1, sum(room))
+    device, share = 0, total / max(1, sum(room))
     for i, size in enumerate(sizes):
         while device < len(room) - 1 and _is_full(used[device], size, share * room[device], room[device]):
             device += 1
