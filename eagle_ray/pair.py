@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
+from eagle_ray.config.methods import needs
+from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.cost_cache import cached_costs
 from eagle_ray.engine.engine import Engine
@@ -30,13 +31,11 @@ from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
-from eagle_ray.models.checkpoint import EAGLE3_KEYS, load_head
-from eagle_ray.models.heads import EagleHead
+from eagle_ray.methods import feature_layers, load_weights, make_drafter
+from eagle_ray.models.checkpoint import EAGLE3_KEYS
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.target import Target, load_config, load_target
-from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.text import Text
 
 ASSETS = Path(__file__).parent / "assets"
@@ -86,14 +85,14 @@ def build_pair(
         tokens = kv_tokens or slots * limits_of(model).max_model_len
         _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
     pack_linears(causal_lm)
-    head = None if speculative.method == "none" else _load_head(model, causal_lm)
-    engine = build_engine(causal_lm, head, speculative, slots, limits_of(model).max_model_len, kv_tokens)
-    return Pair(engine, Text.load(path, model.chat_template), model.target, None if head is None else model.draft)
+    weights = None if needs(speculative.method) is None else _load_weights(model, speculative, causal_lm)
+    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
+    return Pair(engine, Text.load(path, model.chat_template), model.target, None if weights is None else model.draft)
 
 
 def build_engine(
     causal_lm: nn.Module,
-    head: EagleHead | None,
+    weights: nn.Module | None,
     speculative: SpeculativeConfig,
     slots: int,
     max_model_len: int,
@@ -101,18 +100,18 @@ def build_engine(
 ) -> Engine:
     """An engine over models in memory, with caches of its own: several engines may share the weights.
 
-    head: None is plain decoding, whatever `speculative` says. kv_tokens: None lets every slot be full. Raises
-    ConfigError where they are too few for one sequence's tree.
+    weights: what the method reads from model.draft, None where it reads nothing. kv_tokens: None lets every slot be
+    full. Raises ConfigError where they are too few for one sequence's tree.
     """
-    vocab_size = causal_lm.config.get_text_config(decoder=True).vocab_size
-    columns = 1 if head is None else _tree_columns(speculative, vocab_size)
+    config = causal_lm.config.get_text_config(decoder=True)
+    plain = speculative.method == "none"
+    columns = 1 if plain else _tree_columns(speculative, config.vocab_size)
     _check_kv_tokens(kv_tokens, columns)
-    target = Target(causal_lm, slots, max_model_len + columns, kv_tokens)
-    if head is None:
+    layers = feature_layers(weights, config.num_hidden_layers)
+    target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
+    if plain:
         return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
-    calibration = Calibration(speculative.max_depth, target.device)
-    coupling = Coupling(speculative.max_depth, target.device) if speculative.coupled else None
-    drafter = EagleDrafter(head, target, calibration=calibration, coupling=coupling)
+    drafter = make_drafter(speculative, target, weights)
     planner = UniformPlanner(*_tree_of(speculative))
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
     if speculative.budget == "global":
@@ -142,7 +141,7 @@ def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     Raises ConfigError naming model.target, model.draft or model.max_model_len.
     """
     limits_of(model)
-    if speculative.method == "none":
+    if needs(speculative.method) is None:
         return
     path, target = _draft_path(model), _target_config(model)
     head = _head_config(path)
@@ -215,11 +214,11 @@ def _tensor_names(path: Path) -> Iterable[str]:
         raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
 
 
-def _load_head(model: ModelConfig, causal_lm: nn.Module) -> EagleHead:
-    config = causal_lm.config.get_text_config(decoder=True)
-    head = load_head(_draft_path(model), config.hidden_size, config.vocab_size).to(causal_lm.device, causal_lm.dtype)
-    pack_linears(head)
-    return head
+def _load_weights(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+    weights = load_weights(speculative, _draft_path(model), causal_lm.config.get_text_config(decoder=True))
+    weights.to(causal_lm.device, causal_lm.dtype)
+    pack_linears(weights)
+    return weights
 
 
 def _spread(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
@@ -260,7 +259,8 @@ def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, obje
     target = engine.target
     return {
         "target": target.model.config.to_dict(),
-        "head": engine.drafter.head.config.to_dict(),
+        "method": speculative.method,
+        "draft": engine.drafter.shape,
         "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor(),
         "threads": torch.get_num_threads(),

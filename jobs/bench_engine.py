@@ -107,7 +107,7 @@ class Models:
         return cls(causal_lm, head, meter, prompts, tuning)
 
     def engine(self, way: SpeculativeConfig, slots: int) -> Engine:
-        return build_engine(self.causal_lm, None if way.method == "none" else self.head, way, slots, MAX_MODEL_LEN)
+        return build_engine(self.causal_lm, self.head, way, slots, MAX_MODEL_LEN)
 
 
 def shuffled_prompts(text: Text, seed: int) -> list[list[int]]:

@@ -138,7 +138,7 @@ def test_a_missing_file_is_named():
 
 @pytest.mark.parametrize(
     "setting",
-    ["speculative.method=eagle3", "input.path=gs://b/k", "output.path=gs://b/k", "logging.format=json"],
+    ["input.path=gs://b/k", "output.path=gs://b/k", "logging.format=json"],
 )  # fmt: skip
 def test_what_is_not_built_yet_is_refused_by_name(setting):
     message = refusal(setting)
@@ -162,7 +162,7 @@ def test_more_levels_than_nodes_and_more_nodes_than_candidates_are_legal():
 def test_the_embedded_head_goes_with_the_embedded_target_only():
     assert load().model.draft == "embedded:tiny"
     assert load("model.target=org/model", "speculative.method=none").model.draft is None
-    assert "model.draft: missing; method eagle2 needs a draft head for org/model" in refusal("model.target=org/model")
+    assert "model.draft: missing; method eagle2 needs an EAGLE head for org/model" in refusal("model.target=org/model")
 
 
 @pytest.mark.parametrize("text", ["2024-99-99", "0x_", "!!bool maybe"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.drafting.drafter import Draft
+from eagle_ray.drafting.drafter import Draft, Verified
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.drafting.ranking import Ranking
@@ -89,7 +89,7 @@ class TableDrafter(NoDrafter):
     def __post_init__(self) -> None:
         self.ranking = Ranking(lambda tokens: self.table[tokens[..., 0].long()], self.calibration, self.coupling)
 
-    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan, sampling: BatchSampling) -> Draft:
+    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan, sampling: BatchSampling, texts: object) -> Draft:
         builder = TreeBuilder(roots, plan.width)
         self.ranking.begin(sampling, batch.lengths)
         for level in range(plan.max_depth):
@@ -99,8 +99,8 @@ class TableDrafter(NoDrafter):
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
         return Draft(builder.build(), builder.levels, builder.depth, 0)
 
-    def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Tensor) -> None:
-        self.ranking.learn(result)
+    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+        self.ranking.learn(verified.result)
 
 
 def table_engine(

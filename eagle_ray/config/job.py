@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from eagle_ray.config.methods import NEEDS, known_method
+
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -94,8 +96,8 @@ class ModelConfig(Section):
 class SpeculativeConfig(Section):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted."""
 
-    method: Literal["eagle2", "eagle3", "eagle1", "ngram", "draft_model", "none"] = Field(
-        default="eagle2", description="eagle2, eagle3, eagle1, ngram, draft_model or none"
+    method: Annotated[str, AfterValidator(known_method)] = Field(
+        default="eagle2", description=f"{', '.join(NEEDS)}, or several of them joined by +"
     )
     max_depth: PositiveInt = Field(default=6, description="an integer, 1 or more")
     top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")

@@ -27,7 +27,6 @@ NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 # Keys whose other values are described in the schema but belong to later releases.
 BUILT: dict[str, tuple[Any, ...]] = {
-    "speculative.method": ("eagle2", "none"),
     "speculative.budget": ("uniform", "global"),
     "logging.format": ("auto", "text"),
 }

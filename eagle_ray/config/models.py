@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig
+from eagle_ray.config.methods import needs
 
 EMBEDDED = "embedded:tiny"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -33,12 +34,12 @@ def check_models(config: JobConfig) -> None:
     """Raises ConfigError for a target, a head or a chat template that cannot be one."""
     model, method = config.model, config.speculative.method
     _check_name("target", model.target)
-    if method != "none" and model.draft is None:
-        raise ConfigError(
-            f"model.draft: missing; method {method} needs a draft head for {model.target} "
-            "(speculative.method: none decodes without one)"
-        )
-    if method != "none":
+    if needs(method) is not None:
+        if model.draft is None:
+            raise ConfigError(
+                f"model.draft: missing; method {method} needs {needs(method)} for {model.target} "
+                "(speculative.method: none decodes without one)"
+            )
         _check_name("draft", model.draft)
     if model.chat_template not in ("auto", "none"):
         _check_template(model.chat_template)

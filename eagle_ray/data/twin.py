@@ -147,4 +147,5 @@ class Twin:
         if not sampling.any_sampled:
             return logits[0].float()
         position, row = torch.tensor([len(ids)], device=device), torch.tensor([0], device=device)
-        return (process(logits, sampling, row) + gumbel_noise(sampling.seed, position, logits.shape[-1]))[0]
+        token_ids = torch.arange(logits.shape[-1], device=device)
+        return (process(logits, sampling, row) + gumbel_noise(sampling.seed, position, token_ids))[0]

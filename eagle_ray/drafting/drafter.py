@@ -2,13 +2,15 @@
 
 A drafter keeps its own memory of each slot's sequence. `prefill` or `observe` starts it, `extend` tells it what the
 target committed, `draft` reads it. It never changes what is produced, only how many tokens a target pass yields.
-A step of plain decoding calls `extend` alone, and that runs no model: what was missed is caught up by the next `draft`.
+A step of plain decoding calls `extend` alone, and that runs no model: what was missed is caught up by the next `draft`,
+which is also shown the sequences' tokens, for those who draft from text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -45,6 +47,28 @@ class Draft:
         return len(self.levels)
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One verify pass and what came of it.
+
+    rows: of `tree`, packed. logits, features: the target's, after each row. result: what it accepted.
+    """
+
+    tree: DraftTree
+    rows: VerifyRows
+    logits: Float[Tensor, "R V"]
+    features: Float[Tensor, "R H"]
+    result: VerifyResult
+
+
+class Text(Protocol):
+    """A sequence as far as it is known."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output; the last one is the root."""
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Offers nodes with values; the budget does the rest."""
@@ -68,14 +92,20 @@ class Drafter(Protocol):
     def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         """The same without running a model: for later, should drafting begin."""
 
-    def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
+    def draft(
+        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+    ) -> Draft:
         """Candidate trees on the given roots, at most plan.max_depth deep; plan.max_depth is at least 1."""
 
     def forget(self) -> None:
         """Unlearn what the picks so far have taught, as those of made-up sequences should."""
 
-    def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
-        """The target accepted `result` on top of `batch`; features are of the verify pass's rows. No model runs."""
+    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+        """The target accepted a path of each tree on top of `batch`. No model runs."""
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What its costs depend on beside the target's, as JSON."""
 
     @property
     def prefill_passes(self) -> int:

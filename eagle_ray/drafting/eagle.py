@@ -1,4 +1,4 @@
-"""EagleDrafter: an EAGLE-1/2 head that grows the dynamic tree of EAGLE-2 from the target's features.
+"""EagleDrafter: an EAGLE head that grows the dynamic tree of EAGLE-2 from the target's features.
 
 Column j of its cache holds the pair (token j, feature j-1) of a sequence, always made from the *target's* feature, so
 what it drafted itself is forgotten after each step. A pair depends on no token past its own column, as in the target's
@@ -14,15 +14,19 @@ goes on with a shorter past. Does not know budgets, acceptance or requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft
+from eagle_ray.drafting.drafter import Draft, Text, Verified
 from eagle_ray.drafting.pair_queue import PairQueue
 from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.models.attention import PromptLayout, TreeLayout
-from eagle_ray.models.heads import EagleHead
+from eagle_ray.models.heads import DraftHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.calibration import Calibration
@@ -30,8 +34,6 @@ from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import Frontier, TreeBuilder
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling
-from eagle_ray.speculative.tree import VerifyRows
-from eagle_ray.speculative.verify import VerifyResult
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
@@ -46,21 +48,22 @@ class EagleDrafter:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: DraftHead,
         target: Target,
         window: int = QUEUE_WINDOW,
         calibration: Calibration | None = None,
         coupling: Coupling | None = None,
     ):
-        self.ranking = Ranking(target.logits, calibration, coupling)
         self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        logits_of = partial(head.logits, target_logits=target.logits)
+        self.ranking = Ranking(logits_of, calibration, coupling, head.token_ids)
         self._target = target
         self._embed = head.embed_tokens or target.embed_tokens
         config, num_slots = head.config, target.cache.num_slots
         self.cache = KVCache(
             target.cache.blocks, 1, config.num_key_value_heads, config.head_dim, target.dtype, target.device
         )
-        self._queue = PairQueue(num_slots, window, target.hidden_size, target.dtype, target.device)
+        self._queue = PairQueue(num_slots, window, target.feature_size, target.dtype, target.device)
         self._first = [1] * num_slots  # the first column that each slot's sequence sees
         self._end = [1] * num_slots  # the first column that the head has not read yet
 
@@ -70,14 +73,14 @@ class EagleDrafter:
         firsts: list[int],
         columns: list[int],
         tokens: Int[Tensor, " B"],
-        features: Float[Tensor, "B H"],
+        features: Float[Tensor, "B F"],
     ) -> None:
         for slot, first, column in zip(slots, firsts, columns, strict=True):
             self._first[slot], self._end[slot] = max(first, 1), column
         places = torch.tensor([slots, columns], device=features.device)
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
-    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read what waits of each sequence and every new pair but the last, which the next draft or chunk reads."""
         self._meet(prompts)
         columns = [self._end[slot] for slot in prompts.slots]
@@ -89,11 +92,13 @@ class EagleDrafter:
         counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
         self._read_prompts(prompts.slots, columns, counts, tokens, features)
 
-    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         self._meet(prompts)
         self._keep(prompts, next_tokens, features)
 
-    def draft(self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling) -> Draft:
+    def draft(
+        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+    ) -> Draft:
         """EAGLE-2's expansion: the top `width` of each level get `width` children each (section 4.1)."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
@@ -112,16 +117,21 @@ class EagleDrafter:
         tree = tree if members is None else tree.spread(members, roots)
         return Draft(tree, builder.levels, builder.depth, num_caught_up)
 
-    def extend(self, batch: BatchSlots, rows: VerifyRows, result: VerifyResult, features: Float[Tensor, "R H"]) -> None:
+    def extend(self, batch: BatchSlots, verified: Verified) -> None:
         """Queue the pairs of the accepted path and the bonus token; where trees were drafted, learn from the picks."""
+        result = verified.result
         self.ranking.learn(result)
-        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+        path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
         columns = batch.lengths[:, None] + 1 + offset
         slots = batch.slots[:, None].expand_as(columns)
         valid = offset <= result.num_accepted[:, None]
         self._queue.put(
-            slots.flatten(), columns.flatten(), result.tokens.flatten(), features[path_rows.flatten()], valid.flatten()
+            slots.flatten(),
+            columns.flatten(),
+            result.tokens.flatten(),
+            verified.features[path_rows.flatten()],
+            valid.flatten(),
         )
 
     def _meet(self, prompts: Prompts) -> None:
@@ -137,7 +147,7 @@ class EagleDrafter:
         if oldest > self._end[slot]:
             self._first[slot] = self._end[slot] = oldest
 
-    def _keep(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def _keep(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
         places = torch.tensor([prompts.slots, prompts.starts, prompts.lengths], device=features.device)
         slots, starts, lengths = places.repeat_interleave(places[2], dim=1)
@@ -146,7 +156,7 @@ class EagleDrafter:
 
     def _queued(
         self, slots: list[int], columns: list[int], counts: list[int]
-    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
+    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
         """The counts[b] pairs of each slot that wait from columns[b] on."""
         spans = zip(slots, columns, counts, strict=True)
         places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
@@ -159,7 +169,7 @@ class EagleDrafter:
         columns: list[int],
         counts: list[int],
         tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R H"],
+        features: Float[Tensor, "R F"],
     ) -> None:
         """One pass of the head over counts[b] pairs of each slot, from columns[b] on, each slot by itself."""
         spans = [span for span in zip(slots, columns, counts, strict=True) if span[2] > 0]
@@ -168,12 +178,16 @@ class EagleDrafter:
         slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
         layout = PromptLayout(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        self._run(tokens, features, torch.cat(places).to(tokens.device) - 1, layout)
+        self._run(tokens, self.head.reduce(features), torch.cat(places).to(tokens.device) - 1, layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
 
     def forget(self) -> None:
         self.ranking.forget()
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return self.head.config.to_dict()
 
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""
@@ -190,7 +204,7 @@ class EagleDrafter:
         columns: list[int],
         counts: list[int],
         tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R H"],
+        features: Float[Tensor, "R F"],
     ) -> Float[Tensor, "B H"]:
         """One pass of the head over counts[b] pairs of each slot, from columns[b] on; the output of each last one."""
         device, longest = tokens.device, max(counts)
@@ -213,7 +227,7 @@ class EagleDrafter:
             row_of=None if rectangle else torch.where(real, row_of, 0),
             unpack=None if rectangle else unpack,
         )
-        hidden = self._run(tokens, features, places - 1, layout)
+        hidden = self._run(tokens, self.head.reduce(features), places - 1, layout)
         for slot, column, count in zip(slots, columns, counts, strict=True):
             self._end[slot] = column + count
         return hidden[lengths.cumsum(0) - 1]

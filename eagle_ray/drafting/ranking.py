@@ -23,12 +23,12 @@ from torch import Tensor
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import Frontier
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise
 from eagle_ray.speculative.verify import VerifyResult
 
 EAGER_STEPS = 30  # steps that teach every level; from then on each teaches one, which costs little
 PICKS_A_STEP = 16  # picks that coupling learns from in one step: more would cost memory and teach little
-LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N V"]]
+LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,18 @@ class _Level:
 
 
 class Ranking:
-    """logits_of: the head's logits from its features."""
+    """logits_of: the head's logits from its features. token_ids: the tokens they are of; None where that is all."""
 
-    def __init__(self, logits_of: LogitsOf, calibration: Calibration | None, coupling: Coupling | None):
+    def __init__(
+        self,
+        logits_of: LogitsOf,
+        calibration: Calibration | None,
+        coupling: Coupling | None,
+        token_ids: Int[Tensor, " D"] | None = None,
+    ):
         self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
+        self._token_ids = token_ids
+        self._order = None if token_ids is None else token_ids.argsort()
         self._step = 0
         self._levels: list[_Level] = []
 
@@ -84,12 +92,14 @@ class Ranking:
         ranked = own
         if self.coupling is not None and self._sampling.any_sampled:
             rows = self._sampling.sampled_rows
-            coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, self._positions(level, rows))
+            noise = self._noise(level, rows, logits.shape[-1])
+            coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, noise)
             ranked = own.index_copy(0, rows, coupled)
-        scores, tokens = ranked.topk(min(width, ranked.shape[-1]), -1)
+        scores, index = ranked.topk(min(width, ranked.shape[-1]), -1)
+        tokens = index if self._token_ids is None else self._token_ids[index]
         self._levels.append(_Level(frontier, features, tokens, scores))
         log_probs = scores if self.calibration is None else self.calibration.apply(level, self._kinds(), scores)
-        return Children(tokens, log_probs, own.gather(-1, tokens))
+        return Children(tokens, log_probs, own.gather(-1, index))
 
     def learn(self, result: VerifyResult) -> None:
         """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
@@ -121,8 +131,9 @@ class Ranking:
         turns = -(-len(sampled) // PICKS_A_STEP)
         rows = sampled[self._step // len(self._levels) % turns :: turns]
         logits = self._logits_of(self._levels[level].features[rows, node[rows]]).float()
-        positions = self._positions(level, rows)
-        self.coupling.learn(level, logits, self._sampling, rows, positions, picks[rows], reached[rows])
+        places, known = self._places(picks[rows])
+        noise = self._noise(level, rows, logits.shape[-1])
+        self.coupling.learn(level, logits, self._sampling, rows, noise, places, reached[rows] & known)
 
     def _node_on_path(
         self, level: int, tokens: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]
@@ -139,6 +150,15 @@ class Ranking:
     def _kinds(self) -> Int[Tensor, " B"]:
         return (self._sampling.temperature > 0).long()
 
-    def _positions(self, level: int, rows: Int[Tensor, " S"]) -> Int[Tensor, " S"]:
-        """Index, in prompt + output, of the token chosen after this level's nodes; the roots' own is `lengths`."""
-        return self._lengths[rows] + level + 1
+    def _places(self, picks: Int[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Bool[Tensor, " S"]]:
+        """Where the picks stand among the tokens that can be drafted, and whether they do."""
+        if self._token_ids is None:
+            return picks, torch.ones_like(picks, dtype=torch.bool)
+        found = torch.searchsorted(self._token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
+        places = self._order[found]
+        return places, self._token_ids[places] == picks
+
+    def _noise(self, level: int, rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "S D"]:
+        """The target's own at the tokens chosen after this level's nodes; the roots stand at `lengths`."""
+        ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
+        return gumbel_noise(self._sampling.seed[rows], self._lengths[rows] + level + 1, ids)

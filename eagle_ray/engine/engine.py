@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Drafter
+from eagle_ray.drafting.drafter import Draft, Drafter, Verified
 from eagle_ray.engine.planner import Outcome, Planner
 from eagle_ray.engine.prefill import Prefiller
 from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
@@ -137,7 +137,7 @@ class Engine:
         plan = self.planner.plan(batch).among(batch.spacious)
         draft = Draft.of_roots(batch.roots)
         if plan.drafts:
-            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling)
+            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
         watch.mark()
         allocation = self.planner.allocate(draft, plan, batch)
         tree = draft.tree.rerank(allocation.keep, allocation.num_nodes)
@@ -148,7 +148,7 @@ class Engine:
         picks = pick(logits, batch.sampling, rows.seq.clamp(min=0), rows.positions + 1)
         result = accept_path(tree, rows, picks, draft.depth)
         self.target.commit(batch.at, result)
-        self.drafter.extend(batch.at, rows, result, features)
+        self.drafter.extend(batch.at, Verified(tree, rows, logits, features, result))
         logprobs = self._path_logprobs(batch, rows, result, logits)
         num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs))
         watch.mark()

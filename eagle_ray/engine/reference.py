@@ -48,7 +48,7 @@ def decode_plainly(
 def _margin(logits: Tensor, sampling: BatchSampling, position: int) -> float:
     scores = logits.float()
     if sampling.any_sampled:
-        noise = gumbel_noise(sampling.seed, torch.tensor([position]), logits.shape[-1])
+        noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(logits.shape[-1]))
         scores = process(logits, sampling, torch.tensor([0])) + noise
     first, second = scores[0].topk(2).values.tolist()
     return first - second

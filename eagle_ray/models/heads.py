@@ -1,27 +1,78 @@
-"""EagleHead: the draft head of EAGLE-1 and EAGLE-2, one Llama layer over (next token, target feature) pairs.
+"""Draft heads: one transformer layer over (next token, target feature) pairs, in both published generations.
 
-For position i it reads ``fc(concat[embed(token i+1), feature i])`` and predicts feature i+1, which the target's own
-lm_head turns into logits for token i+2. One head serves both generations; only the tree differs (EAGLE-1, section 3).
+    hidden = head(embeddings, head.reduce(features), positions)      # one pair per position
+    logits = head.logits(hidden, target.logits)                      # over token_ids, or the whole vocabulary
+    hidden = head(embeddings_of_children, hidden, positions + 1)     # the head's own output stands in for the feature
+
+    EagleHead    EAGLE-1 and 2: the target's last feature, the target's lm_head (EAGLE-1, section 3)
+    Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
+
 Module names are the published key names. Does not know trees, caches or files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from eagle_ray.models.attention import ATTENTION, Layout
 
+LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
+LEAST_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
+
+
+@runtime_checkable
+class DraftHead(Protocol):
+    """config: the head's own shape. embed_tokens: None where the target's is used. token_ids: the target's id of each
+    token that the head can draft; None where it drafts from the whole vocabulary.
+    """
+
+    config: LlamaConfig
+    embed_tokens: nn.Embedding | None
+    token_ids: Int[Tensor, " Dv"] | None
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """Layers of the target whose inputs, one after the other, are its feature; None is what its lm_head reads."""
+
+    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+        """The target's features as the head reads them: as wide as its own outputs."""
+
+    def __call__(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "B T"],
+        rows: Layout | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        """The head's outputs, one per pair.
+
+        embeddings: of the token after each feature. positions: of the features. rows: how the pairs see the cache
+        and each other; None is plain causal attention over T.
+        """
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+        """What follows each output."""
+
 
 class EagleHead(nn.Module):
-    """One decoder layer without input norm and without final norm.
+    """EAGLE-1 and 2: one decoder layer without input norm and without final norm.
 
-    config: the head's own shape. bias: whether fc has one. own_embedding: whether the checkpoint brings its token
-    embedding; without one, `embed_tokens` is None and the target's is used.
+    bias: whether fc has one. own_embedding: whether the checkpoint brings its token embedding.
     """
+
+    token_ids = None
 
     def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
         super().__init__()
@@ -33,6 +84,12 @@ class EagleHead(nn.Module):
         self.layers[0].input_layernorm = nn.Identity()
         self.rotary = LlamaRotaryEmbedding(config)
 
+    def feature_layers(self, num_layers: int) -> None:
+        return None
+
+    def reduce(self, features: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        return features
+
     def forward(
         self,
         embeddings: Float[Tensor, "B T H"],
@@ -40,11 +97,82 @@ class EagleHead(nn.Module):
         positions: Int[Tensor, "B T"],
         rows: Layout | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Predicted features, one per pair.
-
-        embeddings: of the token after each feature. positions: of the features. rows: how the pairs see the cache
-        and each other; None is plain causal attention over T.
-        """
         hidden = self.fc(torch.cat([embeddings, features], -1))
         rotary = self.rotary(hidden, positions)
         return self.layers[0](hidden, position_ids=positions, position_embeddings=rotary, use_cache=False, rows=rows)
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows V"]:
+        return target_logits(hidden)
+
+
+class Eagle3Head(nn.Module):
+    """EAGLE-3: the embedding enters through attention alone, and the residual stream is the feature.
+
+    config.vocab_size is the target's. draft_vocab_size: tokens that can be drafted. feature_size: width of the
+    target's three features together. own_embedding: whether the checkpoint brings its token embedding.
+    """
+
+    def __init__(self, config: LlamaConfig, *, draft_vocab_size: int, feature_size: int, own_embedding: bool):
+        super().__init__()
+        config._attn_implementation = ATTENTION
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
+
+    @property
+    def token_ids(self) -> Int[Tensor, " Dv"] | None:
+        """d2t holds offsets. None where every token of the target can be drafted."""
+        if len(self.d2t) == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return 2, num_layers // 2, num_layers - 3
+
+    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+        return self.fc(features)
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "B T"],
+        rows: Layout | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        return self.midlayer(embeddings, features, self.rotary(features, positions), rows)
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+        return self.lm_head(self.norm(hidden))
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer whose queries, keys and values read the normed embedding beside the normed feature."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.self_attn, name, wide)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        hidden: Float[Tensor, "B T H"],
+        rotary: tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]],
+        rows: Layout | None,
+    ) -> Float[Tensor, "B T H"]:
+        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], -1)
+        hidden = hidden + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.attention import ATTENTION, PromptLayout, TreeLayout
+from eagle_ray.models.attention import ATTENTION, Layout, PromptLayout, TreeLayout
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
@@ -67,16 +68,26 @@ class Target:
     """The model whose tokens are produced, and its KVCache of num_slots slots.
 
     capacity: columns of a slot, tree rows included. kv_tokens: columns that all slots together may use, rounded down
-    to whole blocks; None lets every slot be full.
+    to whole blocks; None lets every slot be full. feature_layers: the layers whose inputs are a row's feature, one
+    after the other; None is the last layer's output after the norm, which the lm_head reads.
     """
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, capacity: int, kv_tokens: int | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        capacity: int,
+        kv_tokens: int | None = None,
+        feature_layers: tuple[int, ...] | None = None,
+    ):
         _check_supported(model)
         self.model = model.eval()
         model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config(decoder=True)
         self.embed_tokens: nn.Embedding = model.get_input_embeddings()
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self._feature_layers = feature_layers
+        self.feature_size = config.hidden_size * len(feature_layers or [0])
         self.eos_ids = eos_ids(model)
         self._lm_head = model.get_output_embeddings()
         self._softcap = getattr(config, "final_logit_softcapping", None)
@@ -95,8 +106,8 @@ class Target:
     def prefill(self, prompts: Prompts) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R H"]]:
         """Fill the slots with the chunks; logits after each one's last token, features of every row."""
         layout = PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
-        features = self._run(prompts.tokens, prompts.positions, layout)
-        return self.logits(features[prompts.last]), features
+        hidden, features = self._run(prompts.tokens, prompts.positions, layout)
+        return self.logits(hidden[prompts.last]), features
 
     def verify(
         self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int
@@ -106,21 +117,44 @@ class Target:
         Row (b, i) is written at column lengths[b] + i; `commit` moves what is accepted.
         """
         layout = self._tree_layout(tree, rows, batch, max_depth)
-        features = self._run(rows.tokens, rows.positions, layout)
-        return self.logits(features), features
+        hidden, features = self._run(rows.tokens, rows.positions, layout)
+        return self.logits(hidden), features
 
     def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
         """Keep the accepted path of each tree; the rest is forgotten."""
         self.cache.commit(batch, result)
 
-    def logits(self, features: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
+    def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The lm_head, with the model's own final soft-cap."""
-        logits = self._lm_head(features)
+        logits = self._lm_head(hidden)
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
-    def _run(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: object) -> Float[Tensor, "R H"]:
-        out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=layout)
-        return out.last_hidden_state[0]
+    def _run(
+        self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
+    ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
+        """What the lm_head reads, and the features."""
+        with self._tapped() as taps:
+            out = self.model.base_model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=layout
+            )
+        hidden = out.last_hidden_state[0]
+        return hidden, torch.cat([tap[0] for tap in taps], -1) if taps else hidden
+
+    @contextmanager
+    def _tapped(self) -> Iterator[list[Float[Tensor, "1 R H"]]]:
+        """The inputs of feature_layers during a pass, in their order."""
+        taps: list[Tensor] = []
+
+        def tap(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            taps.append((args[0] if args else kwargs["hidden_states"]).to(self.device))
+
+        layers = self.model.base_model.layers
+        hooks = [layers[i].register_forward_pre_hook(tap, with_kwargs=True) for i in self._feature_layers or ()]
+        try:
+            yield taps
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> TreeLayout:
         seq = rows.seq.clamp(min=0)

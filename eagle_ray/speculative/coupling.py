@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.speculative.online_fit import OnlineFit
-from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise, process
+from eagle_ray.speculative.sampling import BatchSampling, process
 
 LARGE_NOISE = 4.0  # 1.8 % of tokens draw more
 NUM_CUT = 64  # how many of the best tokens the draft's own top-k, top-p and min-p are worked out on
@@ -46,15 +46,14 @@ class Coupling:
         logits: Float[Tensor, "S F V"],
         sampling: BatchSampling,
         rows: Int[Tensor, " S"],
-        positions: Int[Tensor, " S"],
+        noise: Float[Tensor, "S V"],
     ) -> Float[Tensor, "S F V"]:
         """Log-probability that the target picks each token after each of F nodes.
 
-        rows: the sequences, indices into sampling, all of them sampled. positions: index, in prompt + output, of the
-        token that is chosen after these nodes.
+        rows: the sequences, indices into sampling, all of them sampled. noise: `gumbel_noise` at the positions of the
+        tokens that are chosen after these nodes.
         """
         on_logits, on_noise, on_large, on_dropped = self.fit.parameters[level, 0].unbind()
-        noise = gumbel_noise(sampling.seed[rows], positions, logits.shape[-1])
         push = sampling.temperature[rows, None] * (on_noise * noise + on_large * (noise - LARGE_NOISE).clamp(min=0))
         scores = on_logits * logits + push[:, None]
         if sampling.any_cut:
@@ -67,13 +66,12 @@ class Coupling:
         logits: Float[Tensor, "S V"],
         sampling: BatchSampling,
         rows: Int[Tensor, " S"],
-        positions: Int[Tensor, " S"],
+        noise: Float[Tensor, "S V"],
         picks: Int[Tensor, " S"],
         reached: Bool[Tensor, " S"],
     ) -> None:
         """What the target picked after one node of each sequence; sequences whose node was not reached say nothing."""
         temperature = sampling.temperature[rows, None]
-        noise = gumbel_noise(sampling.seed[rows], positions, logits.shape[-1])
         cut = dropped(logits[:, None], sampling, rows)[:, 0].float() if sampling.any_cut else torch.zeros_like(logits)
         x = torch.stack([logits, temperature * noise, temperature * (noise - LARGE_NOISE).clamp(min=0), cut], 2)
         probs = (x @ self.fit.parameters[level, 0]).softmax(-1)

@@ -136,7 +136,8 @@ def pick(
     greedy = logits.argmax(-1)
     if not sampling.any_sampled:
         return greedy
-    noisy = process(logits, sampling, seq) + gumbel_noise(sampling.seed[seq], positions, logits.shape[-1])
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
+    noisy = process(logits, sampling, seq) + gumbel_noise(sampling.seed[seq], positions, token_ids)
     return torch.where(sampling.temperature[seq] == 0, greedy, noisy.argmax(-1))
 
 
@@ -179,20 +180,23 @@ def _keep_min_p(scores: Float[Tensor, "R V"], min_p: Float[Tensor, " R"]) -> Flo
     return scores.masked_fill(probs < min_p[:, None] * probs.amax(-1, keepdim=True), -torch.inf)
 
 
-def gumbel_noise(seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab: int) -> Float[Tensor, "R V"]:
+def gumbel_noise(
+    seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], token_ids: Int[Tensor, " V"]
+) -> Float[Tensor, "R V"]:
     """Standard Gumbel noise keyed by (seed, position, token id), in fp32.
 
     The upper half of a splitmix64 hash is the uniform v; it stays below 1, so that every value is finite.
     """
-    v = (keyed_hash(seed, positions, vocab).float() + 0.5) * 2.0**-32
+    v = (keyed_hash(seed, positions, token_ids).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0**-24)))
 
 
-def keyed_hash(seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab: int) -> Int[Tensor, "R V"]:
+def keyed_hash(
+    seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], token_ids: Int[Tensor, " V"]
+) -> Int[Tensor, "R V"]:
     """32 well-mixed bits for each (seed, position, token id), as int64 in [0, 2**32)."""
     key = mix64_tensor(mix64_tensor(seed) + positions)
-    ids = torch.arange(vocab, dtype=torch.int64, device=seed.device) * as_int64(GOLDEN)
-    return _shift_right(mix64_tensor(key[:, None] + ids), 32)
+    return _shift_right(mix64_tensor(key[:, None] + token_ids * as_int64(GOLDEN)), 32)
 
 
 def mix64_tensor(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:

@@ -27,7 +27,8 @@ def engines(slots=3):
     """Plain and speculative, over the same weights, and a meter of both models."""
     model, eagle = llama(), head()
     meter = ForwardMeter(model.base_model, model.get_output_embeddings(), eagle)
-    return model, [build_engine(model, h, TREE, slots, max_model_len=64) for h in (None, eagle)], meter
+    ways = SpeculativeConfig(method="none"), TREE
+    return model, [build_engine(model, eagle, way, slots, max_model_len=64) for way in ways], meter
 
 
 def outputs(sequences):

@@ -70,7 +70,9 @@ def test_the_gap_is_how_far_plain_decodings_token_led(make_job, monkeypatch, tem
     scores = model(torch.tensor([prompt + ids[:4]])).logits[0, -1]
     if temperature:
         position = torch.tensor([len(prompt) + 4])
-        scores = scores / temperature + gumbel_noise(torch.tensor([row["seed"]]), position, len(scores))[0]
+        scores = (
+            scores / temperature + gumbel_noise(torch.tensor([row["seed"]]), position, torch.arange(len(scores)))[0]
+        )
     assert scores.argmax() == ids[4]
     nearest = scores.topk(2).indices[1].item()
     lead = (scores[ids[4]] - scores[nearest]).item()

@@ -28,7 +28,7 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
     first = logits.argmax(-1)
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
     sampling = BatchSampling.of([SamplingParams()] * 2)
-    tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, Plan(max_depth=4, width=3), sampling).tree
+    tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, Plan(max_depth=4, width=3), sampling, ()).tree
     parts = features.split([5, 3])
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):

@@ -62,7 +62,7 @@ def test_trees_are_the_references():
         engine.drafter.prefill(prompts, next_tokens, features)
         sampling = BatchSampling.of([SamplingParams()])
         plan = Plan(MAX_DEPTH, TOP_K)
-        tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan, sampling).tree
+        tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan, sampling, ()).tree
         tree = best(tree, [1 + MAX_NODES])
         assert tree.tokens[0].tolist() == step["tokens"]
         assert tree.parents[0].tolist() == step["parents"]

@@ -40,7 +40,7 @@ def first_draft(engine: Engine, prompt: list[int]) -> Draft:
         engine.scheduler.make_room()
         engine._prefill(engine.scheduler.chunks())
     batch = engine.scheduler.batch()
-    draft = engine.drafter.draft(batch.at, batch.roots, Plan(3, 3), batch.sampling)
+    draft = engine.drafter.draft(batch.at, batch.roots, Plan(3, 3), batch.sampling, batch.sequences)
     engine.abort(sequence)
     return draft
 
@@ -81,7 +81,7 @@ def test_what_another_fills_in_the_same_pass_is_reused_whole():
     with torch.inference_mode():
         engine._prefill(engine.scheduler.chunks())
         batch = engine.scheduler.batch()
-        draft = engine.drafter.draft(batch.at, batch.roots, Plan(3, 3), batch.sampling)
+        draft = engine.drafter.draft(batch.at, batch.roots, Plan(3, 3), batch.sampling, batch.sequences)
     assert engine.counters.num_reused_tokens == 64
     assert draft.tree.tokens[0].tolist() == draft.tree.tokens[1].tolist()
     torch.testing.assert_close(draft.tree.log_values[0], draft.tree.log_values[1], atol=1e-4, rtol=0)

@@ -20,12 +20,11 @@ def test_the_weights_that_made_the_picks_are_recovered(weights, temperature):
     generator, reached = torch.Generator().manual_seed(0), torch.ones(ROWS, dtype=torch.bool)
     for step in range(600):
         logits = 2 * torch.randn(ROWS, VOCAB, generator=generator)
-        positions = torch.full((ROWS,), step)
-        noise = gumbel_noise(sampling.seed, positions, VOCAB)
+        noise = gumbel_noise(sampling.seed, torch.full((ROWS,), step), torch.arange(VOCAB))
         push = weights[1] * noise + weights[2] * (noise - LARGE_NOISE).clamp(min=0)
         probs = (weights[0] * logits + temperature * push).softmax(-1)
         picks = torch.multinomial(probs, 1, generator=generator)[:, 0]
-        coupling.learn(1, logits, sampling, rows, positions, picks, reached)
+        coupling.learn(1, logits, sampling, rows, noise, picks, reached)
     found = coupling.fit.parameters[1, 0, :3]
     torch.testing.assert_close(found, torch.tensor(weights), atol=0.2, rtol=0)
     assert (coupling.fit.parameters[0] == Coupling(levels=1).fit.parameters[0]).all()
@@ -39,9 +38,10 @@ def test_an_exact_drafter_with_full_weights_knows_the_pick(params):
     logits = 2 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(7, 7 + ROWS)
     picks = pick(logits, sampling, rows, positions)
-    best = coupling.log_probs(0, logits[:, None], sampling, rows, positions).argmax(-1)[:, 0]
+    noise, others = (gumbel_noise(sampling.seed, positions + i, torch.arange(VOCAB)) for i in range(2))
+    best = coupling.log_probs(0, logits[:, None], sampling, rows, noise).argmax(-1)[:, 0]
     assert (best == picks).all()
-    assert (coupling.log_probs(0, logits[:, None], sampling, rows, positions + 1).argmax(-1)[:, 0] != picks).any()
+    assert (coupling.log_probs(0, logits[:, None], sampling, rows, others).argmax(-1)[:, 0] != picks).any()
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,6 @@ def test_what_was_dropped_wrongly_is_learned():
     for step in range(300):
         logits = torch.randn(ROWS, 4, generator=generator)
         picks = torch.randint(0, 4, (ROWS,), generator=generator)
-        coupling.learn(0, logits, sampling, rows, torch.full((ROWS,), step), picks, reached)
+        noise = gumbel_noise(sampling.seed, torch.full((ROWS,), step), torch.arange(4))
+        coupling.learn(0, logits, sampling, rows, noise, picks, reached)
     assert coupling.fit.parameters[0, 0, 3] > -1.0

@@ -38,7 +38,7 @@ def test_mix64_on_tensors_equals_mix64_on_integers(value):
 
 def test_the_hash_is_pinned():
     """Changing the noise changes every sampled output of every run: these numbers are a contract."""
-    hashes = keyed_hash(torch.tensor([0, 7, -5]), torch.tensor([0, 12, 999]), 4)
+    hashes = keyed_hash(torch.tensor([0, 7, -5]), torch.tensor([0, 12, 999]), torch.arange(4))
     assert hashes.tolist() == [[slow_hash(s, p, t) for t in range(4)] for s, p in ((0, 0), (7, 12), (-5, 999))]
     assert hashes[1].tolist() == [639153043, 99067993, 803890576, 2567319236]
 
@@ -47,13 +47,13 @@ def test_noise_is_finite_at_the_ends_of_the_hash(monkeypatch):
     from eagle_ray.speculative import sampling
 
     monkeypatch.setattr(sampling, "keyed_hash", lambda *_: torch.tensor([[0, 1, 2**31, 2**32 - 1]]))
-    noise = gumbel_noise(torch.tensor([0]), torch.tensor([0]), 4)
+    noise = gumbel_noise(torch.tensor([0]), torch.tensor([0]), torch.arange(4))
     assert noise.isfinite().all() and noise[0].tolist() == sorted(noise[0].tolist(), reverse=True)
 
 
 def test_noise_is_standard_gumbel():
     """Mean 0.5772 and variance 1.6449 over 4 million values; 6 standard errors: false alarms below 1e-8."""
-    noise = gumbel_noise(torch.arange(1000), torch.arange(1000), 4000).double()
+    noise = gumbel_noise(torch.arange(1000), torch.arange(1000), torch.arange(4000)).double()
     assert abs(noise.mean().item() - 0.57722) < 6 * 1.2825 / 2000
     assert abs(noise.var().item() - 1.64493) < 6 * 0.0018  # sd of the sample variance: sqrt((4.4 + 2) / 4e6) * 1.645
 

@@ -1,0 +1,39 @@
+"""Methods: the ways of drafting that a job can name, and what each needs as model.draft.
+
+    speculative.method: eagle2
+    speculative.method: eagle2+suffix      the nodes of both in one tree
+
+What builds them is `methods.py` beside this package. Does not know models.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+HEAD = "an EAGLE head"
+
+# The name of a method, and what model.draft must be for it; None where it drafts without one.
+NEEDS: dict[str, str | None] = {
+    "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
+    "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
+    "none": None,  # plain decoding
+}
+
+
+def known_method(method: str) -> str:
+    """The method as given. Raises ValueError where a part of it is not one, or where parts do not go together."""
+    parts = method.split("+")
+    for part in parts:
+        if part not in NEEDS:
+            near = difflib.get_close_matches(part, NEEDS, 1)
+            raise ValueError(f"{part!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
+    if len(set(parts)) < len(parts) or (len(parts) > 1 and "none" in parts):
+        raise ValueError("the parts of a merge are different ways of drafting")
+    if sum(NEEDS[part] is not None for part in parts) > 1:
+        raise ValueError("only one part of a merge can read model.draft")
+    return method
+
+
+def needs(method: str) -> str | None:
+    """What model.draft must be; None where the method drafts without one."""
+    return next((needed for part in method.split("+") if (needed := NEEDS[part]) is not None), None)
