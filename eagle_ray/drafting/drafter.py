@@ -61,6 +61,7 @@ class Verified:
     result: VerifyResult
 
 
+@runtime_checkable
 class Text(Protocol):
     """A sequence as far as it is known."""
 
