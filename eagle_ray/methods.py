@@ -3,6 +3,7 @@
     weights = load_weights(model, speculative, target_config)       # what model.draft holds, if the method reads one
     target = Target(..., feature_layers=feature_layers(weights, num_layers))
     drafter = make_drafter(speculative, target, weights)
+    planner = fixed_planner(speculative)                            # where the method itself says which nodes
 
 Names and what they need stand in `config/methods.py`. Does not know rows, files of prompts or Ray.
 """
@@ -19,11 +20,14 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.methods import HEAD, needs
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.planner import Planner
+from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.heads import DraftHead
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.static_tree import MC_SIM_7B_63
 
 Weights = nn.Module | None  # what a method reads from model.draft
 
@@ -44,6 +48,12 @@ def make_drafter(speculative: SpeculativeConfig, target: Target, weights: Weight
     return drafter
 
 
+def fixed_planner(speculative: SpeculativeConfig) -> Planner | None:
+    """The planner of a method whose tree is fixed; None where speculative.budget decides."""
+    make = FIXED_PLANNERS.get(speculative.method)
+    return make(speculative) if make else None
+
+
 def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
     return load_head(path, target.hidden_size, target.vocab_size)
 
@@ -54,5 +64,14 @@ def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> Eag
     return EagleDrafter(head, target, calibration=calibration, coupling=coupling)
 
 
+def _eagle1_planner(speculative: SpeculativeConfig) -> StaticPlanner:
+    return StaticPlanner(MC_SIM_7B_63.within(speculative.max_nodes, speculative.max_depth, speculative.top_k))
+
+
 LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head}
-DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {"eagle2": _eagle, "eagle3": _eagle}
+DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
+    "eagle1": _eagle,
+    "eagle2": _eagle,
+    "eagle3": _eagle,
+}
+FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig], Planner]] = {"eagle1": _eagle1_planner}

@@ -14,10 +14,12 @@ HEAD = "an EAGLE head"
 
 # The name of a method, and what model.draft must be for it; None where it drafts without one.
 NEEDS: dict[str, str | None] = {
+    "eagle1": HEAD,  # EAGLE-1's static tree; the head may be of any generation
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
     "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
     "none": None,  # plain decoding
 }
+FIXED_TREES = {"eagle1"}  # they say which nodes there are, whatever those are worth: no place for another's nodes
 
 
 def known_method(method: str) -> str:
@@ -29,6 +31,8 @@ def known_method(method: str) -> str:
             raise ValueError(f"{part!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
     if len(set(parts)) < len(parts) or (len(parts) > 1 and "none" in parts):
         raise ValueError("the parts of a merge are different ways of drafting")
+    if len(parts) > 1 and (fixed := FIXED_TREES & set(parts)):
+        raise ValueError(f"the tree of {min(fixed)} is fixed, so it cannot be merged")
     if sum(NEEDS[part] is not None for part in parts) > 1:
         raise ValueError("only one part of a merge can read model.draft")
     return method

@@ -102,16 +102,17 @@ class EagleDrafter:
         """EAGLE-2's expansion: the top `width` of each level get `width` children each (section 4.1)."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
-        builder = TreeBuilder(roots if members is None else roots[members], plan.width)
+        builder = TreeBuilder(roots if members is None else roots[members], plan.width, plan.shape)
         self.ranking.begin(sampling, at.lengths, plan.members)
         features, num_caught_up = self._catch_up(at)
-        features, ancestors = features[:, None], None
+        features, ancestors, widths = features[:, None], None, []
         self._grow(builder, features, None, plan.width)
         at = at.advanced(1)
         while builder.depth < plan.max_depth and not (plan.enough and plan.enough(builder)):
             frontier = builder.frontier()
             ancestors = _descend(ancestors, frontier)
-            features = self._level(at, builder.depth, frontier, features, ancestors)
+            widths.append(frontier.tokens.shape[1])
+            features = self._level(at, widths, frontier, features, ancestors)
             self._grow(builder, features, frontier, plan.width)
         tree = builder.build()
         tree = tree if members is None else tree.spread(members, roots)
@@ -235,21 +236,24 @@ class EagleDrafter:
     def _level(
         self,
         batch: BatchSlots,
-        level: int,
+        widths: list[int],
         frontier: Frontier,
         features: Float[Tensor, "B P H"],
         ancestors: Bool[Tensor, "B F M"],
     ) -> Float[Tensor, "B F H"]:
-        """Run the head on the frontier of `level`; features are those of the frontier before it."""
+        """Run the head on a frontier; features are those of the frontier before it.
+
+        widths: of all frontiers so far, this one's last; their nodes are the M tree columns.
+        """
         parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
-        width = frontier.tokens.shape[1]
-        column = torch.arange(ancestors.shape[2], device=batch.slots.device)
-        places = batch.lengths[:, None] + column[-width:]
+        device, width, level = batch.slots.device, widths[-1], len(widths)
+        depths = torch.tensor([depth for depth, count in enumerate(widths) for _ in range(count)], device=device)
+        places = batch.lengths[:, None] + torch.arange(sum(widths) - width, sum(widths), device=device)
         layout = self._layout(
             batch,
             cells=self.cache.cells(batch.slots[:, None], places).flatten(),
             ancestors=ancestors,
-            column_depths=(column // width).expand(len(batch.slots), -1),
+            column_depths=depths.expand(len(batch.slots), -1),
         )
         positions = (batch.lengths[:, None] + level - 2).expand(-1, width)
         inputs = features.gather(1, parents).flatten(0, 1)
