@@ -17,12 +17,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import HEAD, needs
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, needs
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.engine.planner import Planner
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.models.checkpoint import load_head
+from eagle_ray.models.draft_model import load_draft_model
 from eagle_ray.models.heads import DraftHead
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.calibration import Calibration
@@ -68,8 +69,9 @@ def _eagle1_planner(speculative: SpeculativeConfig) -> StaticPlanner:
     return StaticPlanner(MC_SIM_7B_63.within(speculative.max_nodes, speculative.max_depth, speculative.top_k))
 
 
-LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head}
+LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head, DRAFT_MODEL: load_draft_model}
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
+    "draft_model": _eagle,
     "eagle1": _eagle,
     "eagle2": _eagle,
     "eagle3": _eagle,

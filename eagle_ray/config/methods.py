@@ -11,9 +11,11 @@ from __future__ import annotations
 import difflib
 
 HEAD = "an EAGLE head"
+DRAFT_MODEL = "a small causal LM of the target's vocabulary"
 
 # The name of a method, and what model.draft must be for it; None where it drafts without one.
 NEEDS: dict[str, str | None] = {
+    "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
     "eagle1": HEAD,  # EAGLE-1's static tree; the head may be of any generation
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
     "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3

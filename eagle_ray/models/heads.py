@@ -13,12 +13,13 @@ Module names are the published key names. Does not know trees, caches or files.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -33,15 +34,36 @@ LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 LEAST_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
 
 
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What the keys and values of one column are made of."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, num_layers: int | None = None) -> CacheShape:
+        """num_layers: where the config's own number is not to be believed."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(num_layers or config.num_hidden_layers, config.num_key_value_heads, head_dim)
+
+
 @runtime_checkable
 class DraftHead(Protocol):
     """config: the head's own shape. embed_tokens: None where the target's is used. token_ids: the target's id of each
-    token that the head can draft; None where it drafts from the whole vocabulary.
+    token that the head can draft; None where it drafts from the whole vocabulary. first_column: the first token that it
+    reads, at position 0: 1 where each token goes with the feature before it, 0 where tokens go alone.
     """
 
-    config: LlamaConfig
+    config: PretrainedConfig
     embed_tokens: nn.Embedding | None
     token_ids: Int[Tensor, " Dv"] | None
+    first_column: int
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """Of its own keys and values."""
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """Layers of the target whose inputs, one after the other, are its feature; None is what its lm_head reads."""
@@ -73,6 +95,7 @@ class EagleHead(nn.Module):
     """
 
     token_ids = None
+    first_column = 1
 
     def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
         super().__init__()
@@ -83,6 +106,10 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
         self.layers[0].input_layernorm = nn.Identity()
         self.rotary = LlamaRotaryEmbedding(config)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape.of(self.config, num_layers=1)
 
     def feature_layers(self, num_layers: int) -> None:
         return None
@@ -112,6 +139,8 @@ class Eagle3Head(nn.Module):
     target's three features together. own_embedding: whether the checkpoint brings its token embedding.
     """
 
+    first_column = 1
+
     def __init__(self, config: LlamaConfig, *, draft_vocab_size: int, feature_size: int, own_embedding: bool):
         super().__init__()
         config._attn_implementation = ATTENTION
@@ -131,6 +160,10 @@ class Eagle3Head(nn.Module):
         if len(self.d2t) == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape.of(self.config, num_layers=1)
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
         return 2, num_layers // 2, num_layers - 3

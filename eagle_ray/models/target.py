@@ -80,7 +80,7 @@ class Target:
         kv_tokens: int | None = None,
         feature_layers: tuple[int, ...] | None = None,
     ):
-        _check_supported(model)
+        check_supported(model)
         self.model = model.eval()
         model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config(decoder=True)
@@ -90,7 +90,7 @@ class Target:
         self.feature_size = config.hidden_size * len(feature_layers or [0])
         self.eos_ids = eos_ids(model)
         self._lm_head = model.get_output_embeddings()
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._config = config
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
@@ -126,8 +126,7 @@ class Target:
 
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The lm_head, with the model's own final soft-cap."""
-        logits = self._lm_head(hidden)
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return softcapped(self._lm_head(hidden), self._config)
 
     def _run(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
@@ -171,13 +170,23 @@ class Target:
         )
 
 
+def softcapped(logits: Float[Tensor, "*rows V"], config: PretrainedConfig) -> Float[Tensor, "*rows V"]:
+    """The lm_head's outputs as the model's own final soft-cap leaves them."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
 def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
     """A causal LM from a local directory in transformers' layout. Raises EngineError where it cannot be read."""
     try:
         with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"the target in {path} cannot be loaded: {error}") from error
+        raise EngineError(f"the causal LM in {path} cannot be loaded: {error}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would go on with random numbers in their place
+        raise EngineError(f"{path} is no causal LM: {len(missing)} of its tensors are missing, such as {missing[0]}")
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -210,7 +219,7 @@ def load_config(path: Path) -> PretrainedConfig:
         raise EngineError(f"the target's config in {path} cannot be read: {error}") from error
 
 
-def _check_supported(model: PreTrainedModel) -> None:
+def check_supported(model: PreTrainedModel) -> None:
     """Refuse, by name, a model whose logits this engine would not reproduce exactly."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if not getattr(model, "_supports_attention_backend", False):

@@ -1,0 +1,79 @@
+"""DraftModel: an independent causal LM in a draft head's clothes, for speculative sampling (arXiv 2211.17192).
+
+    draft = DraftModel(load_draft_model(path, target.config))
+    hidden = draft(embeddings, draft.reduce(features), positions, rows)     # reads the tokens, not the features
+
+It reads every token from the first one on, so its column j holds token j at position j. Whatever transformers runs as a
+target runs as a drafter too, in its own shape, as long as both speak of the same tokens. Does not know trees or caches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from eagle_ray.errors import EngineError
+from eagle_ray.models.attention import ATTENTION, Layout
+from eagle_ray.models.heads import CacheShape, LogitsOf
+from eagle_ray.models.target import check_supported, load_config, load_target, softcapped
+
+
+class DraftModel(nn.Module):
+    """Fulfils DraftHead. Raises EngineError for a model whose attention cannot be replaced."""
+
+    token_ids = None
+    first_column = 0
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        check_supported(model)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape.of(self.config)
+
+    def feature_layers(self, num_layers: int) -> None:
+        return None
+
+    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows F"]:
+        return features
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T F"],
+        positions: Int[Tensor, "B T"],
+        rows: Layout | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        out = self.model.base_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False, rows=rows)
+        return out.last_hidden_state
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows V"]:
+        return softcapped(self.model.get_output_embeddings()(hidden), self.config)
+
+
+def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
+    """The causal LM in `path`, in fp32. Raises EngineError where it cannot be read or has not the target's tokens."""
+    check_draft_model(path, target)
+    return DraftModel(load_target(path, torch.float32, "cpu"))
+
+
+def check_draft_model(path: Path, target: PretrainedConfig) -> None:
+    """Raises EngineError for a model of other tokens than the target's; reads its config alone."""
+    vocab_size = load_config(path).vocab_size
+    if vocab_size != target.vocab_size:
+        raise EngineError(
+            f"{path}: the draft model's vocab_size is {vocab_size} and the target's is {target.vocab_size}: they do not "
+            "speak of the same tokens; choose a draft model of the target's family"
+        )
