@@ -3,7 +3,7 @@
     weights = load_weights(model, speculative, target_config)       # what model.draft holds, if the method reads one
     target = Target(..., feature_layers=feature_layers(weights, num_layers))
     drafter = make_drafter(speculative, target, weights)
-    planner = fixed_planner(speculative)                            # where the method itself says which nodes
+    planner = fixed_planner(speculative, drafter)                   # where the method itself says which nodes
 
 Names and what they need stand in `config/methods.py`. Does not know rows, files of prompts or Ray.
 """
@@ -21,6 +21,7 @@ from eagle_ray.config.methods import DRAFT_MODEL, HEAD, needs
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.engine.planner import Planner
+from eagle_ray.engine.sequoia_planner import SequoiaPlanner
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.draft_model import load_draft_model
@@ -28,6 +29,7 @@ from eagle_ray.models.heads import DraftHead
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.rank_acceptance import RankAcceptance
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
 
 Weights = nn.Module | None  # what a method reads from model.draft
@@ -49,10 +51,10 @@ def make_drafter(speculative: SpeculativeConfig, target: Target, weights: Weight
     return drafter
 
 
-def fixed_planner(speculative: SpeculativeConfig) -> Planner | None:
+def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
     """The planner of a method whose tree is fixed; None where speculative.budget decides."""
     make = FIXED_PLANNERS.get(speculative.method)
-    return make(speculative) if make else None
+    return make(speculative, drafter) if make else None
 
 
 def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
@@ -65,8 +67,19 @@ def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> Eag
     return EagleDrafter(head, target, calibration=calibration, coupling=coupling)
 
 
-def _eagle1_planner(speculative: SpeculativeConfig) -> StaticPlanner:
+def _sequoia(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
+    width = min(speculative.top_k, target.vocab_size)
+    coupling = Coupling(speculative.max_depth, target.device) if speculative.coupled else None
+    measured = RankAcceptance(speculative.max_depth, width, target.device)
+    return EagleDrafter(head, target, calibration=measured, coupling=coupling)
+
+
+def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticPlanner:
     return StaticPlanner(MC_SIM_7B_63.within(speculative.max_nodes, speculative.max_depth, speculative.top_k))
+
+
+def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> SequoiaPlanner:
+    return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
 
 
 LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head, DRAFT_MODEL: load_draft_model}
@@ -75,5 +88,9 @@ DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
     "eagle1": _eagle,
     "eagle2": _eagle,
     "eagle3": _eagle,
+    "sequoia": _sequoia,
 }
-FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig], Planner]] = {"eagle1": _eagle1_planner}
+FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
+    "eagle1": _eagle1_planner,
+    "sequoia": _sequoia_planner,
+}

@@ -112,7 +112,7 @@ def build_engine(
     if plain:
         return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
     drafter = make_drafter(speculative, target, weights)
-    fixed = fixed_planner(speculative)
+    fixed = fixed_planner(speculative, drafter)
     planner = fixed or UniformPlanner(*_tree_of(speculative))
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
     if speculative.budget == "global" and fixed is None:

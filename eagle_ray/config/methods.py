@@ -20,8 +20,9 @@ NEEDS: dict[str, str | None] = {
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
     "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
     "none": None,  # plain decoding
+    "sequoia": HEAD,  # the static tree that is best for the acceptance measured so far
 }
-FIXED_TREES = {"eagle1"}  # they say which nodes there are, whatever those are worth: no place for another's nodes
+FIXED_TREES = {"eagle1", "sequoia"}  # which nodes there are does not depend on what they are worth
 
 
 def known_method(method: str) -> str:

@@ -74,6 +74,6 @@ def check_draft_model(path: Path, target: PretrainedConfig) -> None:
     vocab_size = load_config(path).vocab_size
     if vocab_size != target.vocab_size:
         raise EngineError(
-            f"{path}: the draft model's vocab_size is {vocab_size} and the target's is {target.vocab_size}: they do not "
-            "speak of the same tokens; choose a draft model of the target's family"
+            f"{path}: the draft model's vocab_size is {vocab_size} and the target's is {target.vocab_size}: they do "
+            "not speak of the same tokens; choose a draft model of the target's family"
         )
