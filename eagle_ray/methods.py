@@ -17,15 +17,17 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import DRAFT_MODEL, HEAD, needs
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HYDRA, MEDUSA, needs
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.path import PathDrafter
 from eagle_ray.engine.planner import Planner
 from eagle_ray.engine.sequoia_planner import SequoiaPlanner
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.draft_model import load_draft_model
 from eagle_ray.models.heads import DraftHead
+from eagle_ray.models.path_checkpoint import load_hydra, load_medusa
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -63,15 +65,22 @@ def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
 
 def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
     calibration = Calibration(speculative.max_depth, target.device)
-    coupling = Coupling(speculative.max_depth, target.device) if speculative.coupled else None
-    return EagleDrafter(head, target, calibration=calibration, coupling=coupling)
+    return EagleDrafter(head, target, calibration=calibration, coupling=_coupling(speculative, target))
+
+
+def _path(speculative: SpeculativeConfig, target: Target, heads: Weights) -> PathDrafter:
+    calibration = Calibration(speculative.max_depth, target.device)
+    return PathDrafter(heads, target, calibration, _coupling(speculative, target))
 
 
 def _sequoia(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
     width = min(speculative.top_k, target.vocab_size)
-    coupling = Coupling(speculative.max_depth, target.device) if speculative.coupled else None
     measured = RankAcceptance(speculative.max_depth, width, target.device)
-    return EagleDrafter(head, target, calibration=measured, coupling=coupling)
+    return EagleDrafter(head, target, calibration=measured, coupling=_coupling(speculative, target))
+
+
+def _coupling(speculative: SpeculativeConfig, target: Target) -> Coupling | None:
+    return Coupling(speculative.max_depth, target.device) if speculative.coupled else None
 
 
 def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticPlanner:
@@ -82,12 +91,19 @@ def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> S
     return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
 
 
-LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head, DRAFT_MODEL: load_draft_model}
+LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {
+    HEAD: _load_head,
+    DRAFT_MODEL: load_draft_model,
+    HYDRA: load_hydra,
+    MEDUSA: load_medusa,
+}
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
     "draft_model": _eagle,
     "eagle1": _eagle,
     "eagle2": _eagle,
     "eagle3": _eagle,
+    "hydra": _path,
+    "medusa": _path,
     "sequoia": _sequoia,
 }
 FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {

@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 
 HEAD = "an EAGLE head"
+MEDUSA = "Medusa heads"
+HYDRA = "Hydra heads"
 DRAFT_MODEL = "a small causal LM of the target's vocabulary"
 
 # The name of a method, and what model.draft must be for it; None where it drafts without one.
@@ -19,6 +21,8 @@ NEEDS: dict[str, str | None] = {
     "eagle1": HEAD,  # EAGLE-1's static tree; the head may be of any generation
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
     "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
+    "hydra": HYDRA,  # one head for each level, which reads the drafted path
+    "medusa": MEDUSA,  # one head for each level, which reads the target's last feature
     "none": None,  # plain decoding
     "sequoia": HEAD,  # the static tree that is best for the acceptance measured so far
 }
