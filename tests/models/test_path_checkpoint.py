@@ -110,7 +110,7 @@ def test_hydra_heads_of_other_kinds_are_refused(tmp_path, change, fault):
 
 
 def test_files_that_are_missing_or_damaged_are_named(tmp_path):
-    with pytest.raises(EngineError, match="config in .* cannot be read"):
+    with pytest.raises(EngineError, match=r"config in .* cannot be read"):
         check_medusa(tmp_path, TARGET)
     publish(tmp_path, MEDUSA, medusa(), "medusa_lm_head.pt")
     with pytest.raises(EngineError, match=r"weights in .* \(hydra_lm_head\) cannot be read"):
