@@ -14,7 +14,7 @@ from eagle_ray.errors import EngineError
 from eagle_ray.models.path_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 
 H, V, HEADS = 8, 20, 3
-TARGET = LlamaConfig(hidden_size=H, vocab_size=V)
+TARGET = LlamaConfig(hidden_size=H, vocab_size=V, num_attention_heads=2)
 MEDUSA = {"medusa_num_heads": HEADS, "medusa_num_layers": 2, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
 HYDRA = {"hydra_num_heads": HEADS, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
 
