@@ -26,7 +26,7 @@ from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
 IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which was saved along
-UNREADABLE = (OSError, ValueError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
 
 
 def load_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
