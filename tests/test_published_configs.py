@@ -28,7 +28,7 @@ def no_hub(monkeypatch, tmp_path):
 def test_a_published_pair_is_valid_as_far_as_it_can_be_seen(path, no_hub, capsys):
     assert cli.main(["validate", "-c", str(path)]) == 0
     shown, config = capsys.readouterr().out, load_config(path, env={})
-    assert "96 good, 0 would become error rows" in shown
+    assert "48 good, 0 would become error rows" in shown
     assert f"model    {config.model.target}, head {config.model.draft}" in shown
     for part, name in (("target", config.model.target), ("draft", config.model.draft)):
         assert f"unseen   model.{part}: {name!r} is not on this machine and the hub does not answer" in shown
