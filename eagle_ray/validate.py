@@ -24,7 +24,7 @@ from eagle_ray.data.stops import JobStopped
 from eagle_ray.data.storage import Location
 from eagle_ray.engine.sequence import check_fits
 from eagle_ray.errors import RequestError
-from eagle_ray.pair import Limits, check_pair, limits_of, resolve
+from eagle_ray.pair import Limits, check_pair, limits_of, load_text
 from eagle_ray.text import Text
 
 FIRST_ROWS = 100
@@ -46,7 +46,7 @@ def validate(config: JobConfig) -> str:
     Partitions.of(config.output.partition_by, plan.carried)
     check_not_own(plan.files, output_of(config))
     check_pair(config.model, config.speculative)
-    text = Text.load(resolve(config.model.target, "target"), config.model.chat_template)
+    text = load_text(config.model)
     limits = limits_of(config.model)
     rows = [_checked(row, config, text, limits) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
