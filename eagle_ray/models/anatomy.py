@@ -29,7 +29,8 @@ from eagle_ray.models.attention import ATTENTION, LayerAttention, causal_attenti
 EXAMINED = "eagle_ray_examined"
 FAR = 1 << 18  # positions: a window that is wider hides nothing from anybody
 CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states
-KNOWN = ("dropout", "softcap", "s_aux", "scaling", "sliding_window", "position_ids", "use_cache", "is_causal")
+TAKEN = ("scaling", "sliding_window", "softcap", "s_aux")  # what attention.py reads
+IDLE = ("dropout", "position_ids", "use_cache", "output_router_logits")  # what changes nothing there
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 
 
@@ -80,7 +81,7 @@ class Examination:
         if layer in self.shapes:
             self.faults.append(f"layer {layer} attends twice")
         self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        unknown = [name for name, value in told.items() if name not in KNOWN and value is not None]
+        unknown = [name for name, value in told.items() if name not in TAKEN + IDLE and value is not None]
         if unknown:
             self.faults.append(f"layer {layer} gives attention {', '.join(unknown)}")
         self._see_mask(layer, mask, told.get("sliding_window"))
@@ -101,11 +102,13 @@ class Examination:
 
 def examine(model: PreTrainedModel, logits_of: LogitsOf) -> Anatomy:
     """One pass of two tokens. Raises EngineError, by the model's name, where rows of ours would come out otherwise."""
-    examination, hidden = Examination(), []
+    examination, hidden, name = Examination(), [], type(model).__name__
+    if model.base_model is model or not getattr(model, "_supports_attention_backend", False):
+        raise EngineError(f"{name} does not route attention through transformers' attention interface")
     watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
     model.set_attn_implementation(EXAMINED)
     device = model.get_input_embeddings().weight.device
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    ids = torch.tensor([[1, 2]], device=device)  # not the one that padding may have made zero
     try:
         with torch.no_grad():
             out = model(ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, rows=examination)
@@ -113,11 +116,11 @@ def examine(model: PreTrainedModel, logits_of: LogitsOf) -> Anatomy:
     finally:
         watch.remove()
         model.set_attn_implementation(ATTENTION)
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    _check_layers(name, examination, config.num_hidden_layers)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    _check_layers(name, examination, num_layers)
     if not (own - ours).abs().max() <= CLOSE * own.abs().max():
         raise EngineError(f"{name} changes its logits after the lm_head in a way that this engine does not know")
-    return Anatomy(config.num_hidden_layers, *examination.shapes[0])
+    return Anatomy(num_layers, *examination.shapes[0])
 
 
 def _check_layers(name: str, examination: Examination, num_layers: int) -> None:

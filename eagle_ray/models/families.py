@@ -21,9 +21,11 @@ from transformers import PretrainedConfig
 from eagle_ray.errors import EngineError
 
 # The model_type of each family whose every path was equal, in the order of their names.
-EXACT = frozenset(["llama", "qwen2", "qwen3", "phi3", "mistral", "gemma2", "gpt_oss"])
+EXACT = frozenset(
+    ["gemma2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+)
 
-MOVING_ROTATIONS = ("dynamic", "longrope")  # they turn every position otherwise once any of a pass is past the original
+MOVING_ROTATIONS = ("dynamic", "longrope")  # all positions turn otherwise once one of a pass is past the original ones
 
 
 def check_config(config: PretrainedConfig) -> None:

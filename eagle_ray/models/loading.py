@@ -15,23 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
 from eagle_ray.errors import EngineError, in_one_line
 
-UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError)
+UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_config(path: Path) -> PretrainedConfig:
     """The text config of the causal LM in `path`, without its weights. Raises EngineError where it cannot be read."""
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"the target's config in {path} cannot be read: {in_one_line(error)}") from error
-    check_quantiser(config)
-    return config.get_text_config(decoder=True)
+    return _read_config(path).get_text_config(decoder=True)
 
 
 def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
@@ -39,8 +35,9 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
 
     dtype: "auto" is the checkpoint's own.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    asked: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    config = _read_config(path)
+    asked: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    asked |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
     if quantisation_of(config) is not None:
         asked |= {"device_map": {"": device}}  # such weights are laid out for a device when they are read
     try:
@@ -62,8 +59,20 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     return None
 
 
-def check_quantiser(config: PretrainedConfig) -> None:
-    """Refuse a checkpoint whose quantiser transformers does not know, or whose library is missing here."""
+def _read_config(path: Path) -> PretrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"the target's config in {path} cannot be read: {in_one_line(error)}") from error
+    _check_quantiser(config)
+    return config
+
+
+def _check_quantiser(config: PretrainedConfig) -> None:
+    """Refuse a checkpoint whose quantiser transformers does not know, or whose library is missing here.
+
+    A missing GPU says nothing yet: who asks may be a machine that only hands out the work.
+    """
     said = quantisation_of(config)
     if said is None:
         return
@@ -71,7 +80,9 @@ def check_quantiser(config: PretrainedConfig) -> None:
     try:
         quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(said), pre_quantized=True)
         quantiser.validate_environment(device_map=None)
-    except UNREADABLE as error:
+    except RuntimeError:
+        return
+    except (ValueError, TypeError, ImportError) as error:
         raise EngineError(f"the target is quantised ({method}) and cannot be run here: {in_one_line(error)}") from error
 
 
