@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 
 HEAD = "an EAGLE head"
+HEAD_3 = "an EAGLE-3 head"
 MEDUSA = "Medusa heads"
 HYDRA = "Hydra heads"
 DRAFT_MODEL = "a small causal LM of the target's vocabulary"
@@ -20,7 +21,7 @@ NEEDS: dict[str, str | None] = {
     "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
     "eagle1": HEAD,  # EAGLE-1's static tree; the head may be of any generation
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
-    "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
+    "eagle3": HEAD_3,  # the same tree, and the head must be of EAGLE-3
     "hydra": HYDRA,  # one head for each level, which reads the drafted path
     "medusa": MEDUSA,  # one head for each level, which reads the target's last feature
     "none": None,  # plain decoding

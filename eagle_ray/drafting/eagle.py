@@ -60,9 +60,15 @@ class EagleDrafter:
         self.ranking = Ranking(logits_of, calibration, coupling, head.token_ids)
         self._target = target
         self._embed = head.embed_tokens or target.embed_tokens
-        shape, num_slots = head.cache_shape, target.cache.num_slots
+        anatomy, num_slots = head.anatomy, target.cache.num_slots
         self.cache = KVCache(
-            target.cache.blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, target.dtype, target.device
+            target.cache.blocks,
+            anatomy.num_layers,
+            anatomy.num_kv_heads,
+            anatomy.key_dim,
+            target.dtype,
+            target.device,
+            anatomy.value_dim,
         )
         self._queue = PairQueue(num_slots, window, target.feature_size, target.dtype, target.device)
         self._first = [head.first_column] * num_slots  # the first column that each slot's sequence sees
@@ -199,7 +205,8 @@ class EagleDrafter:
 
     @property
     def shape(self) -> dict[str, Any]:
-        return self.head.config.to_dict()
+        ids, kind = self.head.token_ids, type(self.head).__name__
+        return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
 
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""

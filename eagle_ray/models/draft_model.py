@@ -9,6 +9,7 @@ target runs as a drafter too, in its own shape, as long as both speak of the sam
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,31 +18,28 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.attention import ATTENTION, Layout
-from eagle_ray.models.heads import CacheShape, LogitsOf
-from eagle_ray.models.target import check_supported, load_config, load_target, softcapped
+from eagle_ray.models.anatomy import examine
+from eagle_ray.models.attention import Layout
+from eagle_ray.models.families import check_config, finished
+from eagle_ray.models.heads import LogitsOf
+from eagle_ray.models.loading import load_config, load_target
 
 
 class DraftModel(nn.Module):
-    """Fulfils DraftHead. Raises EngineError for a model whose attention cannot be replaced."""
+    """Fulfils DraftHead. Raises EngineError for a model that does not run over our caches."""
 
     token_ids = None
     first_column = 0
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        check_supported(model)
-        model.set_attn_implementation(ATTENTION)
-        self.model = model
-        self.config = model.config.get_text_config(decoder=True)
+        self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self._finished = finished(self.config)
+        self.anatomy = examine(model, partial(self.logits, target_logits=None))
 
     @property
     def embed_tokens(self) -> nn.Embedding:
         return self.model.get_input_embeddings()
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape.of(self.config)
 
     def feature_layers(self, num_layers: int) -> None:
         return None
@@ -59,8 +57,8 @@ class DraftModel(nn.Module):
         out = self.model.base_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False, rows=rows)
         return out.last_hidden_state
 
-    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows V"]:
-        return softcapped(self.model.get_output_embeddings()(hidden), self.config)
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf | None) -> Float[Tensor, "*rows V"]:
+        return self._finished(self.model.get_output_embeddings()(hidden))
 
 
 def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
@@ -70,10 +68,11 @@ def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
 
 
 def check_draft_model(path: Path, target: PretrainedConfig) -> None:
-    """Raises EngineError for a model of other tokens than the target's; reads its config alone."""
-    vocab_size = load_config(path).vocab_size
-    if vocab_size != target.vocab_size:
+    """Raises EngineError for a model of an unknown family or of other tokens than the target's, by its config alone."""
+    config = load_config(path)
+    check_config(config)
+    if config.vocab_size != target.vocab_size:
         raise EngineError(
-            f"{path}: the draft model's vocab_size is {vocab_size} and the target's is {target.vocab_size}: they do "
-            "not speak of the same tokens; choose a draft model of the target's family"
+            f"{path}: the draft model's vocab_size is {config.vocab_size} and the target's is {target.vocab_size}: "
+            "they have different tokens; choose a draft model of the target's family"
         )

@@ -13,7 +13,6 @@ Module names are the published key names. Does not know trees, caches or files.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,25 +27,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from eagle_ray.models.anatomy import Anatomy
 from eagle_ray.models.attention import ATTENTION, Layout
 
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 LEAST_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What the keys and values of one column are made of."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, num_layers: int | None = None) -> CacheShape:
-        """num_layers: where the config's own number is not to be believed."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(num_layers or config.num_hidden_layers, config.num_key_value_heads, head_dim)
 
 
 @runtime_checkable
@@ -62,8 +47,8 @@ class DraftHead(Protocol):
     first_column: int
 
     @property
-    def cache_shape(self) -> CacheShape:
-        """Of its own keys and values."""
+    def anatomy(self) -> Anatomy:
+        """What it keeps of each token that it reads."""
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """Layers of the target whose inputs, one after the other, are its feature; None is what its lm_head reads."""
@@ -105,11 +90,12 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
         self.layers[0].input_layernorm = nn.Identity()
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.layers[0].self_attn.o_proj.bias = None  # published heads have one on q, k and v at most
+        self.rotary = _rotary(config)
 
     @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape.of(self.config, num_layers=1)
+    def anatomy(self) -> Anatomy:
+        return _anatomy(self.config)
 
     def feature_layers(self, num_layers: int) -> None:
         return None
@@ -136,12 +122,21 @@ class Eagle3Head(nn.Module):
     """EAGLE-3: the embedding enters through attention alone, and the residual stream is the feature.
 
     config.vocab_size is the target's. draft_vocab_size: tokens that can be drafted. feature_size: width of the
-    target's three features together. own_embedding: whether the checkpoint brings its token embedding.
+    target's features together. own_embedding: whether the checkpoint brings its token embedding. feature_layers: of
+    the target, where they are not the published three.
     """
 
     first_column = 1
 
-    def __init__(self, config: LlamaConfig, *, draft_vocab_size: int, feature_size: int, own_embedding: bool):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        draft_vocab_size: int,
+        feature_size: int,
+        own_embedding: bool,
+        feature_layers: tuple[int, ...] | None = None,
+    ):
         super().__init__()
         config._attn_implementation = ATTENTION
         self.config = config
@@ -150,7 +145,8 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = _rotary(config)
+        self._feature_layers = feature_layers
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
 
@@ -162,11 +158,11 @@ class Eagle3Head(nn.Module):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape.of(self.config, num_layers=1)
+    def anatomy(self) -> Anatomy:
+        return _anatomy(self.config)
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        return 2, num_layers // 2, num_layers - 3
+        return self._feature_layers or (2, num_layers // 2, num_layers - 3)
 
     def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
         return self.fc(features)
@@ -185,7 +181,10 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """A Llama layer whose queries, keys and values read the normed embedding beside the normed feature."""
+    """A Llama layer whose queries, keys and values read the normed embedding beside the normed feature.
+
+    The residual is the feature, and where the config has `norm_before_residual` (speculators' heads) the normed one.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -196,6 +195,8 @@ class Eagle3Layer(nn.Module):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
+        self.self_attn.o_proj.bias = None
+        self._norm_before_residual = getattr(config, "norm_before_residual", False)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -206,6 +207,19 @@ class Eagle3Layer(nn.Module):
         rotary: tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]],
         rows: Layout | None,
     ) -> Float[Tensor, "B T H"]:
-        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], -1)
-        hidden = hidden + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        residual = normed if self._norm_before_residual else hidden
+        hidden = residual + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def _anatomy(config: LlamaConfig) -> Anatomy:
+    """Of one layer, whatever the config says of their number."""
+    return Anatomy(1, config.num_key_value_heads, config.head_dim, config.head_dim)
+
+
+def _rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    """Its tables are in no file: they are real where the weights are still shapes without numbers."""
+    with torch.device("cpu"):
+        return LlamaRotaryEmbedding(config)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.draft_model import DraftModel, check_draft_model, load_draft_model
+from eagle_ray.models.draft_model import check_draft_model, load_draft_model
 from eagle_ray.models.heads import DraftHead
 from tests.toy import llama
 
@@ -28,13 +28,6 @@ def test_it_reads_tokens_and_no_features(published):
     torch.testing.assert_close(draft.logits(hidden, target_logits=None), plain(ids).logits, atol=1e-4, rtol=0)
 
 
-def test_its_logits_are_soft_capped_where_the_model_says_so():
-    model = llama()
-    model.config.final_logit_softcapping = 2.0
-    draft, hidden = DraftModel(model), torch.randn(3, 32)
-    torch.testing.assert_close(draft.logits(hidden, None), 2 * torch.tanh(model.lm_head(hidden) / 2))
-
-
 def test_a_model_of_other_tokens_is_refused_with_both_numbers(published):
     with pytest.raises(EngineError, match="vocab_size is 97 and the target's is 98"):
         check_draft_model(published, llama(vocab_size=98).config)
@@ -45,7 +38,7 @@ def test_a_directory_that_holds_no_whole_model_is_refused(published):
     tensors = load_file(published / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(EngineError, match=r"1 of its tensors .*model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(EngineError, match=r"not whole: missing model\.layers\.1\.mlp\.up_proj\.weight"):
         load_draft_model(published, llama().config)
     (published / "config.json").write_text(json.dumps({"hidden_size": 32}))
     with pytest.raises(EngineError, match="cannot be read"):
