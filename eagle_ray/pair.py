@@ -29,9 +29,11 @@ from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, load_weights, make_drafter
+from eagle_ray.models.families import check_config, exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
+from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
-from eagle_ray.models.target import Target, load_config, load_target
+from eagle_ray.models.target import Target
 from eagle_ray.models.threads import settle_threads
 from eagle_ray.text import Text
 
@@ -93,7 +95,7 @@ def build_pair(
         settle_threads(causal_lm, slots)
     weights = None if needs(speculative.method) is None else _load_weights(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
-    return Pair(engine, Text.load(path, model.chat_template), model.target, None if weights is None else model.draft)
+    return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
 
 
 def build_engine(
@@ -130,13 +132,13 @@ def build_engine(
 def limits_of(model: ModelConfig) -> Limits:
     """What the target allows, from its config alone. Raises ConfigError where max_model_len is more than that."""
     config = _target_config(model)
-    own = getattr(config, "max_position_embeddings", None)
+    own = exact_positions(config) or getattr(config, "max_position_embeddings", None)
     if model.max_model_len is None:
         return Limits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
     if own is not None and model.max_model_len > own:
         raise ConfigError(
             f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
-            f"for; set it to {own} or less"
+            f"for{_before_scaling(config)}; set it to {own} or less"
         )
     return Limits(model.max_model_len, config.vocab_size)
 
@@ -165,6 +167,14 @@ def out_of_reach(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str
         except OutOfReach as error:
             found[part] = error
     return found
+
+
+def load_text(model: ModelConfig) -> Text | None:
+    """The target's words; None where it has no tokenizer. Raises ConfigError where that cannot be read."""
+    try:
+        return Text.load(describe(model.target, "target"), model.chat_template)
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
 
 
 def resolve(name: str, part: str) -> Path:
@@ -206,9 +216,15 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
 def _target_config(model: ModelConfig) -> Any:
     """The target's config; its own class has whatever attributes that model has."""
     try:
-        return load_config(describe(model.target, "target"))
+        config = load_config(describe(model.target, "target"))
+        check_config(config)
+        return config
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
+
+
+def _before_scaling(config: Any) -> str:
+    return " before its rotary scaling sets in" if exact_positions(config) is not None else ""
 
 
 def _draft_path(model: ModelConfig) -> Path:
@@ -239,8 +255,8 @@ def _spread(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
 def _bytes_of_token(causal_lm: nn.Module) -> int:
     """Keys and values of one token in all layers."""
     config = causal_lm.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * causal_lm.dtype.itemsize
+    itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
+    return config.num_hidden_layers * numbers_per_token(config) * itemsize
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:

@@ -25,7 +25,7 @@ from eagle_ray.data.stops import JobStopped
 from eagle_ray.data.storage import Location
 from eagle_ray.engine.sequence import check_fits
 from eagle_ray.errors import RequestError
-from eagle_ray.pair import Limits, check_pair, describe, limits_of, out_of_reach
+from eagle_ray.pair import Limits, check_pair, limits_of, load_text, out_of_reach
 from eagle_ray.text import Text
 
 FIRST_ROWS = 100
@@ -72,8 +72,7 @@ def validate(config: JobConfig) -> str:
 
 
 def _seen(config: JobConfig) -> Seen:
-    text = Text.load(describe(config.model.target, "target"), config.model.chat_template)
-    return Seen(text, limits_of(config.model))
+    return Seen(load_text(config.model), limits_of(config.model))
 
 
 def _checked(request: dict[str, Any], config: JobConfig, seen: Seen | None) -> CheckedRow:

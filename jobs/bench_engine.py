@@ -42,7 +42,7 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.linear import pack_linears
-from eagle_ray.models.target import load_target
+from eagle_ray.models.loading import load_target
 from eagle_ray.models.widening import BENCH, widen_pair
 from eagle_ray.pair import build_engine, resolve
 from eagle_ray.speculative.sampling import SamplingParams

@@ -11,7 +11,8 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts, Target, load_target
+from eagle_ray.models.loading import load_target
+from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
 from tests.toy import best, run
