@@ -72,8 +72,7 @@ def validate(config: JobConfig) -> str:
 
 
 def _seen(config: JobConfig) -> Seen:
-    limits = limits_of(config.model)
-    return Seen(load_text(config.model), limits)
+    return Seen(load_text(config.model), limits_of(config.model))
 
 
 def _checked(request: dict[str, Any], config: JobConfig, seen: Seen | None) -> CheckedRow:
