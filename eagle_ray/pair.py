@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
@@ -201,6 +201,11 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
         raise OutOfReach(
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
             f"`hf download {name}` fetches it, and a copied directory can be named instead"
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is gated: ask for access on its page at the hub, then `hf auth login`, or set "
+            "HF_TOKEN, here and on every machine of the cluster"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise ConfigError(
