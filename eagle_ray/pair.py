@@ -41,7 +41,16 @@ EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 SHORTEST = 64  # tokens that must have room beside one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
-NEVER_READ = ["original/*", "metal/*", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]  # other forms of the weights
+NEVER_READ = [
+    "original/*",
+    "metal/*",
+    "consolidated*",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+]  # the same weights
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 

@@ -32,11 +32,11 @@ def target(tmp_path_factory) -> str:
 
 
 def outputs(target: str, draft: str | None, method: str) -> tuple[list[list[int]], int]:
-    """What comes of eight prompts, greedy and sampled, and how many tokens were drafted."""
+    """What comes of four prompts, greedy and sampled, and how many tokens were drafted."""
     model = ModelConfig(target=target, draft=draft, max_model_len=64)
     speculative = SpeculativeConfig(method=method, max_nodes=8, max_depth=3, top_k=4, budget="uniform")
     check_pair(model, speculative)
-    sequences = run(build_pair(model, speculative, slots=8).engine, some_prompts(8), some_params(8, max_tokens=10))
+    sequences = run(build_pair(model, speculative, slots=4).engine, some_prompts(4), some_params(4, max_tokens=8))
     return [s.output_ids for s in sequences], sum(s.stats.num_draft_tokens for s in sequences)
 
 
@@ -50,4 +50,4 @@ def test_a_published_head_drafts_and_changes_no_token(target, plain, tmp_path, k
     raw, tensors, layout = PUBLISHED[kind]
     draft = str(write(tmp_path / "draft", tensors, raw, layout))
     produced, num_drafted = outputs(target, draft, "eagle3" if kind.startswith("EAGLE-3") else "eagle2")
-    assert produced == plain and num_drafted > 100
+    assert produced == plain and num_drafted > 50
