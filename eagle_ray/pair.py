@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
@@ -42,7 +42,16 @@ EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 SHORTEST = 64  # tokens that must have room beside one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
-NEVER_READ = ["original/*", "metal/*", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]  # other forms of the weights
+NEVER_READ = [
+    "original/*",
+    "metal/*",
+    "consolidated*",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+]  # the same weights
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
@@ -206,6 +215,11 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
         raise OutOfReach(
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
             f"`hf download {name}` fetches it, and a copied directory can be named instead"
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is gated: ask for access on its page at the hub, then `hf auth login`, or set "
+            "HF_TOKEN, here and on every machine of the cluster"
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise ConfigError(
