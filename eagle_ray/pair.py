@@ -29,7 +29,7 @@ from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, load_weights, make_drafter
-from eagle_ray.models.families import check_config, exact_positions, numbers_per_token
+from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
@@ -231,9 +231,7 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
 def _target_config(model: ModelConfig) -> Any:
     """The target's config; its own class has whatever attributes that model has."""
     try:
-        config = load_config(describe(model.target, "target"))
-        check_config(config)
-        return config
+        return load_config(describe(model.target, "target"))
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 
