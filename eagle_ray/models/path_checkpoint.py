@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -37,6 +37,18 @@ def load_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
 def load_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     """The heads in `path`, in fp32. Raises EngineError where they cannot be read or do not fit the target."""
     return _filled(check_hydra(path, target), _tensors(path, HYDRA))
+
+
+def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:
+    """Write the published layout: config.json, and the heads in bf16."""
+    [(kind, (num_heads, num_layers, *_))] = heads.shape.items()
+    config = {f"{kind}_num_heads": num_heads, f"{kind}_num_layers": num_layers}
+    if isinstance(heads, HydraHeads):
+        config |= {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {key: value.detach().bfloat16().contiguous() for key, value in heads.state_dict().items()}
+    save_file(tensors, path / f"{kind}_lm_head.safetensors", metadata={"format": "pt"})
 
 
 def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
