@@ -19,9 +19,14 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.methods import HEAD, needs
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.merged import MergedDrafter
+from eagle_ray.drafting.ngram import NgramSource
+from eagle_ray.drafting.suffix import SuffixSource
+from eagle_ray.drafting.text_drafter import Source, TextDrafter
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.heads import DraftHead
 from eagle_ray.models.target import Target
+from eagle_ray.speculative.blend import Blend
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 
@@ -40,8 +45,11 @@ def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
 
 def make_drafter(speculative: SpeculativeConfig, target: Target, weights: Weights) -> Drafter:
     """Who drafts; a merge of all where several are named."""
-    [drafter] = [DRAFTERS[part](speculative, target, weights) for part in speculative.method.split("+")]
-    return drafter
+    names = sorted(speculative.method.split("+"), key=lambda name: needs(name) is None)  # those with a model first
+    parts = [DRAFTERS[name](speculative, target, weights) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    return MergedDrafter(parts, Blend(speculative.max_depth, len(parts), target.device))
 
 
 def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
@@ -54,5 +62,22 @@ def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> Eag
     return EagleDrafter(head, target, calibration=calibration, coupling=coupling)
 
 
+def _text(source: Source, speculative: SpeculativeConfig) -> TextDrafter:
+    return TextDrafter(source, Calibration(speculative.max_depth))
+
+
+def _ngram(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
+    return _text(NgramSource(), speculative)
+
+
+def _suffix(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
+    return _text(SuffixSource(), speculative)
+
+
 LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head}
-DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {"eagle2": _eagle, "eagle3": _eagle}
+DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
+    "eagle2": _eagle,
+    "eagle3": _eagle,
+    "ngram": _ngram,
+    "suffix": _suffix,
+}

@@ -16,7 +16,9 @@ HEAD = "an EAGLE head"
 NEEDS: dict[str, str | None] = {
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
     "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
+    "ngram": None,  # what followed the same tokens earlier in the sequence: prompt lookup
     "none": None,  # plain decoding
+    "suffix": None,  # what followed the longest run of tokens that occurred before, in any sequence
 }
 
 
