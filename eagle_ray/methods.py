@@ -17,10 +17,14 @@ from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.methods import HEAD, needs
+from eagle_ray.datastore import read_datastore
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.lookahead import LookaheadDrafter
 from eagle_ray.drafting.merged import MergedDrafter
 from eagle_ray.drafting.ngram import NgramSource
+from eagle_ray.drafting.recycling import RecyclingDrafter
+from eagle_ray.drafting.rest import RestSource
 from eagle_ray.drafting.suffix import SuffixSource
 from eagle_ray.drafting.text_drafter import Source, TextDrafter
 from eagle_ray.models.checkpoint import load_head
@@ -74,10 +78,26 @@ def _suffix(speculative: SpeculativeConfig, target: Target, weights: Weights) ->
     return _text(SuffixSource(), speculative)
 
 
+def _rest(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
+    return _text(RestSource(read_datastore(speculative.datastore, target.vocab_size)), speculative)
+
+
+def _recycling(speculative: SpeculativeConfig, target: Target, weights: Weights) -> RecyclingDrafter:
+    calibration = Calibration(speculative.max_depth, target.device)
+    return RecyclingDrafter(target.vocab_size, speculative.top_k, target.device, calibration)
+
+
+def _lookahead(speculative: SpeculativeConfig, target: Target, weights: Weights) -> LookaheadDrafter:
+    return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
+
+
 LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head}
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
     "eagle2": _eagle,
     "eagle3": _eagle,
+    "lookahead": _lookahead,
     "ngram": _ngram,
+    "recycling": _recycling,
+    "rest": _rest,
     "suffix": _suffix,
 }

@@ -94,7 +94,10 @@ class ModelConfig(Section):
 
 
 class SpeculativeConfig(Section):
-    """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted."""
+    """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
+
+    datastore: what method rest draws on.
+    """
 
     method: Annotated[str, AfterValidator(known_method)] = Field(
         default="eagle2", description=f"{', '.join(NEEDS)}, or several of them joined by +"
@@ -104,6 +107,9 @@ class SpeculativeConfig(Section):
     max_nodes: PositiveInt = Field(default=60, description="an integer, 1 or more")
     budget: Literal["global", "uniform"] = Field(default="global", description="global or uniform")
     coupled: bool = Field(default=True, description="true or false")
+    datastore: Name | None = Field(
+        default=None, description="a run directory, a Parquet file of token ids, or null without method rest"
+    )
     stats: Literal["summary", "detailed"] = Field(default="summary", description="summary or detailed")
 
 

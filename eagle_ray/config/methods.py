@@ -11,13 +11,17 @@ from __future__ import annotations
 import difflib
 
 HEAD = "an EAGLE head"
+DATASTORE = "rest"  # the method that draws on speculative.datastore
 
 # The name of a method, and what model.draft must be for it; None where it drafts without one.
 NEEDS: dict[str, str | None] = {
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
     "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
+    "lookahead": None,  # what the target made of its own guesses: lookahead decoding
     "ngram": None,  # what followed the same tokens earlier in the sequence: prompt lookup
     "none": None,  # plain decoding
+    "recycling": None,  # what the target last had in mind after each token: Token Recycling
+    "rest": None,  # what followed the same tokens in speculative.datastore: REST
     "suffix": None,  # what followed the longest run of tokens that occurred before, in any sequence
 }
 

@@ -91,7 +91,7 @@ class MergedDrafter:
             sum(draft.num_passes for draft in drafts),
             first.num_caught_up,
             is_all,
-            _beside(merged.said[..., 0], tree, depth, plan),
+            beside(merged.said[..., 0], tree, depth, plan),
         )
 
     def extend(self, batch: BatchSlots, verified: Verified) -> None:
@@ -123,7 +123,7 @@ class MergedDrafter:
             node, reached = picked.long().argmax(1), picked.any(1)
 
 
-def _beside(first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: Plan) -> list[Float[Tensor, "M N"]]:
+def beside(first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: Plan) -> list[Float[Tensor, "M N"]]:
     """By depth: the log values of the nodes that the first drafter does not offer."""
     values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
     depths = tree.depths

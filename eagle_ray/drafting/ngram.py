@@ -6,7 +6,7 @@ the token after it; where several tokens have followed, all are offered. Does no
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,18 +32,24 @@ class NgramReader:
     """The n-grams of one sequence."""
 
     def __init__(self) -> None:
-        self._counts: Counts = defaultdict(dict)
+        self._counts: Counts = {}
         self._tail: tuple[int, ...] = ()
 
     def read(self, token_ids: list[int]) -> None:
-        for token in token_ids:
-            for start in range(len(self._tail)):
-                follows = self._counts[self._tail[start:]]
-                follows[token] = follows.get(token, 0) + 1
-            self._tail = (*self._tail, token)[-LONGEST:]
+        self._tail = count(self._counts, self._tail, token_ids)
 
     def cursor(self) -> NgramCursor:
         return NgramCursor(self._counts, self._tail)
+
+
+def count(counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]) -> tuple[int, ...]:
+    """Add what follows a tail to the counts; the last tokens after that."""
+    for token in token_ids:
+        for start in range(len(tail)):
+            follows = counts.setdefault(tail[start:], {})
+            follows[token] = follows.get(token, 0) + 1
+        tail = (*tail, token)[-LONGEST:]
+    return tail
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class TextDrafter(NoDrafter):
     ) -> Draft:
         """The `width` likeliest nodes of each level get at most `width` children each."""
         members = range(len(texts)) if plan.members is None else plan.members
-        reads = [self._met(batch.host_slots[i], texts[i]) for i in members]
+        reads = self._meet([batch.host_slots[i] for i in members], [texts[i] for i in members])
         num_read = sum(read.catch_up() for read in reads)
         self._learn()
         self._drafted = [(read.text, read.num_tokens) for read in reads]
@@ -126,16 +126,15 @@ class TextDrafter(NoDrafter):
         self.source.forget()
         self._reads, self._drafted = {}, []
 
-    def _met(self, slot: int, text: Text) -> _Read:
-        """The sequence in this slot, perhaps once in another; of the one that was here before, the end is read."""
-        here = self._reads.get(slot)
-        if here is not None and here.text is text:
-            return here
-        before = next((s for s, read in self._reads.items() if read.text is text), None)
-        if here is not None:
-            here.catch_up()
-        self._reads[slot] = _Read(text, self.source.reader()) if before is None else self._reads.pop(before)
-        return self._reads[slot]
+    def _meet(self, slots: list[int], texts: list[Text]) -> list[_Read]:
+        """These sequences, which may have been in other slots before; of those whose slots they took, read the ends."""
+        known = {id(read.text): read for read in self._reads.values()}
+        for slot, text in zip(slots, texts, strict=True):
+            if slot not in self._reads or self._reads[slot].text is not text:
+                self._reads[slot] = known.get(id(text)) or _Read(text, self.source.reader())
+        for gone in known.keys() - {id(read.text) for read in self._reads.values()}:
+            known[gone].catch_up()
+        return [self._reads[slot] for slot in slots]
 
     def _grow(self, builder: TreeBuilder, plan: Plan, cursors: list[list[Cursor | None]]) -> bool:
         """Levels until the plan has enough or nothing follows; whether it was the latter. None is padding's cursor."""

@@ -99,7 +99,7 @@ def _moved(old: list[float], fresh: list[float], rate: float) -> list[float]:
     return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
 
 
-def _curve(levels: list[Float[Tensor, "M *_"]]) -> Float[Tensor, " S"]:
+def _curve(levels: list[Float[Tensor, "M ..."]]) -> Float[Tensor, " S"]:
     """Expected draft tokens per sequence at each of SIZES, the batch's best nodes taken first."""
     num_members = len(levels[0])
     values = torch.cat([level.flatten() for level in levels])

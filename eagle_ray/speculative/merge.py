@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.speculative.sampling import mix64_tensor
+from eagle_ray.speculative.sampling import GOLDEN, as_int64, mix64_tensor
 from eagle_ray.speculative.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The nodes of A trees as one tree, whose values are yet to be set.
+    """The nodes of A trees as one tree. Its log values are the highest that any of them has for a node.
 
     said: what each drafter's tree has for a node's log-probability given its parent; -inf where it lacks the node.
     """
@@ -49,19 +49,21 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
 
     max_depth bounds their depths. draft_log_probs are those of the first tree that has a node.
     """
-    codes = torch.cat([_path_codes(tree, max_depth) for tree in trees], 1)
+    codes = torch.cat([path_codes(tree, max_depth) for tree in trees], 1)
     valid = torch.cat([tree.valid for tree in trees], 1)
     place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
     first = _first_of_same(codes)
     kept = valid & (first == place)
     depths = torch.cat([tree.depths for tree in trees], 1)
-    order = torch.where(kept, depths, max_depth + 1).sort(1, stable=True).indices
+    order = torch.where(kept, depths, max_depth + 1).sort(dim=1, stable=True).indices
     index = torch.empty_like(order).scatter_(1, order, place).gather(1, first)  # of each node in the merged tree
     own = index.split([tree.num_nodes for tree in trees], 1)
     parents = [
         torch.where(tree.parents >= 0, at.gather(1, tree.parents.clamp(min=0)), -1)
         for tree, at in zip(trees, own, strict=True)
     ]
+    values = [_spread(tree, tree.log_values, at, order) for tree, at in zip(trees, own, strict=True)]
+    said = [_spread(tree, _given_parents(tree), at, order) for tree, at in zip(trees, own, strict=True)]
     kept = kept.gather(1, order)
 
     def placed(columns: list[Tensor], padding: float) -> Tensor:
@@ -71,28 +73,26 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
         tokens=placed([tree.tokens for tree in trees], 0),
         parents=placed(parents, -1),
         depths=placed([tree.depths for tree in trees], 0),
-        log_values=placed([tree.log_values for tree in trees], -torch.inf),
+        log_values=torch.stack(values, 2).amax(2),
         draft_log_probs=placed([tree.draft_log_probs for tree in trees], -torch.inf),
         valid=kept,
     )
-    return Merged(
-        merged, torch.stack([_said(tree, at, codes.shape[1]) for tree, at in zip(trees, own, strict=True)], 2)
-    )
+    return Merged(merged, torch.stack(said, 2))
 
 
-def _path_codes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
-    """A hash of the tokens from the root to each node; roots and padding have codes of their own."""
-    parents, is_node = tree.parents.clamp(min=0), tree.parents >= 0
-    base = torch.where(tree.valid, 0, 1).long()
-    codes = base
+def path_codes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
+    """A hash of the tokens from the root to each node, the root's not among them; padding has one of its own."""
+    parents, drafted = tree.parents.clamp(min=0), tree.parents >= 0
+    tokens, begin = mix64_tensor(tree.tokens + 1), (~tree.valid).long()
+    codes = begin
     for _ in range(max_depth):
-        codes = torch.where(is_node, mix64_tensor(codes.gather(1, parents) + mix64_tensor(tree.tokens + 2)), base)
+        codes = torch.where(drafted, codes.gather(1, parents) * as_int64(GOLDEN) + tokens, begin)
     return codes
 
 
 def _first_of_same(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     """The first place in its row at which each code stands."""
-    ranked, order = codes.sort(1, stable=True)
+    ranked, order = codes.sort(dim=1, stable=True)
     begins = torch.ones_like(ranked, dtype=torch.bool)
     begins[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
     place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
@@ -100,9 +100,16 @@ def _first_of_same(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     return torch.empty_like(order).scatter_(1, order, order.gather(1, run))
 
 
-def _said(tree: DraftTree, index: Int[Tensor, "B M"], num_nodes: int) -> Float[Tensor, "B N"]:
-    """The tree's own conditional log-probabilities, each at its node's index in the merged tree."""
+def _given_parents(tree: DraftTree) -> Float[Tensor, "B N"]:
+    """Log-probability of each node given its parent; 0 for roots."""
     above = tree.log_values.gather(1, tree.parents.clamp(min=0))
-    given = torch.where(tree.parents >= 0, tree.log_values - above, 0.0)
-    said = given.new_full((len(given), num_nodes + 1), -torch.inf)
-    return said.scatter_(1, torch.where(tree.valid, index, num_nodes), given)[:, :num_nodes]
+    return torch.where(tree.parents >= 0, tree.log_values - above, 0.0)
+
+
+def _spread(
+    tree: DraftTree, values: Float[Tensor, "B M"], index: Int[Tensor, "B M"], merged: Int[Tensor, "B N"]
+) -> Float[Tensor, "B N"]:
+    """Values of the tree's nodes at their indices in the merged tree, -inf elsewhere."""
+    num_nodes = merged.shape[1]
+    at = torch.where(tree.valid, index, num_nodes)
+    return values.new_full((len(values), num_nodes + 1), -torch.inf).scatter_(1, at, values)[:, :num_nodes]

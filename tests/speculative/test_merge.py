@@ -41,13 +41,14 @@ def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]
     return trees
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3), batch=st.integers(1, 3), ties=st.booleans())
 def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, count, batch, ties):
     trees = some_trees(seed, count, batch, ties)
     merged = merge(trees, max_depth=3)
     valued = merged.valued(merged.said.amax(-1), max_depth=3)
     check_laws(valued)
+    check_laws(merged.tree)
     for b in range(batch):
         each = [as_paths(tree, b, given_parents(tree)) for tree in trees]
         wanted = {path: [paths.get(path, -torch.inf) for paths in each] for path in set().union(*each)}
@@ -55,6 +56,8 @@ def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, coun
             said = as_paths(merged.tree, b, merged.said[..., i])
             assert said.keys() == wanted.keys()
             assert all(said[path] == wanted[path][i] for path in said)
+            own = as_paths(trees[i], b, trees[i].log_values)
+            assert all(as_paths(merged.tree, b, merged.tree.log_values)[path] >= own[path] for path in own)
         for path, value in as_paths(valued, b, valued.log_values).items():
             along = [max(wanted[path[:end]]) for end in range(1, len(path) + 1)]
             torch.testing.assert_close(value, sum(along), atol=1e-5, rtol=0)
@@ -77,7 +80,7 @@ def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
         right = torch.where(case == 1, torch.rand(8, generator=generator) < 0.5, case == 0)
         blend.learn(1, torch.zeros(8).long(), said[case][:, None], torch.ones(8, 1).bool(), right[:, None])
     values = blend.apply(torch.full((1, 3), 2), torch.zeros(1).long(), said[None]).exp()[0]
-    assert values[0] > 0.97 and abs(values[1] - 0.5) < 0.1 and values[2] < 0.03
+    assert values[0] > 0.85 and abs(values[1] - 0.5) < 0.1 and values[2] < 0.15
     untold = blend.apply(torch.full((1, 3), 1), torch.zeros(1).long(), said[None]).exp()[0]
     torch.testing.assert_close(untold, torch.full((3,), 0.5))
 
