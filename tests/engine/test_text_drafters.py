@@ -26,9 +26,7 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def oracle(model) -> Oracle:
-    """20 prompts that repeat themselves and one another, some from the start, decoded a token at a time by transformers'
-    own cache.
-    """
+    """20 prompts that repeat themselves and one another, some from their start on, decoded by transformers' cache."""
     rng, params = random.Random(3), some_params(20, max_tokens=24)
     phrases = [[rng.randrange(3, 97) for _ in range(rng.randint(2, 9))] for _ in range(6)]
     prompts = [[i for phrase in rng.choices(phrases, k=5) for i in phrase] for _ in params]
