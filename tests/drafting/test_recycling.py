@@ -60,7 +60,7 @@ def test_it_learns_how_far_to_trust_them_and_can_forget():
         draft = drafted(drafter, [1, 2, 3], Plan(1, 2))
         taught(drafter, [1, 2, 3])
     first, sure = TABLE.softmax(-1).amax(-1)[1:4], torch.tensor([max(paths(draft, b).values()) for b in range(3)])
-    assert (sure > first + 0.4 * (1 - first)).all()  # the best of them was picked every time
+    assert (sure > first + 0.3 * (1 - first)).all()  # the best of them was picked every time
     drafter.forget()
     assert drafted(drafter, [1, 2, 3], Plan(1, 2)).depth == 0
     assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0]
