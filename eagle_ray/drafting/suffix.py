@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from eagle_ray.drafting.contexts import Children, blended
 from eagle_ray.drafting.suffix_automaton import ROOT, SuffixAutomaton
 
-CAPACITY = 200_000  # tokens, at about 700 bytes each
+CAPACITY = 200_000  # tokens, at about 460 bytes each
 BELIEVED = 64  # tokens of a context past which a longer one is no surer
 TRIED = 4  # contexts of falling length that are asked for children
 VAGUE = 256  # different tokens after a context that make it too vague to ask
