@@ -20,6 +20,7 @@ from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import needs
+from eagle_ray.datastore import check_datastore
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.cost_cache import cached_costs
@@ -156,9 +157,11 @@ def limits_of(model: ModelConfig) -> Limits:
 def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Refuse what cannot work, from configs and headers of weights alone: no weights are read.
 
-    Raises ConfigError naming model.target, model.draft or model.max_model_len.
+    Raises ConfigError naming model.target, model.draft, model.max_model_len or speculative.datastore.
     """
     limits_of(model)
+    if speculative.datastore is not None:
+        check_datastore(speculative.datastore)
     if needs(speculative.method) is None:
         return
     try:
