@@ -76,18 +76,24 @@ def build_pair(
     num_gpus: over which the target is placed; without effect on a CPU. Raises ConfigError where a name cannot be found
     or a length does not fit, EngineError where files are not a pair.
     """
-    path = resolve(model.target, "target")
+    causal_lm = load_causal_lm(model, kv_tokens or slots * limits_of(model).max_model_len, num_gpus)
+    weights = None if needs(speculative.method) is None else load_draft(model, speculative, causal_lm)
+    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
+    text = Text.load(resolve(model.target, "target"), model.chat_template)
+    return Pair(engine, text, model.target, None if weights is None else model.draft)
+
+
+def load_causal_lm(model: ModelConfig, kv_tokens: int, num_gpus: int = 1) -> nn.Module:
+    """The target, ready for engines that hold kv_tokens tokens in all. Raises as build_pair does."""
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
+    path = resolve(model.target, "target")
     causal_lm = load_target(path, _dtype(model.dtype, device), "cpu" if is_spread else device)
     if is_spread:
-        tokens = kv_tokens or slots * limits_of(model).max_model_len
-        _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
+        _spread(causal_lm, num_gpus, KV_MARGIN * kv_tokens * _bytes_of_token(causal_lm))
     pack_linears(causal_lm)
-    weights = None if needs(speculative.method) is None else _load_weights(model, speculative, causal_lm)
-    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
-    return Pair(engine, Text.load(path, model.chat_template), model.target, None if weights is None else model.draft)
+    return causal_lm
 
 
 def build_engine(
@@ -214,7 +220,8 @@ def _tensor_names(path: Path) -> Iterable[str]:
         raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
 
 
-def _load_weights(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+    """What model.draft holds, beside its target. Raises as build_pair does."""
     weights = load_weights(speculative, _draft_path(model), causal_lm.config.get_text_config(decoder=True))
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)

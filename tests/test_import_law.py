@@ -28,12 +28,14 @@ LEVEL = {
     "validate": 8,
     "demo": 9,
     "review": 9,
+    "doctor": 10,
+    "evaluate": 10,
     "export": 10,
     "cli": 11,
 }
 HEAVY = {
-    "ray": {"data", "serve", "training", "job", "demo", "cli"},
-    "transformers": {"models", "text", "methods"},
+    "ray": {"data", "serve", "training", "job", "demo", "doctor", "cli"},
+    "transformers": {"models", "text", "methods", "doctor"},
     "torch": {
         "speculative",
         "models",
@@ -45,6 +47,8 @@ HEAVY = {
         "data",
         "serve",
         "training",
+        "doctor",
+        "evaluate",
     },
     "pydantic": {"config", "serve"},
 }

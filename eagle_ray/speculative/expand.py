@@ -72,12 +72,14 @@ class TreeBuilder:
     def frontier(self) -> Frontier:
         """The `width` most valuable nodes of the last level, ties to the earlier one, most valuable first."""
         values, tokens = self._log_values[-1], self._tokens[-1]
-        best, index = values.sort(dim=1, descending=True, stable=True)
-        best, index = best[:, : self._width], index[:, : self._width]
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
+        index = self._best(values)
         first_of_level = self._num_nodes - tokens.shape[1]
-        self._frontier_values, self._frontier_nodes = best, index + first_of_level
+        self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
         return Frontier(tokens.gather(1, index), index // children_each)
+
+    def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+        return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
 
     def build(self) -> DraftTree:
         """All candidates so far: 1 + F*K nodes a level, breadth-first."""
