@@ -20,3 +20,8 @@ class RequestError(Exception):
 
 class EngineError(Exception):
     """The engine can no longer answer anything: its process should end."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error of somebody else's says, without its line breaks."""
+    return " ".join(str(error).split())

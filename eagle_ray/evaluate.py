@@ -30,7 +30,7 @@ from eagle_ray.engine import sequence as engine_sequence
 from eagle_ray.engine.sequence import check_fits
 from eagle_ray.errors import RequestError
 from eagle_ray.job import GROUP_BY
-from eagle_ray.pair import check_pair, limits_of, load_causal_lm, resolve
+from eagle_ray.pair import check_pair, limits_of, load_causal_lm, load_text
 from eagle_ray.text import Text
 
 log = logging.getLogger("eagle_ray")
@@ -54,7 +54,7 @@ def evaluate(
         raise ConfigError("input.path: no row can be answered")
     log.info("loading %s", config.model.target)
     max_model_len = _longest(questions)
-    causal_lm = load_causal_lm(config.model, batch * max_model_len)
+    causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
     weights = weights_of(ways, config.model, causal_lm)
     engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
     turns = list(_told(rounds(engines, questions, temperatures), len(ways)))
@@ -69,7 +69,7 @@ def use_threads(threads: int | None) -> None:
 
 def _questions(config: JobConfig, per_task: int | None) -> Iterator[Question]:
     """The rows that can be answered, in order; the others are named."""
-    text = Text.load(resolve(config.model.target, "target"), config.model.chat_template)
+    text = load_text(config.model)
     limits, count = limits_of(config.model), Counter()
     for row in requests_of(plan_input(config)):
         task = str(row.get(GROUP_BY) or NO_TASK)

@@ -1,6 +1,7 @@
 """From the name of a method to who drafts and who plans: the one table of both.
 
-    weights = load_weights(model, speculative, target_config)       # what model.draft holds, if the method reads one
+    check_weights(speculative, path, target_config)                 # from headers: before anything is started
+    weights = load_weights(speculative, path, target_config)        # what model.draft holds, if the method reads one
     target = Target(..., feature_layers=feature_layers(weights, num_layers))
     drafter = make_drafter(speculative, target, weights)
 
@@ -16,16 +17,22 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import HEAD, needs
+from eagle_ray.config.methods import HEAD, HEAD_3, needs
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
-from eagle_ray.models.checkpoint import load_head
-from eagle_ray.models.heads import DraftHead
+from eagle_ray.errors import EngineError
+from eagle_ray.models.checkpoint import blank_head, load_head
+from eagle_ray.models.heads import DraftHead, Eagle3Head
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 
 Weights = nn.Module | None  # what a method reads from model.draft
+
+
+def check_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> None:
+    """What `load_weights` would refuse, told without reading weights. Raises EngineError."""
+    CHECKS[needs(speculative.method)](path, target)
 
 
 def load_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> nn.Module:
@@ -44,8 +51,14 @@ def make_drafter(speculative: SpeculativeConfig, target: Target, weights: Weight
     return drafter
 
 
-def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
-    return load_head(path, target.hidden_size, target.vocab_size)
+def _check_head_3(path: Path, target: PretrainedConfig) -> None:
+    if not isinstance(blank_head(path, target), Eagle3Head):
+        raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
+
+
+def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
+    _check_head_3(path, target)
+    return load_head(path, target)
 
 
 def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
@@ -54,5 +67,6 @@ def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> Eag
     return EagleDrafter(head, target, calibration=calibration, coupling=coupling)
 
 
-LOADERS: dict[str, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: _load_head}
+CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {HEAD: blank_head, HEAD_3: _check_head_3}
+LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: load_head, HEAD_3: _load_head_3}
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {"eagle2": _eagle, "eagle3": _eagle}

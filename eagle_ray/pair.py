@@ -8,9 +8,7 @@ Knows where models live and how large their caches must be. Does not know rows, 
 
 from __future__ import annotations
 
-import json
 import platform
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
@@ -31,11 +28,13 @@ from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
-from eagle_ray.methods import feature_layers, load_weights, make_drafter
-from eagle_ray.models.checkpoint import EAGLE3_KEYS
+from eagle_ray.methods import check_weights, feature_layers, load_weights, make_drafter
+from eagle_ray.models.families import check_config, exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
+from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
-from eagle_ray.models.target import Target, load_config, load_target
+from eagle_ray.models.target import Target
+from eagle_ray.models.threads import settle_threads
 from eagle_ray.text import Text
 
 ASSETS = Path(__file__).parent / "assets"
@@ -43,7 +42,13 @@ EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 SHORTEST = 64  # tokens that must have room beside one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
+NEVER_READ = ["original/*", "metal/*", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]  # other forms of the weights
+WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
+
+
+class OutOfReach(ConfigError):
+    """A hub id that is not on this machine, while the hub does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +78,29 @@ def build_pair(
 ) -> Pair:
     """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
 
-    num_gpus: over which the target is placed; without effect on a CPU. Raises ConfigError where a name cannot be found
-    or a length does not fit, EngineError where files are not a pair.
+    num_gpus: over which the target is placed; without effect on a CPU, where torch's threads may become fewer instead:
+    as many as the target is worth. Raises ConfigError where a name cannot be found or a length does not fit,
+    EngineError where files are not a pair.
     """
-    causal_lm = load_causal_lm(model, kv_tokens or slots * limits_of(model).max_model_len, num_gpus)
+    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus)
     weights = None if needs(speculative.method) is None else load_draft(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
-    text = Text.load(resolve(model.target, "target"), model.chat_template)
-    return Pair(engine, text, model.target, None if weights is None else model.draft)
+    return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
 
 
-def load_causal_lm(model: ModelConfig, kv_tokens: int, num_gpus: int = 1) -> nn.Module:
-    """The target, ready for engines that hold kv_tokens tokens in all. Raises as build_pair does."""
+def load_causal_lm(model: ModelConfig, slots: int, kv_tokens: int | None = None, num_gpus: int = 1) -> nn.Module:
+    """The target, ready for the engines of build_pair's arguments. Raises as build_pair does."""
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
     path = resolve(model.target, "target")
     causal_lm = load_target(path, _dtype(model.dtype, device), "cpu" if is_spread else device)
     if is_spread:
-        _spread(causal_lm, num_gpus, KV_MARGIN * kv_tokens * _bytes_of_token(causal_lm))
+        tokens = kv_tokens or slots * limits_of(model).max_model_len
+        _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
     pack_linears(causal_lm)
+    if device == "cpu":
+        settle_threads(causal_lm, slots)
     return causal_lm
 
 
@@ -130,45 +138,66 @@ def build_engine(
 def limits_of(model: ModelConfig) -> Limits:
     """What the target allows, from its config alone. Raises ConfigError where max_model_len is more than that."""
     config = _target_config(model)
-    own = getattr(config, "max_position_embeddings", None)
+    own = exact_positions(config) or getattr(config, "max_position_embeddings", None)
     if model.max_model_len is None:
         return Limits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
     if own is not None and model.max_model_len > own:
         raise ConfigError(
             f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
-            f"for; set it to {own} or less"
+            f"for{_before_scaling(config)}; set it to {own} or less"
         )
     return Limits(model.max_model_len, config.vocab_size)
 
 
 def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
-    """Refuse what cannot work, from configs and tensor names alone: no weights are read.
+    """Refuse what cannot work, from configs and headers of weights alone: no weights are read.
 
     Raises ConfigError naming model.target, model.draft or model.max_model_len.
     """
     limits_of(model)
     if needs(speculative.method) is None:
         return
-    path, target = _draft_path(model), _target_config(model)
-    head = _head_config(path)
-    for key in ("hidden_size", "vocab_size"):
-        if head.get(key) != getattr(target, key):
-            raise ConfigError(
-                f"model.draft: {path}: the head's {key} is {head.get(key)} and the target's is {getattr(target, key)}: "
-                f"they are not a pair; choose a head that was trained for {model.target}"
-            )
-    if any(name.startswith(EAGLE3_KEYS) for name in _tensor_names(path)):
-        raise ConfigError(
-            f"model.draft: {path} is an EAGLE-3 head (it has {EAGLE3_KEYS[0]}* tensors); this release runs EAGLE-1/2 "
-            "heads"
-        )
+    try:
+        check_weights(speculative, _draft_path(model), _target_config(model))
+    except EngineError as error:
+        raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
+
+
+def out_of_reach(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, OutOfReach]:
+    """The keys of `model` that name what cannot be looked at from here, and why."""
+    finders = {"target": describe} | ({"draft": resolve} if needs(speculative.method) is not None else {})
+    found = {}
+    for part, find in finders.items():
+        try:
+            find(getattr(model, part) or "", part)
+        except OutOfReach as error:
+            found[part] = error
+    return found
+
+
+def load_text(model: ModelConfig) -> Text | None:
+    """The target's words; None where it has no tokenizer. Raises ConfigError where that cannot be read."""
+    try:
+        return Text.load(describe(model.target, "target"), model.chat_template)
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
 
 
 def resolve(name: str, part: str) -> Path:
     """The local directory of a model. part: "target" or "draft", which `embedded:` names have both.
 
     A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or the hub where it is reachable).
+    Raises OutOfReach where only the hub's silence is in the way, ConfigError where the name can be no model.
     """
+    return _find(name, part, NEVER_READ)
+
+
+def describe(name: str, part: str) -> Path:
+    """The same without its weights, which may be hundreds of gigabytes: they are there only if they were before."""
+    return _find(name, part, NEVER_READ + WEIGHTS)
+
+
+def _find(name: str, part: str, left_out: list[str]) -> Path:
     if name.startswith(EMBEDDED):
         path = ASSETS / name.removeprefix(EMBEDDED) / part
         if not path.is_dir():
@@ -177,8 +206,13 @@ def resolve(name: str, part: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return Path(snapshot_download(name))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, ignore_patterns=left_out))
+    except LocalEntryNotFoundError as error:
+        raise OutOfReach(
+            f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
+            f"`hf download {name}` fetches it, and a copied directory can be named instead"
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise ConfigError(
             f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
             f"reached from here ({type(error).__name__})"
@@ -188,36 +222,21 @@ def resolve(name: str, part: str) -> Path:
 def _target_config(model: ModelConfig) -> Any:
     """The target's config; its own class has whatever attributes that model has."""
     try:
-        return load_config(resolve(model.target, "target"))
+        config = load_config(describe(model.target, "target"))
+        check_config(config)
+        return config
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
+
+
+def _before_scaling(config: Any) -> str:
+    return " before its rotary scaling sets in" if exact_positions(config) is not None else ""
 
 
 def _draft_path(model: ModelConfig) -> Path:
     if model.draft is None:
         raise ConfigError("model.draft: missing; speculative.method eagle2 needs a draft head")
     return resolve(model.draft, "draft")
-
-
-def _head_config(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((path / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"model.draft: the head's config in {path} cannot be read: {error}") from error
-
-
-def _tensor_names(path: Path) -> Iterable[str]:
-    """From the file's header or the index. A single pickled file would have to be read whole: the worker does."""
-    try:
-        for index in (path / "model.safetensors.index.json", path / "pytorch_model.bin.index.json"):
-            if index.exists():
-                return list(json.loads(index.read_text("utf-8"))["weight_map"])
-        if (path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
-            return []
-        with safe_open(path / "model.safetensors", "pt") as file:
-            return list(file.keys())
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"model.draft: the head's weights in {path} cannot be read: {error}") from error
 
 
 def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
@@ -243,8 +262,8 @@ def _spread(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
 def _bytes_of_token(causal_lm: nn.Module) -> int:
     """Keys and values of one token in all layers."""
     config = causal_lm.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * causal_lm.dtype.itemsize
+    itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
+    return config.num_hidden_layers * numbers_per_token(config) * itemsize
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eagle_ray.errors import RequestError
+from eagle_ray.chat_templates import NAMES, template_path
+from eagle_ray.errors import EngineError, RequestError, in_one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 HALF_A_CHARACTER = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
@@ -35,12 +36,16 @@ class Text:
     def load(cls, path: str | Path, chat_template: str = "auto") -> Text | None:
         """The tokenizer of a local target directory; None where it has none.
 
-        chat_template: auto (the tokenizer's own), none, or a Jinja file.
+        chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. Raises EngineError
+        where the tokenizer cannot be read.
         """
         directory = Path(path)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return None
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise EngineError(f"the tokenizer in {directory} cannot be read: {in_one_line(error)}") from error
         return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory))
 
     def encode(self, prompt: str) -> list[int]:
@@ -56,7 +61,8 @@ class Text:
         if self._chat_template is None:
             raise RequestError(
                 "no_chat_template",
-                "messages need a chat template and the target has none: give a prompt, or set model.chat_template",
+                "messages need a chat template and the target has none: give a prompt, or set model.chat_template to "
+                f"{', '.join(NAMES)} or a Jinja file",
             )
         try:
             return str(
@@ -134,7 +140,7 @@ class StopCheck:
 
 def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:
     if chosen not in ("auto", "none"):
-        return Path(chosen).read_text("utf-8")
+        return template_path(chosen).read_text("utf-8")
     return tokenizer.get_chat_template() if chosen == "auto" and tokenizer.chat_template else None
 
 

@@ -1,6 +1,7 @@
 """validate: what a job would do, looked at without Ray and without loading a model.
 
-The rows, the tokenizer and the checks are the job's own, so that what passes here is what the job will see.
+The rows, the tokenizer and the checks are the job's own, so that what passes here is what the job will see. Of a model
+that is not on this machine, while the hub does not answer, everything else is checked and the report says what was not.
 
     >>> print(validate(load_config("configs/demo.yaml")))
     input    96 rows in 1 file ...
@@ -24,10 +25,23 @@ from eagle_ray.data.stops import JobStopped
 from eagle_ray.data.storage import Location
 from eagle_ray.engine.sequence import check_fits
 from eagle_ray.errors import RequestError
-from eagle_ray.pair import Limits, check_pair, limits_of, resolve
+from eagle_ray.pair import Limits, check_pair, limits_of, load_text, out_of_reach
 from eagle_ray.text import Text
 
 FIRST_ROWS = 100
+WITHOUT_TEXT: dict[str, Any] = {"prompt_token_ids": [0], "stop": []}  # in place of what only a tokenizer can check
+UNSEEN = {
+    "target": "prompts, their lengths, the chat template and whether the head fits were not looked at",
+    "draft": "whether it fits the target was not looked at",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was found of the target. text: None where it has no tokenizer."""
+
+    text: Text | None
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +59,29 @@ def validate(config: JobConfig) -> str:
     plan = plan_input(config)
     Partitions.of(config.output.partition_by, plan.carried)
     check_not_own(plan.files, output_of(config))
-    check_pair(config.model, config.speculative)
-    text = Text.load(resolve(config.model.target, "target"), config.model.chat_template)
-    limits = limits_of(config.model)
-    rows = [_checked(row, config, text, limits) for row in islice(requests_of(plan), FIRST_ROWS)]
+    unseen = out_of_reach(config.model, config.speculative)
+    if not unseen:
+        check_pair(config.model, config.speculative)
+    seen = None if "target" in unseen else _seen(config)
+    rows = [_checked(row, config, seen) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
-    sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, text), _model(config), _output(config)]
+    sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, seen), _model(config), _output(config)]
     if rows and not good:
         raise ConfigError("no row can be answered\n" + _rows(rows, 0))
-    return "\n".join(sections)
+    return "\n".join([*sections, *(f"unseen   {error}: {UNSEEN[part]}" for part, error in unseen.items())])
 
 
-def _checked(request: dict[str, Any], config: JobConfig, text: Text | None, limits: Limits) -> CheckedRow:
+def _seen(config: JobConfig) -> Seen:
+    return Seen(load_text(config.model), limits_of(config.model))
+
+
+def _checked(request: dict[str, Any], config: JobConfig, seen: Seen | None) -> CheckedRow:
     try:
-        [sequence] = sequences_of(request, config, text, n=1)
-        check_fits(sequence, limits.max_model_len, limits.vocab_size)
+        if seen is None:
+            sequences_of(request | WITHOUT_TEXT, config, None, n=1)
+            return CheckedRow(request["request_id"], [], None)
+        [sequence] = sequences_of(request, config, seen.text, n=1)
+        check_fits(sequence, seen.limits.max_model_len, seen.limits.vocab_size)
     except RequestError as error:
         return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]")
     return CheckedRow(request["request_id"], sequence.prompt_ids, None)
@@ -81,11 +103,13 @@ def _rows(rows: list[CheckedRow], num_good: int) -> str:
     return "\n".join([f"rows     {verdict}", *bad])
 
 
-def _first_prompt(good: Iterable[CheckedRow], text: Text | None) -> str:
+def _first_prompt(good: Iterable[CheckedRow], seen: Seen | None) -> str:
     row = next(iter(good), None)
     if row is None:
         return "prompt   there is no row"
-    shown = f"token ids {row.prompt_ids}" if text is None else text.spell(row.prompt_ids)
+    if seen is None:
+        return f"prompt   the first, {row.request_id!r}, not looked at: it takes the target's tokenizer"
+    shown = f"token ids {row.prompt_ids}" if seen.text is None else seen.text.spell(row.prompt_ids)
     lines = "\n".join(f"         | {line}" for line in shown.split("\n"))
     return f"prompt   the first, {row.request_id!r}, {len(row.prompt_ids)} tokens, as the model will see it:\n{lines}"
 

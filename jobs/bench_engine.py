@@ -42,7 +42,7 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.linear import pack_linears
-from eagle_ray.models.target import load_target
+from eagle_ray.models.loading import load_target
 from eagle_ray.models.widening import BENCH, widen_pair
 from eagle_ray.pair import build_engine, resolve
 from eagle_ray.speculative.sampling import SamplingParams
@@ -93,8 +93,7 @@ class Models:
     def load(cls, args: argparse.Namespace, head_name: str) -> Models:
         path, dtype = resolve("embedded:tiny", "target"), getattr(torch, args.dtype)
         causal_lm = load_target(path, torch.float32, args.device)
-        config = causal_lm.config
-        head = load_head(resolve("embedded:tiny", "draft"), config.hidden_size, config.vocab_size)
+        head = load_head(resolve("embedded:tiny", "draft"), causal_lm.config)
         head = HEADS[head_name](head).to(args.device)
         if args.pair == "wide":
             causal_lm, head = widen_pair(causal_lm, head, BENCH, dtype=dtype, device=args.device)

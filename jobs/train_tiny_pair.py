@@ -23,7 +23,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle_ray.models.checkpoint import head_config, save_head
+from eagle_ray.models.checkpoint import save_head
+from eagle_ray.models.fit import head_config
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.training.corpus import REFINING_MIX, TRAINING_MIX, Mix, training_conversations
 from eagle_ray.training.head import FrozenTarget, initialize_head, train_head

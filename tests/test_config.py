@@ -185,6 +185,12 @@ def test_a_chat_template_is_a_readable_text(tmp_path):
     assert "(No such file or directory)" in refusal(f"model.chat_template={tmp_path}/nowhere.jinja")
 
 
+def test_a_named_template_is_no_file_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vicuna").mkdir()
+    assert load("model.chat_template=vicuna").model.chat_template == "vicuna"
+
+
 def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "target").mkdir()

@@ -38,9 +38,29 @@ def test_a_head_of_another_size_is_refused_with_both_numbers(draft, key):
         check(draft)
 
 
-def test_an_eagle3_head_is_known_by_its_tensor_names(draft):
-    save_file({"midlayer.hidden_norm.weight": torch.ones(4)}, draft / "model.safetensors")
-    with pytest.raises(ConfigError, match="is an EAGLE-3 head"):
+E3 = PAIR.parent / "pair_e3"
+
+
+def check_e3(method: str, target: Path = E3) -> None:
+    model = ModelConfig(target=str(target / "target"), draft=str(E3 / "draft"))
+    check_pair(model, SpeculativeConfig(method=method))
+
+
+def test_eagle2_takes_heads_of_both_generations_and_eagle3_its_own(draft):
+    check_e3("eagle2")
+    check_e3("eagle3")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* is an EAGLE-1/2 head: set speculative\.method to eagle2"):
+        check(draft, "eagle3")
+
+
+def test_a_target_of_too_few_layers_for_eagle3_is_refused(draft):
+    with pytest.raises(ConfigError, match=r"model\.draft: .* 7 layers or more, and the target has 4 .*pair_fit"):
+        check_e3("eagle3", target=PAIR)
+
+
+def test_tensors_that_do_not_fit_are_named_before_anything_is_loaded(draft):
+    save_file({"fc.weight": torch.ones(64, 128)}, draft / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* missing layers\.0\.mlp\.down_proj\.weight"):
         check(draft)
 
 

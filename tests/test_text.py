@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_ray.errors import RequestError
+from eagle_ray.chat_templates import NAMES
+from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.text import HALF_A_CHARACTER, Text
 from tests.tokenizers_for_tests import write_tokenizer
 
@@ -89,6 +90,61 @@ def test_whatever_a_template_raises_is_the_rows_error(tmp_path, directory, templ
 def test_a_template_may_come_from_a_file(tmp_path, directory):
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     assert Text.load(directory, str(tmp_path / "mine.jinja")).render_chat(HI) == "[Hi]"
+
+
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "How are you?"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+VICUNAS_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+SPELLED = {
+    "vicuna": [
+        (HI, f"<|bos|>{VICUNAS_SYSTEM} USER: Hi ASSISTANT:"),
+        (TURNS, f"<|bos|>{VICUNAS_SYSTEM} USER: Hi ASSISTANT: Hello!<|eos|>USER: How are you? ASSISTANT:"),
+        ([SYSTEM, *HI], "<|bos|>Be brief. USER: Hi ASSISTANT:"),
+    ],
+    "llama-2": [
+        (HI, "<|bos|>[INST] Hi [/INST]"),
+        (TURNS, "<|bos|>[INST] Hi [/INST] Hello! <|eos|><|bos|>[INST] How are you? [/INST]"),
+        (
+            [SYSTEM, *TURNS],
+            "<|bos|>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello! <|eos|><|bos|>[INST] How are you? [/INST]",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "spelled"), [(name, *case) for name, cases in SPELLED.items() for case in cases]
+)
+def test_templates_by_name_say_what_their_targets_were_trained_on(directory, name, messages, spelled):
+    text = Text.load(directory, name)
+    assert text.render_chat(messages) == spelled
+    assert text.spell(text.encode_chat(messages)) == spelled
+    assert text.encode_chat(messages).count(BOS) == spelled.count("<|bos|>")  # as tokens, and no further one
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("messages", [TURNS[1:], [*HI, *HI], [*HI, SYSTEM], [{"role": "tool", "content": "x"}]])
+def test_templates_by_name_refuse_what_their_targets_never_saw(directory, name, messages):
+    with pytest.raises(RequestError, match="user and assistant take turns") as error:
+        Text.load(directory, name).render_chat(messages)
+    assert error.value.code == "bad_messages"
+
+
+def test_the_names_are_those_of_the_files():
+    assert set(NAMES) == SPELLED.keys()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineError, match=r"the tokenizer in .* cannot be read"):
+        Text.load(tmp_path)
 
 
 def test_a_target_without_a_tokenizer_has_no_text(tmp_path):

@@ -20,7 +20,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.blocks import Blocks
-from eagle_ray.models.heads import EagleHead
+from eagle_ray.models.heads import Eagle3Head, EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.budget import ranks
@@ -136,6 +136,16 @@ def head(seed: int = 0, **shape: object) -> EagleHead:
     return EagleHead(LlamaConfig(**{**LLAMA, **shape}), bias=True, own_embedding=False).requires_grad_(False)
 
 
+def head3(seed: int = 0, num_drafted: int = 60, **shape: object) -> Eagle3Head:
+    """A random EAGLE-3 head for a `llama` of 7 layers or more, over an unsorted choice of its tokens."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**LLAMA, **shape})
+    sizes = dict(draft_vocab_size=num_drafted, feature_size=3 * config.hidden_size)
+    eagle3 = Eagle3Head(config, **sizes, own_embedding=False).requires_grad_(False)
+    eagle3.d2t.copy_(torch.randperm(config.vocab_size)[:num_drafted] - torch.arange(num_drafted))
+    return eagle3
+
+
 def llama_engine(
     num_slots: int,
     max_nodes: int = 0,
@@ -144,17 +154,20 @@ def llama_engine(
     seed: int = 0,
     kv_tokens: int | None = None,
     prefill_tokens: int = 512,
+    weights: EagleHead | Eagle3Head | None = None,
+    **shape: object,
 ) -> Engine:
-    """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding."""
-    target = Target(llama(seed), num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens)
-    drafter = llama_drafter(target, seed, max_depth) if max_nodes else NoDrafter()
+    """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
+
+    weights: the head; None is one of EAGLE-2. shape: the Llama's, where it is not LLAMA's.
+    """
+    model, weights = llama(seed, **shape), weights or head(seed)
+    layers = weights.feature_layers(model.config.num_hidden_layers)
+    target = Target(model, num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens, layers)
+    learning = dict(calibration=Calibration(max_depth), coupling=Coupling(max_depth))
+    drafter = EagleDrafter(weights, target, **learning) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
     return Engine(target, drafter, planner, 128, num_spec_tokens=max_depth, prefill_tokens=prefill_tokens)
-
-
-def llama_drafter(target: Target, seed: int, max_depth: int) -> EagleDrafter:
-    learning = dict(calibration=Calibration(max_depth), coupling=Coupling(max_depth))
-    return EagleDrafter(head(seed), target, **learning)
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from eagle_ray.benchmark.ablations import ExpandedPlanner, OwnConfidence
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import HEAD, NEEDS, known_method, needs
+from eagle_ray.config.methods import HEAD, HEAD_3, NEEDS, known_method, needs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.pair import build_engine, load_draft
 
@@ -50,8 +50,8 @@ class Way:
 
 def default_names(speculative: SpeculativeConfig) -> list[str]:
     """All that the job's own model.draft allows, and what needs none."""
-    alone = [name for name, needed in NEEDS.items() if needed is None and name != "none"]
-    if needs(speculative.method) != HEAD:
+    alone = [name for name, needed in NEEDS.items() if needed is None and name not in ("none", "rest")]
+    if needs(speculative.method) not in (HEAD, HEAD_3):
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
     other_trees = [name for name in TREES if name in NEEDS]
     return [*other_trees, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone]
@@ -64,7 +64,7 @@ def ways_of(names: Iterable[str], model: ModelConfig, speculative: SpeculativeCo
 
 def _way(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> Way:
     method, _, draft = name.partition("=")
-    settings, adjust = SPECIAL.get(method, ({"method": method, "budget": "uniform"}, None))
+    settings, adjust = SPECIAL.get(method, ({"method": method, "budget": "uniform", "coupled": False}, None))
     try:
         known_method(settings.get("method", speculative.method))
     except ValueError as error:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import NEEDS, known_method
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
@@ -83,7 +84,9 @@ class ModelConfig(Section):
         default=None,
         description="a number of tokens, 2 or more, or null for what the target was made for, at most 4096",
     )
-    chat_template: Name = Field(default="auto", description="auto (the target's own), none, or a Jinja file")
+    chat_template: Name = Field(
+        default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+    )
 
     @model_validator(mode="before")
     @classmethod

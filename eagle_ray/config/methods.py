@@ -11,11 +11,12 @@ from __future__ import annotations
 import difflib
 
 HEAD = "an EAGLE head"
+HEAD_3 = "an EAGLE-3 head"
 
 # The name of a method, and what model.draft must be for it; None where it drafts without one.
 NEEDS: dict[str, str | None] = {
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
-    "eagle3": HEAD,  # the same tree, and the head must be of EAGLE-3
+    "eagle3": HEAD_3,  # the same tree, and the head must be of EAGLE-3
     "none": None,  # plain decoding
 }
 

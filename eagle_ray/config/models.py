@@ -13,17 +13,20 @@ import os
 import re
 from pathlib import Path
 
+from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig
 from eagle_ray.config.methods import needs
 
 EMBEDDED = "embedded:tiny"
+NO_FILES = ("auto", "none", *NAMES)  # what model.chat_template may be beside a file
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def with_local_paths(config: JobConfig) -> JobConfig:
     """``~`` expanded, and local model paths made absolute: the actors that open them run in another directory."""
     model = config.model
-    found = {name: value for name in ("target", "draft", "chat_template") if (value := getattr(model, name))}
+    names = ("target", "draft") if model.chat_template in NO_FILES else ("target", "draft", "chat_template")
+    found = {name: value for name in names if (value := getattr(model, name))}
     expanded = {name: os.path.expanduser(value) for name, value in found.items()}
     absolute = {name: str(Path(path).absolute()) for name, path in expanded.items() if os.path.exists(path)}
     output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
@@ -41,7 +44,7 @@ def check_models(config: JobConfig) -> None:
                 "(speculative.method: none decodes without one)"
             )
         _check_name("draft", model.draft)
-    if model.chat_template not in ("auto", "none"):
+    if model.chat_template not in NO_FILES:
         _check_template(model.chat_template)
 
 

@@ -46,7 +46,7 @@ def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers |
     cpus, gpus = (sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU"))
     where = "a job starts Ray on this machine" if found.is_here else f"{len(nodes)} nodes at {address}"
     each = f"{found.num_gpus:g} GPUs" if found.num_gpus else f"{found.threads} CPU threads"
-    says = f"{where}: {cpus:g} CPUs, {gpus:g} GPUs; {found.number} workers with {each} each"
+    says = f"{where}: {cpus:g} CPUs, {gpus:g} GPUs; {_counted(found.number, 'worker')} with {each} each"
     facts = {"address": address, "nodes": len(nodes), "cpus": cpus, "gpus": gpus, "workers": found.number}
     return Finding("ray", says, facts), found
 
@@ -74,3 +74,7 @@ def _planned(execution: ExecutionConfig, device: str, nodes: Sequence[Mapping[st
     plan = plan_workers(execution, device, nodes, MANY_ROWS, threads_wanted(os.environ))
     memory = None if is_here else int(min(node.get("memory", 0) for node in nodes))
     return Workers(plan.fewest, plan.num_gpus, plan.threads, len(nodes), is_here, memory)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

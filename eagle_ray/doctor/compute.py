@@ -19,7 +19,7 @@ from eagle_ray.doctor.finding import Finding, gib
 from eagle_ray.doctor.machine import free_memory, num_cores, total_memory
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.linear import PackedLinear, pack_linears
-from eagle_ray.models.target import load_config
+from eagle_ray.models.loading import load_config
 from eagle_ray.pair import build_pair, resolve
 from eagle_ray.speculative.sampling import SamplingParams
 
@@ -74,7 +74,7 @@ def threads(num_workers: int, per_worker: int) -> Finding:
     """What a job started here would give its workers."""
     asked, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
     facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": asked}
-    says = f"{num_workers} workers with {per_worker} CPU threads each on {cores} cores"
+    says = f"{num_workers * per_worker} of {cores} cores would be used (each worker takes fewer where that is as fast)"
     idle = cores - num_workers * per_worker
     advice = None
     if asked and idle > 0:

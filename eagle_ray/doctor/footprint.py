@@ -8,7 +8,6 @@ Does not know what there is to fit it into.
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 from dataclasses import dataclass, replace
@@ -18,12 +17,15 @@ import torch
 from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.config.methods import HEAD, needs
+from eagle_ray.config.methods import HEAD, HEAD_3, needs
 from eagle_ray.doctor.weights import loaded_bytes, tensor_headers
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.models.checkpoint import head_config
+from eagle_ray.models.checkpoint import read_config
+from eagle_ray.models.families import numbers_per_token
+from eagle_ray.models.fit import head_config
 from eagle_ray.models.linear import FEWEST_WEIGHTS
+from eagle_ray.models.loading import quantisation_of
 
 LOGITS_BYTES = 8  # beside the logits themselves: in fp32, and once more where they are sampled
 LM_HEAD = "lm_head.weight"
@@ -61,8 +63,7 @@ class Footprint:
         max_model_len: int,
     ) -> Footprint | None:
         """shape: the target's configuration. dtype: its weights' and cache's. None where weights are missing."""
-        quantized = getattr(shape, "quantization_config", None) is not None
-        weights = loaded_bytes(target, None if quantized else dtype)
+        weights = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
         head = 0 if draft is None else loaded_bytes(draft, dtype)
         if weights is None or head is None:
             return None
@@ -89,15 +90,12 @@ class Footprint:
 
 def _cells(config: PretrainedConfig) -> int:
     """Numbers that a token's keys and values are, over all layers."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    return config.num_hidden_layers * numbers_per_token(config)
 
 
 def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
     """The same of what drafts: an EAGLE head is one layer, whatever its configuration says."""
-    raw = json.loads((draft / "config.json").read_text("utf-8"))
-    return _cells(head_config(raw)) if needs(method.method) == HEAD else 0
+    return _cells(head_config(read_config(draft))) if needs(method.method) in (HEAD, HEAD_3) else 0
 
 
 def _columns(method: SpeculativeConfig, vocab_size: int) -> int:

@@ -21,7 +21,7 @@ from eagle_ray.doctor.fit import Room, Settings, remedy
 from eagle_ray.doctor.footprint import Footprint
 from eagle_ray.doctor.machine import free_memory
 from eagle_ray.errors import EngineError
-from eagle_ray.models.target import load_config
+from eagle_ray.models.loading import load_config
 from eagle_ray.pair import EMBEDDED, check_pair, limits_of, resolve
 
 

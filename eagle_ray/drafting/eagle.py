@@ -188,7 +188,8 @@ class EagleDrafter:
 
     @property
     def shape(self) -> dict[str, Any]:
-        return self.head.config.to_dict()
+        ids, kind = self.head.token_ids, type(self.head).__name__
+        return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
 
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
         """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""

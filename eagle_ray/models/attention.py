@@ -47,9 +47,9 @@ class Layout(Protocol):
         self,
         query: Float[Tensor, "1 heads R head_dim"],
         key: Float[Tensor, "1 kv_heads R head_dim"],
-        value: Float[Tensor, "1 kv_heads R head_dim"],
+        value: Float[Tensor, "1 kv_heads R value_dim"],
         attention: LayerAttention,
-    ) -> Float[Tensor, "1 heads R head_dim"]: ...
+    ) -> Float[Tensor, "1 heads R value_dim"]: ...
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class TreeLayout:
         rows = self._by_tree(query)
         if len(self._groups) == 1:
             return self._packed(self._groups[0][1].attend(rows, attention))
-        out = torch.empty_like(rows)
+        out = rows.new_empty(*rows.shape[:3], value.shape[3])
         for index, group in self._groups:
             out.index_copy_(0, index, group.attend(rows.index_select(0, index), attention))
         return self._packed(out)
@@ -142,7 +142,7 @@ class TreeLayout:
             return query[0].unflatten(1, (batch, num_nodes)).transpose(0, 1)
         return query[0][:, self.row_of].transpose(0, 1)
 
-    def _packed(self, out: Float[Tensor, "B heads N d"]) -> Float[Tensor, "1 heads R d"]:
+    def _packed(self, out: Float[Tensor, "B heads N dv"]) -> Float[Tensor, "1 heads R dv"]:
         flat = out.transpose(0, 1).flatten(1, 2)
         return (flat if self.unpack is None else flat[:, self.unpack])[None]
 
@@ -166,7 +166,7 @@ class TreeGroup:
         self.num_columns = min(end, self.cache.blocks.padding)  # the longest sequence may have the smallest tree
         self._where = self.cache.where(self.batch, self.num_columns)
 
-    def attend(self, rows: Float[Tensor, "B heads N d"], attention: LayerAttention) -> Float[Tensor, "B heads N d"]:
+    def attend(self, rows: Float[Tensor, "B heads N d"], attention: LayerAttention) -> Float[Tensor, "B heads N dv"]:
         keys, values = self.cache.read(attention.layer, self._where, self.num_columns)
         mask = self._mask(rows.shape[1] // keys.shape[1], attention.window, rows.dtype)
         return masked_attention(rows, keys, values, mask, attention)
@@ -206,7 +206,7 @@ def attention_function(
     module: nn.Module,
     query: Float[Tensor, "B heads R head_dim"],
     key: Float[Tensor, "B kv_heads R head_dim"],
-    value: Float[Tensor, "B kv_heads R head_dim"],
+    value: Float[Tensor, "B kv_heads R value_dim"],
     attention_mask: Tensor | None,
     *,
     scaling: float,
@@ -215,13 +215,14 @@ def attention_function(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: object,
-) -> tuple[Float[Tensor, "B R heads head_dim"], None]:
-    """transformers' attention signature; `rows` is our keyword, the others are the model's own."""
-    attention = LayerAttention(module.layer_idx, scaling, sliding_window, softcap, s_aux)
+) -> tuple[Float[Tensor, "B R heads value_dim"], None]:
+    """transformers' attention signature; `rows` is our keyword, the others are the model's own (see anatomy.py)."""
+    home = query.device if rows is None else rows.cache.keys.device
+    sinks = None if s_aux is None else s_aux.to(home)
+    attention = LayerAttention(module.layer_idx, scaling, sliding_window, softcap, sinks)
     if rows is None:
         return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
-    home = rows.cache.keys.device  # a layer of a target over several devices sends its rows there
-    out = rows.attend(query.to(home), key.to(home), value.to(home), attention)
+    out = rows.attend(query.to(home), key.to(home), value.to(home), attention)  # a layer elsewhere sends its rows home
     return out.transpose(1, 2).contiguous().to(query.device), None
 
 
@@ -231,9 +232,9 @@ AttentionInterface.register(ATTENTION, attention_function)
 def causal_attention(
     query: Float[Tensor, "B heads N d"],
     key: Float[Tensor, "B kv_heads T d"],
-    value: Float[Tensor, "B kv_heads T d"],
+    value: Float[Tensor, "B kv_heads T dv"],
     attention: LayerAttention,
-) -> Float[Tensor, "B heads N d"]:
+) -> Float[Tensor, "B heads N dv"]:
     """Each token attends to itself and those before it; the queries are those of the last N of T tokens."""
     num_rows, length = query.shape[2], key.shape[2]
     plain = attention.softcap is None and attention.sinks is None
@@ -257,10 +258,10 @@ def _additive(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, ".
 def masked_attention(
     query: Float[Tensor, "B heads N d"],
     keys: Float[Tensor, "B kv_heads T d"],
-    values: Float[Tensor, "B kv_heads T d"],
+    values: Float[Tensor, "B kv_heads T dv"],
     mask: Float[Tensor, "b 1 GN T"] | None,
     attention: LayerAttention,
-) -> Float[Tensor, "B heads N d"]:
+) -> Float[Tensor, "B heads N dv"]:
     """Attention under an additive mask (None: nothing is hidden), query heads folded onto their key/value head."""
     batch, heads, num_nodes, head_dim = query.shape
     folded = query.reshape(batch, keys.shape[1], -1, head_dim)
@@ -270,7 +271,7 @@ def masked_attention(
         out = out[:, :, : folded.shape[2]]
     else:
         out = _explicit_attention(folded, keys, values, mask, attention)
-    return out.reshape(batch, heads, num_nodes, head_dim)
+    return out.reshape(batch, heads, num_nodes, values.shape[3])
 
 
 def _in_company(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_heads N2 d"]:

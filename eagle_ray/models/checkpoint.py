@@ -1,105 +1,134 @@
-"""Published draft-head layouts: a directory with config.json and weights <-> an EagleHead.
+"""Published heads: a directory with config.json and weights <-> a DraftHead.
 
-Reads safetensors or (weights only) pickled files, single or sharded. Missing, unexpected and misshapen tensors are
-refused by name. Reads the raw JSON, never a config class that fills in defaults: an absent rope_theta means 10000.
-Does not know the target beyond the numbers a head must share with it.
+    head = load_head(path, target.config)        # EAGLE-1, 2 or 3, told from its tensors
+
+Weights are safetensors or pickles (weights only), single or sharded. What fits a target is `fit`'s to say: here it
+is told from headers alone (`blank_head`) and before anything is read. Does not know where directories come from.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import LlamaConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.heads import EagleHead
+from eagle_ray.models.fit import Shape, as_ours, fitting_head
+from eagle_ray.models.heads import Eagle3Head, EagleHead
 
-PUBLISHED_ROPE_THETA = 10000.0
-EAGLE3_KEYS = ("midlayer.", "d2t", "t2d")
-IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
-
-
-def load_head(path: Path, hidden_size: int, vocab_size: int) -> EagleHead:
-    """The head published in `path`, in fp32.
-
-    hidden_size, vocab_size: the target's. Raises EngineError naming the file, the key and the numbers that differ.
-    """
-    raw = json.loads((path / "config.json").read_text())
-    tensors = {key: value for key, value in read_tensors(path).items() if not key.endswith(IGNORED_KEYS)}
-    if any(key.startswith(EAGLE3_KEYS) for key in tensors):
-        raise EngineError(
-            f"{path} is an EAGLE-3 head (it has {EAGLE3_KEYS[0]}* keys); this release runs EAGLE-1/2 heads"
-        )
-    _require_equal(path, "hidden_size", raw["hidden_size"], hidden_size)
-    _require_equal(path, "vocab_size", raw["vocab_size"], vocab_size)
-    head = EagleHead(head_config(raw), bias=raw.get("bias", True), own_embedding="embed_tokens.weight" in tensors)
-    _check_tensors(path, head.state_dict(), tensors)
-    head.load_state_dict(tensors)
-    return head
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+Read = TypeVar("Read")
 
 
-def head_config(raw: dict) -> LlamaConfig:
-    """The head's Llama shape from its raw config.json; it has one layer whatever num_hidden_layers says."""
-    heads = raw["num_attention_heads"]
-    rope = {"rope_type": "default", **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope.setdefault("rope_theta", raw.get("rope_theta", PUBLISHED_ROPE_THETA))
-    return LlamaConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        hidden_act=raw.get("hidden_act", "silu"),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        attention_bias=raw.get("qkv_bias", False),
-        rope_parameters=rope,
-    )
+def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """The head published in `path`, in fp32. Raises EngineError where it cannot be read or does not fit the target."""
+    head = blank_head(path, target)
+    tensors = as_ours(read_tensors(path))
+    if isinstance(head, Eagle3Head):
+        with _naming(path):
+            tensors |= _vocabulary_maps(head, tensors)
+    head.load_state_dict(tensors, assign=True)
+    return head.float()
 
 
-def save_head(head: EagleHead, raw_config: dict, path: Path) -> None:
-    """Write the published layout: config.json as given and model.safetensors in bf16."""
+def blank_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """The head without its weights, which are not read: its parameters lie on the meta device. Raises EngineError."""
+    raw, shapes = read_config(path), read_shapes(path)
+    with _naming(path):
+        return fitting_head(raw, shapes, target)
+
+
+def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
+    """Write the published layout: config.json as given and model.safetensors, numbers in bf16."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
-    tensors = {key: value.detach().to(torch.bfloat16).contiguous() for key, value in head.state_dict().items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items()}
+    halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
+    save_file(halves, path / SAFETENSORS, metadata={"format": "pt"})
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json as it is written. Raises EngineError."""
+    try:
+        return dict(json.loads((path / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise EngineError(f"the head's config in {path} cannot be read: {error}") from error
+
+
+def read_shapes(path: Path) -> dict[str, Shape]:
+    """The shape of every tensor by its name, from headers and pickles' directories. Raises EngineError."""
+    return _read(path, _shapes_of_safetensors, _shapes_of_pickle)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint directory: model.safetensors or pytorch_model.bin, single or with an index."""
-    for name, read in (("model.safetensors", load_file), ("pytorch_model.bin", _load_pickle)):
-        index = path / f"{name}.index.json"
-        if (path / name).exists():
-            return read(path / name)
-        if index.exists():
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return {key: value for shard in shards for key, value in read(path / shard).items()}
-    raise EngineError(f"{path} has neither model.safetensors nor pytorch_model.bin")
+    """Every tensor by its name. Raises EngineError."""
+    return _read(path, load_file, lambda file: _load_pickle(file, "cpu"))
 
 
-def _load_pickle(path: Path) -> dict[str, Tensor]:
-    return torch.load(path, map_location="cpu", weights_only=True)
+def _read(
+    path: Path, safetensors: Callable[[Path], Mapping[str, Read]], pickled: Callable[[Path], Mapping[str, Read]]
+) -> dict[str, Read]:
+    try:
+        for name, read in ((SAFETENSORS, safetensors), (PICKLE, pickled)):
+            if files := _files(path, name):
+                return {key: value for file in files for key, value in read(file).items()}
+    except UNREADABLE as error:
+        raise EngineError(f"the head's weights in {path} cannot be read: {error}") from error
+    raise EngineError(f"the head's weights in {path} cannot be read: there is neither {SAFETENSORS} nor {PICKLE}")
 
 
-def _require_equal(path: Path, key: str, head: int, target: int) -> None:
-    if head != target:
-        raise EngineError(f"{path}: the head's {key} is {head} and the target's is {target}: they are not a pair")
+def _files(path: Path, name: str) -> list[Path]:
+    """The one file of this name, or the shards that its index names; none where there is neither."""
+    index = path / f"{name}.index.json"
+    if (path / name).exists() or not index.exists():
+        return [path / name] if (path / name).exists() else []
+    return [path / shard for shard in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
 
 
-def _check_tensors(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    shapes = [
-        f"{key} is {tuple(found[key].shape)}, wanted {tuple(wanted[key].shape)}"
-        for key in sorted(wanted.keys() & found.keys())
-        if found[key].shape != wanted[key].shape
-    ]
-    faults = [f"missing {', '.join(missing)}"] if missing else []
-    faults += [f"unexpected {', '.join(unexpected)}"] if unexpected else []
-    if faults or shapes:
-        raise EngineError(f"{path}: not an EAGLE-1/2 head: {'; '.join(faults + shapes)}")
+def _shapes_of_safetensors(file: Path) -> dict[str, Shape]:
+    with safe_open(file, "pt") as opened:
+        return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+
+
+def _shapes_of_pickle(file: Path) -> dict[str, Shape]:
+    return {key: tuple(value.shape) for key, value in _load_pickle(file, "meta").items()}
+
+
+def _load_pickle(file: Path, device: str) -> dict[str, Tensor]:
+    """Weights only: whatever else a pickle would do is refused. Archives are mapped, so that shapes cost nothing."""
+    return dict(torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True))
+
+
+def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """d2t and t2d, made where they are left out, and whatever they say where every token is drafted: they are not read.
+
+    Raises ValueError where d2t is no choice of the target's tokens.
+    """
+    count, vocab_size = len(head.d2t), head.config.vocab_size
+    ids = torch.arange(count) + (0 if count == vocab_size else tensors["d2t"].long())
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"d2t maps to tokens {int(ids.min())} to {int(ids.max())}, and the target has {vocab_size}")
+    if len(ids.unique()) < count:
+        raise ValueError(f"d2t maps {count} draft tokens to {len(ids.unique())} different tokens of the target")
+    chosen = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return {"d2t": ids - torch.arange(count), "t2d": chosen}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What does not fit is said with the directory in which it was found."""
+    try:
+        yield
+    except ValueError as error:
+        raise EngineError(f"{path}: {error}") from error

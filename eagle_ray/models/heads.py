@@ -82,7 +82,8 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
         self.layers[0].input_layernorm = nn.Identity()
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.layers[0].self_attn.o_proj.bias = None  # published heads have one on q, k and v at most
+        self.rotary = _rotary(config)
 
     def feature_layers(self, num_layers: int) -> None:
         return None
@@ -109,10 +110,19 @@ class Eagle3Head(nn.Module):
     """EAGLE-3: the embedding enters through attention alone, and the residual stream is the feature.
 
     config.vocab_size is the target's. draft_vocab_size: tokens that can be drafted. feature_size: width of the
-    target's three features together. own_embedding: whether the checkpoint brings its token embedding.
+    target's features together. own_embedding: whether the checkpoint brings its token embedding. feature_layers: of
+    the target, where they are not the published three.
     """
 
-    def __init__(self, config: LlamaConfig, *, draft_vocab_size: int, feature_size: int, own_embedding: bool):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        draft_vocab_size: int,
+        feature_size: int,
+        own_embedding: bool,
+        feature_layers: tuple[int, ...] | None = None,
+    ):
         super().__init__()
         config._attn_implementation = ATTENTION
         self.config = config
@@ -121,7 +131,8 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = _rotary(config)
+        self._feature_layers = feature_layers
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
 
@@ -133,7 +144,7 @@ class Eagle3Head(nn.Module):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        return 2, num_layers // 2, num_layers - 3
+        return self._feature_layers or (2, num_layers // 2, num_layers - 3)
 
     def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
         return self.fc(features)
@@ -152,7 +163,10 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """A Llama layer whose queries, keys and values read the normed embedding beside the normed feature."""
+    """A Llama layer whose queries, keys and values read the normed embedding beside the normed feature.
+
+    The residual is the feature, and where the config has `norm_before_residual` (speculators' heads) the normed one.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -163,6 +177,8 @@ class Eagle3Layer(nn.Module):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
+        self.self_attn.o_proj.bias = None
+        self._norm_before_residual = getattr(config, "norm_before_residual", False)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -173,6 +189,14 @@ class Eagle3Layer(nn.Module):
         rotary: tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]],
         rows: Layout | None,
     ) -> Float[Tensor, "B T H"]:
-        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], -1)
-        hidden = hidden + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        residual = normed if self._norm_before_residual else hidden
+        hidden = residual + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def _rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    """Its tables are in no file: they are real where the weights are still shapes without numbers."""
+    with torch.device("cpu"):
+        return LlamaRotaryEmbedding(config)

@@ -62,7 +62,10 @@ class BatchSlots:
 
 
 class KVCache:
-    """Keys and values [layers, blocks + 1, block size, kv_heads, head_dim]; the last block takes padding rows."""
+    """Keys and values [layers, blocks + 1, block size, kv_heads, head_dim]; the last block takes padding rows.
+
+    value_dim: of values, None where it is head_dim too.
+    """
 
     def __init__(
         self,
@@ -72,10 +75,11 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        value_dim: int | None = None,
     ):
         self.blocks = blocks
-        shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads, head_dim)
-        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+        shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads)
+        self.keys, self.values = (_zeros((*shape, dim), dtype, device) for dim in (head_dim, value_dim or head_dim))
         self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, cells, kv_heads, head_dim]
         self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
         self._blocks_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
@@ -100,7 +104,7 @@ class KVCache:
         layer: int,
         cells: Int[Tensor, " R"],
         keys: Float[Tensor, "kv_heads R head_dim"],
-        values: Float[Tensor, "kv_heads R head_dim"],
+        values: Float[Tensor, "kv_heads R value_dim"],
     ) -> None:
         """Store one row per cell."""
         flat_keys, flat_values = self._flat_of[layer]
@@ -120,7 +124,7 @@ class KVCache:
 
     def read(
         self, layer: int, where: slice | Int[Tensor, "B W"], num_columns: int
-    ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T head_dim"]]:
+    ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T value_dim"]]:
         """The first num_columns columns of each sequence; what lies past its reserved ones is finite but arbitrary."""
         if isinstance(where, slice):
             keys, values = (flat[None, where] for flat in self._flat_of[layer])

@@ -48,14 +48,21 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None:
     """Replace the model's linear layers, in place, where that pays and this machine's torch can.
 
-    fewest_weights: smaller layers stay. A weight that is tied to an embedding stays there too.
+    fewest_weights: smaller layers stay, and quantised ones. A weight that is tied to an embedding stays there too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            large = type(child) is nn.Linear and child.weight.numel() >= fewest_weights
-            if large and can_pack(child.weight.device.type, child.weight.dtype):
+            weight = _plain_weight(child)
+            if weight is not None and weight.numel() >= fewest_weights and can_pack(weight.device.type, weight.dtype):
                 setattr(module, name, PackedLinear(child))
+
+
+def _plain_weight(module: nn.Module) -> nn.Parameter | None:
+    """Of a linear layer whose weight is numbers: quantisers replace either the layer or the kind of its weight."""
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        return None
+    return module.weight
 
 
 def _can_pack(device: str, dtype: torch.dtype) -> bool:

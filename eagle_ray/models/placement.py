@@ -11,6 +11,7 @@ how much room there is, nor who asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,18 +46,18 @@ def _is_full(used: int, size: int, fair: float, room: int) -> bool:
 
 
 def layer_sizes(model: nn.Module) -> list[int]:
-    """Bytes of each decoder layer's weights."""
-    return [sum(_bytes(p) for p in layer.parameters()) for layer in _layers(model)]
+    """Bytes of each decoder layer's weights, quantised ones as they are kept."""
+    return [_size(layer) for layer in decoder_layers(model)]
 
 
 def other_size(model: nn.Module) -> int:
     """Bytes of everything that stays on the first device; tied weights count once."""
-    return sum(_bytes(p) for p in model.parameters()) - sum(layer_sizes(model))
+    return _size(model) - sum(layer_sizes(model))
 
 
 def spread(model: nn.Module, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
     """Move the model in place, layer i to devices[places[i]]; activations follow by themselves."""
-    layers, first = _layers(model), devices[0]
+    layers, first = decoder_layers(model), devices[0]
     for name, child in model.base_model.named_children():
         if name != "layers":
             child.to(first)
@@ -67,12 +68,13 @@ def spread(model: nn.Module, devices: Sequence[torch.device | str], places: Sequ
     model.base_model.norm.register_forward_pre_hook(_bring_to(first), with_kwargs=True)
 
 
-def _layers(model: nn.Module) -> nn.ModuleList:
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The layers that come one after the other, between the embedding and the last norm."""
     base = model.base_model
     if not (isinstance(getattr(base, "layers", None), nn.ModuleList) and hasattr(base, "norm")):
         raise EngineError(
-            f"{type(model).__name__} is not built of `layers` and a `norm`, so it cannot be placed over several "
-            "devices: set execution.gpus_per_actor to 1"
+            f"{type(model).__name__} is not built of `layers` and a `norm`: it can neither be placed over several "
+            "devices (set execution.gpus_per_actor to 1) nor be the target of an EAGLE-3 head"
         )
     return base.layers
 
@@ -95,5 +97,6 @@ def moved(value: Any, device: torch.device | str) -> Any:
     return value
 
 
-def _bytes(weight: Tensor) -> int:
-    return weight.numel() * weight.element_size()
+def _size(module: nn.Module) -> int:
+    """Bytes of its parameters and of its buffers: GPTQ and AWQ keep their weights in those."""
+    return sum(t.numel() * t.element_size() for t in chain(module.parameters(), module.buffers()))

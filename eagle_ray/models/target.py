@@ -6,26 +6,26 @@ rows of many sequences, trees included, packed as [1, R]. Does not know requests
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import PreTrainedModel
 
-from eagle_ray.errors import EngineError
-from eagle_ray.models.attention import ATTENTION, Layout, PromptLayout, TreeLayout
+from eagle_ray.models.anatomy import examine
+from eagle_ray.models.attention import Layout, PromptLayout, TreeLayout
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
+from eagle_ray.models.families import check_config, exact_positions, logit_scale
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.loading import eos_ids
+from eagle_ray.models.placement import decoder_layers
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
-
-UNSUPPORTED_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # they change logits after the lm_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +80,30 @@ class Target:
         kv_tokens: int | None = None,
         feature_layers: tuple[int, ...] | None = None,
     ):
-        _check_supported(model)
-        self.model = model.eval()
-        model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config(decoder=True)
+        check_config(config)
+        self.model = model.eval()
         self.embed_tokens: nn.Embedding = model.get_input_embeddings()
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self._feature_layers = feature_layers
         self.feature_size = config.hidden_size * len(feature_layers or [0])
         self.eos_ids = eos_ids(model)
         self._lm_head = model.get_output_embeddings()
+        self._scale = logit_scale(config)
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._last_position = (exact_positions(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
+        anatomy = examine(model, self.logits)
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
         self.cache = KVCache(
             Blocks(num_slots, capacity, num_blocks, weight.device),
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            anatomy.num_layers,
+            anatomy.num_kv_heads,
+            anatomy.key_dim,
             weight.dtype,
             weight.device,
+            anatomy.value_dim,
         )
 
     def prefill(self, prompts: Prompts) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R H"]]:
@@ -125,8 +128,8 @@ class Target:
         self.cache.commit(batch, result)
 
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
-        """The lm_head, with the model's own final soft-cap."""
-        logits = self._lm_head(hidden)
+        """The lm_head, and what the model's config says is done to its logits."""
+        logits = self._scale(self._lm_head(hidden))
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
     def _run(
@@ -134,9 +137,8 @@ class Target:
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """What the lm_head reads, and the features."""
         with self._tapped() as taps:
-            out = self.model.base_model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=layout
-            )
+            positions = positions.clamp(max=self._last_position)[None]
+            out = self.model.base_model(input_ids=tokens[None], position_ids=positions, use_cache=False, rows=layout)
         hidden = out.last_hidden_state[0]
         return hidden, torch.cat([tap[0] for tap in taps], -1) if taps else hidden
 
@@ -148,7 +150,7 @@ class Target:
         def tap(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             taps.append((args[0] if args else kwargs["hidden_states"]).to(self.device))
 
-        layers = self.model.base_model.layers
+        layers = decoder_layers(self.model)
         hooks = [layers[i].register_forward_pre_hook(tap, with_kwargs=True) for i in self._feature_layers or ()]
         try:
             yield taps
@@ -169,52 +171,3 @@ class Target:
             row_of=None if rows.is_rectangle else rows.row_of,
             unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
         )
-
-
-def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
-    """A causal LM from a local directory in transformers' layout. Raises EngineError where it cannot be read."""
-    try:
-        with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"the target in {path} cannot be loaded: {error}") from error
-    return model.to(device).eval().requires_grad_(False)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers draws bars for weights that are read in a moment, over whatever the caller prints."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The generation config's EOS ids, else the config's; empty where neither has one."""
-    generation = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
-    eos = generation if generation is not None else model.config.get_text_config(decoder=True).eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
-
-
-def load_config(path: Path) -> PretrainedConfig:
-    """The text config of the causal LM in `path`, without its weights. Raises EngineError where it cannot be read."""
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(decoder=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"the target's config in {path} cannot be read: {error}") from error
-
-
-def _check_supported(model: PreTrainedModel) -> None:
-    """Refuse, by name, a model whose logits this engine would not reproduce exactly."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise EngineError(f"{name} does not route attention through transformers' attention interface")
-    scaled = [key for key in UNSUPPORTED_LOGITS if getattr(config, key, None) not in (None, 1, 1.0)]
-    if scaled:
-        raise EngineError(f"{name} scales its logits ({', '.join(scaled)}), which this release does not reproduce")

@@ -13,7 +13,7 @@ from eagle_ray.doctor.footprint import Footprint
 from eagle_ray.doctor.pair import memory, pair_here
 from eagle_ray.doctor.weights import loaded_bytes, tensor_headers
 from eagle_ray.models.linear import PackedLinear
-from eagle_ray.models.target import load_config as target_config
+from eagle_ray.models.loading import load_config as target_config
 from eagle_ray.pair import build_pair, resolve
 from tests.conftest import PAIR
 

@@ -11,14 +11,16 @@ from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
-from tests.toy import head, llama, llama_engine
+from tests.toy import head, head3, llama, llama_engine
 
 
+@pytest.mark.parametrize("generation", ["EAGLE-2", "EAGLE-3"])
 @torch.inference_mode()
-def test_drafted_values_equal_uncached_forwards_of_each_path():
+def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     """Every node's conditional log-probability, recomputed by running the head causally over its whole path."""
-    target = Target(llama(), num_slots=3, capacity=64)
-    eagle = head()
+    eagle, num_layers = (head(), 2) if generation == "EAGLE-2" else (head3(), 8)
+    model, layers = llama(num_hidden_layers=num_layers), eagle.feature_layers(num_layers)
+    target = Target(model, num_slots=3, capacity=64, feature_layers=layers)
     drafter = EagleDrafter(eagle, target)
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3]]
     for slot in (0, 2):
@@ -29,7 +31,7 @@ def test_drafted_values_equal_uncached_forwards_of_each_path():
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
     sampling = BatchSampling.of([SamplingParams()] * 2)
     tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, Plan(max_depth=4, width=3), sampling, ()).tree
-    parts = features.split([5, 3])
+    parts = eagle.reduce(features).split([5, 3])
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):
             tokens, values = path(tree, b, node)
@@ -102,6 +104,7 @@ def chained(eagle, target, tokens, features, path_tokens):
     for token in path_tokens:
         positions = torch.arange(len(tokens))[None]
         hidden = eagle(target.embed_tokens(torch.tensor([tokens])), features[None], positions)[0]
-        log_probs.append(target.logits(hidden[-1]).log_softmax(-1)[token])
+        drafted = token if eagle.token_ids is None else eagle.token_ids.tolist().index(token)
+        log_probs.append(eagle.logits(hidden[-1], target.logits).log_softmax(-1)[drafted])
         tokens, features = [*tokens, token], torch.cat([features, hidden[-1:]])
     return torch.stack(log_probs)

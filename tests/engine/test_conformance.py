@@ -11,31 +11,34 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts, Target, load_target
+from eagle_ray.models.loading import load_target
+from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
 from tests.toy import best, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-TRACE = json.loads((GOLDENS / "pair_fit_t16_d3_k4.json").read_text())
+TRACES = {pair: json.loads((GOLDENS / f"{pair}_t16_d3_k4.json").read_text()) for pair in ("pair_fit", "pair_e3")}
 MAX_NODES, MAX_DEPTH, TOP_K = 15, 4, 4  # the reference's total_token 16 counts the root, its depth 3 the later forwards
 
 
-def fit_engine(num_slots: int) -> Engine:
-    model = load_target(GOLDENS / "pair_fit" / "target", torch.float32, "cpu")
-    target = Target(model, num_slots, 256 + tree_columns(MAX_NODES, MAX_DEPTH, TOP_K))
-    head = load_head(GOLDENS / "pair_fit" / "draft", target.hidden_size, target.vocab_size)
+def golden_engine(pair: str, num_slots: int) -> Engine:
+    model = load_target(GOLDENS / pair / "target", torch.float32, "cpu")
+    head = load_head(GOLDENS / pair / "draft", model.config)
+    columns, layers = tree_columns(MAX_NODES, MAX_DEPTH, TOP_K), head.feature_layers(model.config.num_hidden_layers)
+    target = Target(model, num_slots, 256 + columns, feature_layers=layers)
     drafter = EagleDrafter(head, target)
     return Engine(target, drafter, UniformPlanner(MAX_NODES, MAX_DEPTH, TOP_K), 256, MAX_DEPTH)
 
 
-@pytest.mark.parametrize("num_slots", [1, 4, 6])
-def test_outputs_and_accepted_lengths_are_the_references(num_slots):
-    prompts = TRACE["prompts"]
+@pytest.mark.parametrize(
+    ("pair", "num_slots"), [("pair_fit", 1), ("pair_fit", 4), ("pair_fit", 6), ("pair_e3", 2), ("pair_e3", 6)]
+)
+def test_outputs_and_accepted_lengths_are_the_references(pair, num_slots):
+    prompts = TRACES[pair]["prompts"]
     params = [SamplingParams(max_tokens=len(p["output_ids"]) + 1) for p in prompts]
-    for sequence, wanted in zip(
-        run(fit_engine(num_slots), [p["prompt"] for p in prompts], params), prompts, strict=True
-    ):
+    sequences = run(golden_engine(pair, num_slots), [p["prompt"] for p in prompts], params)
+    for sequence, wanted in zip(sequences, prompts, strict=True):
         accepted = [step["accept_length"] for step in wanted["steps"]]
         if wanted["stop"] == "eos":  # the reference looks for EOS only after the step that follows a bonus EOS
             assert sequence.output_ids == wanted["vanilla_ids"]
@@ -46,11 +49,12 @@ def test_outputs_and_accepted_lengths_are_the_references(num_slots):
             assert sequence.stats.per_step_accepted == accepted
 
 
+@pytest.mark.parametrize("pair", TRACES)
 @torch.inference_mode()
-def test_trees_are_the_references():
+def test_trees_are_the_references(pair):
     """Tokens, parents, depths and scores of the first tree of each prompt, where no score gap is a near-tie."""
-    engine, compared = fit_engine(1), 0
-    for prompt in TRACE["prompts"]:
+    engine, compared = golden_engine(pair, 1), 0
+    for prompt in TRACES[pair]["prompts"]:
         step = prompt["steps"][0]
         if min(step["gaps"].values()) < 1e-4:
             continue

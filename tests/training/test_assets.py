@@ -50,7 +50,7 @@ def test_the_head_has_the_published_keys():
 
 
 def test_the_head_fits_the_target(target):
-    assert load_head(DRAFT, target.config.hidden_size, target.config.vocab_size).fc.bias is None
+    assert load_head(DRAFT, target.config).fc.bias is None
 
 
 def test_there_are_as_many_prompts_for_each_category():

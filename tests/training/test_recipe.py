@@ -23,7 +23,7 @@ def test_a_smoke_run_writes_a_loadable_pair(tmp_path):
     assert "toy world" in done.stdout
 
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-    head = load_head(tmp_path / "draft", target.config.hidden_size, target.config.vocab_size)
+    head = load_head(tmp_path / "draft", target.config)
     assert head.fc.bias is None
 
     rows = read_prompts(tmp_path / "prompts.jsonl")

@@ -1,0 +1,151 @@
+"""Anatomy: what a causal LM asks of attention and of its lm_head, seen by running two tokens through it.
+
+    anatomy = examine(model, logits_of)                      # Anatomy(num_layers=32, num_kv_heads=8, key_dim=128, ...)
+
+    what must hold                                           what would otherwise be wrong in silence
+    every layer attends, once, under its own number          linear attention, state kept from row to row
+    all layers have keys and values of one shape             a cache row that belongs to another layer's shape
+    what a layer masks is what it tells attention            chunks, blocks, windows that only the mask knows
+    attention is told nothing that we do not know            biases, sparse indices
+    logits are what `logits_of` makes of the last hidden     multipliers, soft-caps, projections
+
+No pass of ours builds masks or runs the model's own forward, so nothing of this would show there. Does not know trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from eagle_ray.errors import EngineError
+from eagle_ray.models.attention import ATTENTION, LayerAttention, causal_attention
+
+EXAMINED = "eagle_ray_examined"
+FAR = 1 << 18  # positions: a window that is wider hides nothing from anybody
+CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states
+TAKEN = ("scaling", "sliding_window", "softcap", "s_aux")  # what attention.py reads
+IDLE = ("dropout", "position_ids", "use_cache", "output_router_logits")  # what changes nothing there
+LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """num_kv_heads, key_dim, value_dim: of what every layer keeps of a token."""
+
+    num_layers: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Stands where a layer's mask would: which keys the model itself lets a query see."""
+
+    sees: Callable[[Any, Any, Any, Any], Tensor]
+
+    @classmethod
+    def made(cls, *_: object, mask_function: Callable, **__: object) -> Mask:
+        """transformers' mask interface."""
+        return cls(mask_function)
+
+    def window(self) -> int | None:
+        """How many keys a query sees, itself the last; None is all. Raises ValueError where it is neither."""
+        zero, key = torch.tensor(0), torch.arange(FAR + 2)
+        widths = []
+        for query in (FAR, FAR - FAR // 3):
+            seen = self.sees(zero, zero, torch.tensor(query), key)
+            width = int(seen.sum())
+            if not torch.equal(seen, (key > query - width) & (key <= query)):
+                raise ValueError("sees other keys than the last ones")
+            widths.append(None if width > query else width)
+        if widths[0] != widths[1]:
+            raise ValueError("sees as many keys as its position says")
+        return widths[0]
+
+
+@dataclass(slots=True)
+class Examination:
+    """What each call of the attention function brought. It goes through the model as `rows`, as a layout would."""
+
+    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def see(self, layer: int, key: Tensor, value: Tensor, mask: object, told: dict[str, Any]) -> None:
+        if layer in self.shapes:
+            self.faults.append(f"layer {layer} attends twice")
+        self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        unknown = [name for name, value in told.items() if name not in TAKEN + IDLE and value is not None]
+        if unknown:
+            self.faults.append(f"layer {layer} gives attention {', '.join(unknown)}")
+        self._see_mask(layer, mask, told.get("sliding_window"))
+
+    def _see_mask(self, layer: int, mask: object, told: int | None) -> None:
+        if not isinstance(mask, Mask):
+            self.faults.append(f"layer {layer} makes a mask of its own")
+            return
+        told = None if told is None or told > FAR else told
+        try:
+            masked = mask.window()
+        except ValueError as error:
+            self.faults.append(f"layer {layer} {error}")
+            return
+        if masked != told:
+            self.faults.append(f"layer {layer} masks a window of {masked} and tells attention {told}")
+
+
+def examine(model: PreTrainedModel, logits_of: LogitsOf) -> Anatomy:
+    """One pass of two tokens. Raises EngineError, by the model's name, where rows of ours would come out otherwise."""
+    examination, hidden, name = Examination(), [], type(model).__name__
+    if model.base_model is model or not getattr(model, "_supports_attention_backend", False):
+        raise EngineError(f"{name} does not route attention through transformers' attention interface")
+    watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
+    model.set_attn_implementation(EXAMINED)
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([[1, 2]], device=device)  # not the one that padding may have made zero
+    try:
+        with torch.no_grad():
+            out = model(ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, rows=examination)
+            own, ours = out.logits.float(), logits_of(hidden[0]).float()
+    finally:
+        watch.remove()
+        model.set_attn_implementation(ATTENTION)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    _check_layers(name, examination, num_layers)
+    if not (own - ours).abs().max() <= CLOSE * own.abs().max():
+        raise EngineError(f"{name} changes its logits after the lm_head in a way that this engine does not know")
+    return Anatomy(num_layers, *examination.shapes[0])
+
+
+def _check_layers(name: str, examination: Examination, num_layers: int) -> None:
+    silent = sorted(set(range(num_layers)) - examination.shapes.keys())
+    if silent:
+        raise EngineError(f"{name}: layer {silent[0]} does not attend through transformers' attention interface")
+    if examination.faults:
+        raise EngineError(f"{name}: {examination.faults[0]}, which this engine does not reproduce")
+    shapes = {shape: layer for layer, shape in sorted(examination.shapes.items(), reverse=True)}
+    if len(shapes) > 1:
+        (first, i), (other, j), *_ = sorted(shapes.items(), key=lambda item: item[1])
+        raise EngineError(
+            f"{name}: layer {i} has {first[0]} key/value heads of {first[1]} and {first[2]} numbers and layer {j} has "
+            f"{other[0]} of {other[1]} and {other[2]}; this engine's cache has one shape for all"
+        )
+
+
+def _examined_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, *, rows: Examination, **told: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention signature."""
+    rows.see(module.layer_idx, key, value, mask, told)
+    attention = LayerAttention(module.layer_idx, told["scaling"], softcap=told.get("softcap"), sinks=told.get("s_aux"))
+    return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(EXAMINED, _examined_attention)
+AttentionMaskInterface.register(EXAMINED, Mask.made)

@@ -1,0 +1,84 @@
+"""Families: the architectures of transformers that this engine computes exactly, and within which limits.
+
+    check_config(config)           # EngineError naming the model and the reason, before any weight is read
+    exact_positions(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None
+
+A family stands in EXACT because tests/models/test_families.py holds its packed trees equal to transformers' own
+forward on every path; one that does not is refused by name. Does not know weights: see anatomy.py for what only a
+loaded model shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from eagle_ray.errors import EngineError
+
+# The model_type of each family whose every path was equal, in the order of their names.
+EXACT = frozenset(
+    ["gemma2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+)
+
+MOVING_ROTATIONS = ("dynamic", "longrope")  # all positions turn otherwise once one of a pass is past the original ones
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse, by name, a family whose rows this engine would not, or might not, compute exactly."""
+    if config.model_type not in EXACT:
+        raise EngineError(
+            f"{config.model_type} is no architecture that this engine was held equal to transformers on; it knows "
+            f"{', '.join(sorted(EXACT))}"
+        )
+
+
+def exact_positions(config: PretrainedConfig) -> int | None:
+    """How many positions from the first on have rotations of their own, whatever else is in the pass; None for all.
+
+    A scaled rotary embedding of MOVING_ROTATIONS chooses its frequencies by the largest position of a pass, so that
+    past this many positions a row would depend on its company, and cached keys would be out of date.
+    """
+    own = getattr(config, "max_position_embeddings", None)
+    limits = [
+        rope.get("original_max_position_embeddings") or own
+        for rope in _rotations(getattr(config, "rope_parameters", None) or {})
+        if rope.get("rope_type") in MOVING_ROTATIONS
+    ]
+    return min(limits, default=None)
+
+
+def numbers_per_token(config: PretrainedConfig) -> int:
+    """Keys and values that one layer keeps of a token, counted in numbers; as examined models have them."""
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent is not None:  # multi-head latent attention, kept as the heads read it
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return config.num_attention_heads * width
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_key_value_heads * head_dim
+
+
+def logit_scale(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
+    """What the family does to the lm_head's output before a soft-cap, by the keys of its config."""
+    multiplier, divisor = (getattr(config, key, None) for key in ("logit_scale", "logits_scaling"))
+    if multiplier is not None:  # Cohere
+        return partial(torch.mul, other=multiplier)
+    if divisor is not None:  # Granite
+        return partial(torch.div, other=divisor)
+    return _unchanged
+
+
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _rotations(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One set of rotary parameters, or one for each kind of layer."""
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from (inner for inner in parameters.values() if isinstance(inner, dict))

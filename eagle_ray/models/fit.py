@@ -1,0 +1,166 @@
+"""Fit: which head a published config and its tensors describe, and whether it goes with a target.
+
+    head = fitting_head(raw, shapes, target.config)      # parameters on the meta device: shapes without numbers
+
+The one place that decides it, asked before a job starts and again where a head is loaded. The generation is told from
+the tensor names. Reads the raw JSON, never a config class that fills in defaults: an absent rope_theta means 10000.
+
+    EAGLE-1, 2     fc [H, 2H], layers.0.*, and embed_tokens or the target's
+    EAGLE-3        fc [H, 3H of the target], midlayer.*, norm, lm_head [Dv, H], d2t, t2d
+    speculators    EAGLE-3 with layers.0.* for midlayer.*, its shape under transformer_layer_config
+
+Does not know files, numbers in tensors, or what a head is run with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from transformers import LlamaConfig, PretrainedConfig
+
+from eagle_ray.models.heads import LEAST_LAYERS, Eagle3Head, EagleHead
+
+PUBLISHED_ROPE_THETA = 10000.0
+ROPES = {  # what each way of stretching positions must say
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
+IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
+Named = TypeVar("Named")
+Shape = tuple[int, ...]
+
+
+def fitting_head(
+    raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig
+) -> EagleHead | Eagle3Head:
+    """The head, its parameters and buffers on the meta device.
+
+    raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, the tensor or the
+    two numbers that keep it from being a head of this target.
+    """
+    try:
+        with torch.device("meta"):
+            head = (_eagle3 if is_eagle3(shapes) else _eagle)(_flat(raw), as_ours(shapes), target)
+    except KeyError as error:
+        raise ValueError(f"its config.json has no {error.args[0]}") from error
+    _check_shapes(head, as_ours(shapes))
+    return head
+
+
+def is_eagle3(names: Mapping[str, Any]) -> bool:
+    return any(name.startswith(EAGLE3_KEYS) for name in names)
+
+
+def as_ours(published: Mapping[str, Named]) -> dict[str, Named]:
+    """The same under the names of our modules, without what is not read."""
+    layer = "midlayer." if is_eagle3(published) else "layers.0."
+    kept = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
+    return {name.replace("layers.0.", layer, 1): value for name, value in kept.items()}
+
+
+def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
+    """The head's Llama shape from its raw config.json; it has one layer whatever num_hidden_layers says."""
+    heads = raw["num_attention_heads"]
+    return LlamaConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        hidden_act=raw.get("hidden_act", "silu"),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        attention_bias=raw.get("qkv_bias", raw.get("attention_bias", False)),
+        mlp_bias=raw.get("mlp_bias", False),
+        rope_parameters=_rope(raw),
+        norm_before_residual=raw.get("norm_before_residual", False),
+    )
+
+
+def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """speculators' config, written as the others are; without the key its heads norm before the residual."""
+    if "transformer_layer_config" not in raw:
+        return raw
+    return {"norm_before_residual": True, **raw["transformer_layer_config"], **raw}
+
+
+def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead:
+    _check_equal("hidden_size", raw["hidden_size"], "hidden_size", target)
+    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    own_embedding = "embed_tokens.weight" in shapes
+    return EagleHead(head_config(raw), bias=raw.get("bias", True), own_embedding=own_embedding)
+
+
+def _eagle3(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> Eagle3Head:
+    width = "target_hidden_size" if raw.get("target_hidden_size") else "hidden_size"
+    _check_equal(width, raw[width], "hidden_size", target)
+    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    layers = _feature_layers(raw, target.num_hidden_layers)
+    return Eagle3Head(
+        head_config(raw),
+        draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+        feature_size=len(layers or (1, 2, 3)) * target.hidden_size,
+        own_embedding="embed_tokens.weight" in shapes or raw["hidden_size"] != target.hidden_size,
+        feature_layers=layers,
+    )
+
+
+def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
+    """Whose inputs the head reads. Under eagle_config the ids are of the layers before, whose outputs those are."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    outputs = (raw.get("eagle_config") or {}).get(key)
+    layers = tuple(i + 1 for i in outputs) if outputs else tuple(raw.get(key) or ())
+    if layers and not 0 <= min(layers) <= max(layers) < num_layers:
+        raise ValueError(
+            f"it reads layers {list(layers)} of its target ({key}), and the target has {num_layers} layers"
+        )
+    if not layers and num_layers < LEAST_LAYERS:
+        raise ValueError(
+            f"an EAGLE-3 head reads a target of {LEAST_LAYERS} layers or more, and the target has {num_layers}"
+        )
+    return layers or None
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers 5 writes it (rope_parameters), or older ones (rope_theta, rope_scaling, its `type`)."""
+    said = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    said = {key: value for key, value in said.items() if value is not None}
+    kind = said.pop("type", "default")
+    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta") or PUBLISHED_ROPE_THETA, **said}
+    if rope["rope_type"] not in ROPES:
+        raise ValueError(
+            f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
+        )
+    if missing := [key for key in ROPES[rope["rope_type"]] if rope.get(key) is None]:
+        raise ValueError(f"its rope of type {rope['rope_type']} has no {', '.join(missing)}")
+    return rope
+
+
+def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:
+    if number != (wanted := getattr(target, target_key)):
+        its = "the target's" if key == target_key else f"the target's {target_key}"
+        raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
+
+
+def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
+    """Every tensor, none other, and each in its shape. The vocabulary maps may be left out where they say nothing."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    maps = {"t2d", "d2t"} if wanted.get("d2t") == wanted.get("t2d") else {"t2d"}
+    faults = [f"missing {name}" for name in sorted(wanted.keys() - found.keys() - maps)]
+    faults += [f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]
+    faults += [
+        f"{name} is {tuple(found[name])}, wanted {wanted[name]}"
+        for name in sorted(wanted.keys() & found.keys())
+        if tuple(found[name]) != wanted[name]
+    ]
+    if faults:
+        kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
+        raise ValueError(f"not an {kind} head: {'; '.join(faults)}")

@@ -1,0 +1,130 @@
+"""EAGLE-3 through the whole engine: its trees are its own, its tokens are plain decoding's."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.blocks import BLOCK_SIZE
+from eagle_ray.models.heads import Eagle3Head
+from eagle_ray.pair import build_pair
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.conftest import PAIR
+from tests.engine.test_lossless import Whimsical, some_params, some_prompts
+from tests.toy import head3, llama_engine, run
+
+E3 = PAIR.parent / "pair_e3"
+LAYERS = 7
+TREE = (12, 4, 4)
+HEADS = {
+    "60 of 97 tokens": lambda: head3(),
+    "3 of 97 tokens, fewer than children": lambda: head3(num_drafted=3),
+    "every token": lambda: head3(num_drafted=97),
+    "own embedding, narrower": lambda: narrow(),
+}
+
+
+def narrow() -> Eagle3Head:
+    config = head3(hidden_size=16).config
+    return Eagle3Head(config, draft_vocab_size=60, feature_size=96, own_embedding=True).requires_grad_(False)
+
+
+def engine(num_slots: int, tree: tuple[int, int, int] = TREE, **sizes: object) -> Engine:
+    return llama_engine(num_slots, *tree, num_hidden_layers=LAYERS, **{"weights": head3()} | sizes)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
+    """12 prompts, some with a long beginning in common, greedy and sampled, decoded plainly."""
+    header = (some_prompts(1, seed=9)[0] * 70)[:70]
+    prompts = [header * (i % 3 == 0) + ids for i, ids in enumerate(some_prompts(12))]
+    params = some_params(12, max_tokens=16)
+    return prompts, params, [s.output_ids for s in run(engine(12, (0, 0, 0)), prompts, params)]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_outputs_are_those_of_plain_decoding_whatever_the_vocabulary_and_the_width(plain, head):
+    prompts, params, outputs = plain
+    assert [s.output_ids for s in run(engine(12, weights=HEADS[head]()), prompts, params)] == outputs
+
+
+def test_so_they_are_one_by_one(plain):
+    prompts, params, outputs = (some[-4:] for some in plain)
+    assert [s.output_ids for s in run(engine(1), prompts, params)] == outputs
+
+
+def test_so_they_are_with_chunks_and_prefixes_in_common(plain):
+    prompts, params, outputs = plain
+    chunked = engine(5, prefill_tokens=17)
+    assert [s.output_ids for s in run(chunked, prompts, params)] == outputs
+    assert chunked.counters.num_reused_tokens > 0
+
+
+def test_so_they_are_where_memory_is_short_and_sequences_are_preempted():
+    """Four sequences that grow to three blocks each over a pool of five."""
+    prompts = [some_prompts(40)[i] * 30 for i in range(4)]
+    prompts = [ids[:length] for ids, length in zip(prompts, (20, 25, 28, 30), strict=True)]
+    params = [replace(p, ignore_eos=True) for p in some_params(4, max_tokens=60)]
+    outputs = [[s.output_ids for s in run(engine(4, tree), prompts, params)] for tree in (TREE, (0, 0, 0))]
+    scarce = engine(4, kv_tokens=5 * BLOCK_SIZE)
+    assert [[s.output_ids for s in run(scarce, prompts, params)]] * 2 == outputs
+    assert scarce.counters.num_preemptions > 0
+
+
+def test_so_they_are_whatever_is_planned(plain):
+    prompts, params, outputs = plain
+    fickle = engine(5, (20, 5, 4), prefill_tokens=40)
+    fickle.planner = Whimsical(seed=1)
+    assert [s.output_ids for s in run(fickle, prompts, params)] == outputs
+
+
+def golden(method: str, **speculative: object) -> list[Sequence]:
+    """The pair in its published layout, through the configuration; every other prompt is sampled."""
+    model = ModelConfig(target=str(E3 / "target"), draft=str(E3 / "draft"), max_model_len=64)
+    tree = {} if method == "none" else dict(max_nodes=15, max_depth=4, top_k=4)
+    built = build_pair(model, SpeculativeConfig(method=method, **tree | speculative), slots=12)
+    rng = random.Random(3)
+    prompts = [[1] + [rng.randrange(3, 512) for _ in range(rng.randrange(1, 12))] for _ in range(24)]
+    params = [SamplingParams(max_tokens=24, temperature=i % 2, seed=i, ignore_eos=True) for i in range(24)]
+    return run(built.engine, prompts, params)
+
+
+def tau(sequences: list[Sequence]) -> float:
+    steps = sum(s.stats.num_steps for s in sequences)
+    return 1 + sum(s.stats.num_accepted_draft_tokens for s in sequences) / steps
+
+
+def test_the_published_layout_gains_and_coupling_knows_the_noise_of_the_drafted_vocabulary():
+    plain, coupled = golden("none"), golden("eagle3", budget="uniform")
+    alone = golden("eagle2", budget="uniform", coupled=False)  # the same tree, whatever the head's generation
+    assert [s.output_ids for s in plain] == [s.output_ids for s in coupled] == [s.output_ids for s in alone]
+    assert tau(coupled[::2]) > 1.3  # greedy rows; the reference has 1.54 on its own prompts
+    assert tau(coupled[1::2]) > tau(alone[1::2]) + 0.05
+
+
+@pytest.mark.slow
+def test_the_batch_wide_budget_changes_no_token():
+    plain, measured = golden("none"), golden("eagle3", budget="global")
+    assert [s.output_ids for s in plain] == [s.output_ids for s in measured]
+
+
+@torch.inference_mode()
+def test_nothing_is_drafted_that_the_head_cannot_draft():
+    built = engine(8)
+    allowed, seen = set(built.drafter.head.token_ids.tolist()), set()
+    draft = EagleDrafter.draft
+
+    class Watched(EagleDrafter):
+        def draft(self, *args: object) -> object:
+            found = draft(self, *args)
+            seen.update(found.tree.tokens[:, 1:].flatten().tolist())
+            return found
+
+    built.drafter.__class__ = Watched
+    run(built, some_prompts(8), some_params(8, max_tokens=8))
+    assert len(allowed) == 60 and len(seen) > 20 and seen <= allowed
