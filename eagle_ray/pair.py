@@ -28,7 +28,7 @@ from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
-from eagle_ray.methods import check_weights, feature_layers, load_weights, make_drafter
+from eagle_ray.methods import check_weights, feature_layers, fixed_planner, load_weights, make_drafter
 from eagle_ray.models.families import check_config, exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
@@ -126,9 +126,10 @@ def build_engine(
     if plain:
         return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
     drafter = make_drafter(speculative, target, weights)
-    planner = UniformPlanner(*_tree_of(speculative))
+    fixed = fixed_planner(speculative, drafter)
+    planner = fixed or UniformPlanner(*_tree_of(speculative))
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
-    if speculative.budget == "global":
+    if speculative.budget == "global" and fixed is None:
         tree, parts = _tree_of(speculative), cost_parts(engine, speculative)
         costs = cached_costs(parts, lambda: measure(engine, *tree))
         engine.planner = GlobalPlanner(*tree, costs, can_look=target.device.type == "cpu")
