@@ -108,15 +108,15 @@ def _told(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
 
 def _cells(turns: Sequence[Round], ways: Sequence[Way], causal_lm: nn.Module) -> Iterator[dict[str, Any]]:
     """For each temperature, method and task, and for all tasks together (task None)."""
-    names = [way.name for way in ways]
-    full = PUBLISHED if PUBLISHED in names else None
+    names = {way.name for way in ways}
     for temperature in dict.fromkeys(turn.temperature for turn in turns):
         here = [turn for turn in turns if turn.temperature == temperature]
-        for name in names:
+        for way in ways:
+            beside = next((name for name in (way.beside, PUBLISHED) if name in names - {way.name, PLAIN}), None)
             for task in [*dict.fromkeys(turn.task for turn in here), None]:
                 of_task = [turn for turn in here if task in (turn.task, None)]
-                numbers = figures(of_task, name, PLAIN, full, partial(_identity, causal_lm))
-                yield {"temperature": temperature, "method": name, "task": task} | numbers
+                numbers = figures(of_task, way.name, PLAIN, beside, partial(_identity, causal_lm))
+                yield {"temperature": temperature, "method": way.name, "task": task} | numbers
 
 
 def _identity(

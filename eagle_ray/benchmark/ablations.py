@@ -1,7 +1,8 @@
 """EAGLE-2 with a part of it taken out: what the paper's ablation compares it with (EAGLE-2, section 5.4).
 
     without value        a node is judged by its own confidence, in growing and in choosing, not by its path's product
-    without reranking    what was expanded is verified: the best of each level, however deep, and nothing else
+    without reranking    what was expanded is verified, and nothing else: the best of each level, however deep, but for
+                         the last level, whose nodes nobody expands and only reranking would choose
 
 Both keep the ancestors of all they keep, so that outputs stay plain decoding's. Does not know models or time.
 """
@@ -44,12 +45,21 @@ class OwnConfidence(TreeBuilder):
 
 
 class ExpandedPlanner(UniformPlanner):
-    """Verifies what was expanded, and of the last level what would have been: plan.width nodes of each level."""
+    """Verifies the nodes that EAGLE-2 would have expanded: top_k of each level but the last, which is not drafted."""
+
+    def __init__(self, max_depth: int, top_k: int):
+        depth = max(max_depth - 1, 1)
+        super().__init__(num_expanded(max_depth, top_k), depth, top_k)
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
         keep = expanded(draft.tree, plan.width)
         num_nodes = min(1 + draft.depth * plan.width, draft.tree.num_nodes)
         return Allocation(keep, num_nodes, len(keep) * num_nodes)
+
+
+def num_expanded(max_depth: int, top_k: int) -> int:
+    """Nodes, roots not counted."""
+    return max(max_depth - 1, 1) * top_k
 
 
 def expanded(tree: DraftTree, width: int) -> Bool[Tensor, "B N"]:

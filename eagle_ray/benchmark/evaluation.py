@@ -88,8 +88,11 @@ def _short(sequence: engine_sequence.Sequence) -> engine_sequence.Sequence:
     return sequence
 
 
-def figures(turns: Sequence[Round], name: str, plain: str, full: str | None, compare: Compare) -> dict[str, Any]:
-    """One method's numbers over some rounds, as JSON. full: the method whose tau it is held against, None for none."""
+def figures(turns: Sequence[Round], name: str, plain: str, beside: str | None, compare: Compare) -> dict[str, Any]:
+    """One method's numbers over some rounds, as JSON. beside: the method whose tau it is held against, None for none.
+
+    compare: one's answers with plain decoding's.
+    """
     answers = answers_of(turns, name)
     stats = _pooled(answers)
     sample = sum((turn.samples[name] for turn in turns[1:]), turns[0].samples[name])
@@ -101,7 +104,7 @@ def figures(turns: Sequence[Round], name: str, plain: str, full: str | None, com
         "tokens_per_s": sample.tokens_per_second,
         "speed_up": _speed_up(speeds),
         "tau": stats.mean_acceptance_length,
-        "tau_less_full": _tau_less(answers, answers_of(turns, full)) if full is not None and name != full else None,
+        "tau_less": None if beside is None else {"of": beside, **_tau_less(answers, answers_of(turns, beside))},
         "steps": steps,
         "nodes_per_step": stats.num_draft_tokens / steps if steps else None,
         "accepted_by_depth": [count / steps for count in stats.accepted_by_depth] if steps else [],
@@ -135,11 +138,11 @@ def _pooled(answers: Sequence[engine_sequence.Sequence]) -> AcceptanceStats:
 
 
 def _tau_less(
-    answers: Sequence[engine_sequence.Sequence], full: Sequence[engine_sequence.Sequence]
+    answers: Sequence[engine_sequence.Sequence], others: Sequence[engine_sequence.Sequence]
 ) -> dict[str, float | None]:
     """The difference of pooled taus, with its interval over questions."""
     counts = [
         tuple((s.stats.num_accepted_draft_tokens, s.stats.num_steps) for s in pair)
-        for pair in zip(answers, full, strict=True)
+        for pair in zip(answers, others, strict=True)
     ]
     return asdict(difference_interval(counts))

@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.config.methods import HEAD, HEAD_3, needs
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, needs
 from eagle_ray.doctor.weights import loaded_bytes, tensor_headers
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.models.blocks import BLOCK_SIZE
@@ -25,7 +25,7 @@ from eagle_ray.models.checkpoint import read_config
 from eagle_ray.models.families import numbers_per_token
 from eagle_ray.models.fit import head_config
 from eagle_ray.models.linear import FEWEST_WEIGHTS
-from eagle_ray.models.loading import quantisation_of
+from eagle_ray.models.loading import load_config, quantisation_of
 
 LOGITS_BYTES = 8  # beside the logits themselves: in fp32, and once more where they are sampled
 LM_HEAD = "lm_head.weight"
@@ -94,8 +94,11 @@ def _cells(config: PretrainedConfig) -> int:
 
 
 def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
-    """The same of what drafts: an EAGLE head is one layer, whatever its configuration says."""
-    return _cells(head_config(read_config(draft))) if needs(method.method) in (HEAD, HEAD_3) else 0
+    """The same of what drafts: an EAGLE head is one layer, whatever its configuration says; others keep none."""
+    kind = needs(method.method)
+    if kind == DRAFT_MODEL:
+        return _cells(load_config(draft))
+    return _cells(head_config(read_config(draft))) if kind in (HEAD, HEAD_3) else 0
 
 
 def _columns(method: SpeculativeConfig, vocab_size: int) -> int:

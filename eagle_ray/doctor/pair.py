@@ -5,7 +5,7 @@ Looks at what is on this machine and asks no hub: a model that is not here is sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -76,30 +76,32 @@ def dtype_of(name: str, device: str, shape: PretrainedConfig) -> torch.dtype:
 
 def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
     """What one worker takes, beside what it would have."""
-    limits = limits_of(here.config.model)
+    length = limits_of(here.config.model).max_model_len
     try:
-        footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, limits.max_model_len)
+        footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length)
     except ValueError as error:
-        return Finding("memory", "the weights cannot be looked at", problem=str(error))
+        return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
     if footprint is None:
         return Finding("memory", "the weights are not here, so what they take is not known")
+    takes, facts, room = _taken(footprint, length), asdict(footprint), room_of(workers, device)
+    if room is None:
+        todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(footprint.total)} free"
+        return Finding("memory", takes, facts, advice=todo)
+    facts |= {"total": footprint.total, "room": room.total}
+    settings = Settings(length, dtype.itemsize, workers.num_gpus)
+    problem = None if room.holds(footprint) else remedy(footprint, room, settings)
+    return Finding("memory", f"{takes}; it would have {gib(room.total)}", facts, problem)
+
+
+def _taken(footprint: Footprint, length: int) -> str:
     parts = [
         f"target {gib(footprint.target)}",
         f"draft {gib(footprint.draft)}",
-        f"keys and values {gib(footprint.pool)} ({gib(footprint.per_slot)} a slot of {limits.max_model_len} tokens)",
+        f"keys and values {gib(footprint.pool)} ({gib(footprint.per_slot)} a slot of {length} tokens)",
         f"a pass's logits {gib(footprint.logits)}",
     ]
     parts += [f"Python and its packages {gib(footprint.process)}"] if footprint.process else []
-    takes = f"a worker takes {gib(footprint.total)}: {', '.join(parts)}"
-    facts = {name: getattr(footprint, name) for name in ("target", "draft", "per_slot", "pool", "logits", "process")}
-    room = room_of(workers, device)
-    if room is None:
-        todo = f"no GPU of the cluster can be seen from here: one needs {gib(footprint.total)} free for each worker"
-        return Finding("memory", takes, facts, advice=todo)
-    says = f"{takes}; it would have {gib(room.total)}"
-    settings = Settings(limits.max_model_len, dtype.itemsize, workers.num_gpus)
-    problem = None if room.holds(footprint) else remedy(footprint, room, settings)
-    return Finding("memory", says, facts | {"total": footprint.total, "room": room.total}, problem)
+    return f"a worker takes {gib(footprint.total)}: {', '.join(parts)}"
 
 
 def room_of(workers: Workers, device: str) -> Room | None:

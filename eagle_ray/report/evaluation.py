@@ -48,7 +48,7 @@ def _speed_and_tau(cell: dict[str, Any]) -> str:
 
 
 def _details(cells: list[dict[str, Any]]) -> str:
-    header = ["all tasks", "speed-up", "tau", "less eagle2's", "nodes", "accepted", "error", "same"]
+    header = ["all tasks", "speed-up", "tau", "tau less that of", "nodes", "accepted", "error", "same"]
     return render(header, [_detail(cell) for cell in cells if cell["task"] is None])
 
 
@@ -58,7 +58,7 @@ def _detail(cell: dict[str, Any]) -> list[str]:
         cell["method"],
         _interval(cell["speed_up"], ".2f", "x"),
         number(cell["tau"], 2),
-        ABSENT if cell["tau_less_full"] is None else _interval(cell["tau_less_full"], "+.2f"),
+        ABSENT if cell["tau_less"] is None else f"{_interval(cell['tau_less'], '+.2f')} {cell['tau_less']['of']}",
         number(cell["nodes_per_step"], 1),
         " ".join(f"{share:.0%}" for share in accepted) or ABSENT,
         ABSENT if error["drafted"] is None else f"{error['drafted']:.3f} {error['calibrated']:.3f}",

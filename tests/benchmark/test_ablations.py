@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from eagle_ray.benchmark.ablations import ExpandedPlanner, OwnConfidence, expanded
+from eagle_ray.benchmark.ablations import ExpandedPlanner, OwnConfidence, expanded, num_expanded
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.reference import decode_plainly
 from eagle_ray.speculative.budget import Budget, uniform
 from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import llama, llama_engine, run
 
@@ -70,9 +69,10 @@ def test_without_reranking_what_was_expanded_is_verified():
     for depth, frontier in enumerate(frontiers, 1):
         mine = tree.tokens[0][keep[0] & (tree.depths[0] == depth)].tolist()
         assert sorted(mine) == sorted(frontier.tokens[0].tolist())
-    draft = Draft(tree, builder.levels, builder.depth, 0)
-    allocation = ExpandedPlanner(60, 4, WIDTH).allocate(draft, Plan(4, WIDTH), None)
-    assert allocation.num_rows == 2 * allocation.num_nodes == 2 * (1 + 4 * WIDTH)
+    planner, draft = ExpandedPlanner(5, WIDTH), Draft(tree, builder.levels, builder.depth, 0)
+    assert planner.plan(None).max_depth == 4  # the last of five levels is for reranking alone
+    allocation = planner.allocate(draft, planner.plan(None), None)
+    assert allocation.num_rows == 2 * allocation.num_nodes == 2 * (1 + num_expanded(5, WIDTH)) == 26
 
 
 @pytest.mark.parametrize("ablation", ["value", "reranking"])
@@ -82,7 +82,7 @@ def test_outputs_are_plain_decodings(ablation):
     if ablation == "value":
         engine.drafter.builder = OwnConfidence
     else:
-        engine.planner = ExpandedPlanner(12, 4, 3)
+        engine.planner = ExpandedPlanner(4, 3)
     prompts = [[5 + i, 9, 23 + i] for i in range(4)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=16) for i in range(4)]
     model = llama()
