@@ -92,10 +92,18 @@ def build_pair(
     as many as the target is worth. Raises ConfigError where a name cannot be found or a length does not fit,
     EngineError where files are not a pair.
     """
-    path = resolve(model.target, "target")
+    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus)
+    weights = None if needs(speculative.method) is None else load_draft(model, speculative, causal_lm)
+    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
+    return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
+
+
+def load_causal_lm(model: ModelConfig, slots: int, kv_tokens: int | None = None, num_gpus: int = 1) -> nn.Module:
+    """The target, ready for the engines of build_pair's arguments. Raises as build_pair does."""
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
+    path = resolve(model.target, "target")
     causal_lm = load_target(path, _dtype(model.dtype, device), "cpu" if is_spread else device)
     if is_spread:
         tokens = kv_tokens or slots * limits_of(model).max_model_len
@@ -103,9 +111,7 @@ def build_pair(
     pack_linears(causal_lm)
     if device == "cpu":
         settle_threads(causal_lm, slots)
-    weights = None if needs(speculative.method) is None else _load_weights(model, speculative, causal_lm)
-    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
-    return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
+    return causal_lm
 
 
 def build_engine(
@@ -249,7 +255,8 @@ def _draft_path(model: ModelConfig) -> Path:
     return resolve(model.draft, "draft")
 
 
-def _load_weights(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+    """What model.draft holds, beside its target. Raises as build_pair does."""
     weights = load_weights(speculative, _draft_path(model), causal_lm.config.get_text_config(decoder=True))
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)
