@@ -34,6 +34,7 @@ from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.target import Target
+from eagle_ray.models.threads import settle_threads
 from eagle_ray.text import Text
 
 ASSETS = Path(__file__).parent / "assets"
@@ -86,8 +87,9 @@ def build_pair(
 ) -> Pair:
     """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
 
-    num_gpus: over which the target is placed; without effect on a CPU. Raises ConfigError where a name cannot be found
-    or a length does not fit, EngineError where files are not a pair.
+    num_gpus: over which the target is placed; without effect on a CPU, where torch's threads may become fewer instead:
+    as many as the target is worth. Raises ConfigError where a name cannot be found or a length does not fit,
+    EngineError where files are not a pair.
     """
     path = resolve(model.target, "target")
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
@@ -98,6 +100,8 @@ def build_pair(
         tokens = kv_tokens or slots * limits_of(model).max_model_len
         _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
     pack_linears(causal_lm)
+    if device == "cpu":
+        settle_threads(causal_lm, slots)
     weights = None if needs(speculative.method) is None else _load_weights(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
     return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)

@@ -1,7 +1,7 @@
 """What the Ray pipeline costs around the engines: python jobs/bench_pipeline.py throughput | memory
 
-    throughput   2,000 rows through the job (one worker, one thread) beside the same rows through the engine alone, in
-                 turns; start-up apart; and how many of the worker's slots were busy
+    throughput   2,000 rows through the job (one worker) beside the same rows through the engine alone, in turns;
+                 start-up apart; and how many of the worker's slots were busy
     memory       the largest resident memory of each kind of process over jobs of 10 thousand to 1 million tiny rows,
                  answered by a model of a few thousand parameters
 
@@ -81,7 +81,6 @@ def throughput(args: argparse.Namespace, directory: Path) -> None:
 
 def engine_alone(config: JobConfig) -> float:
     """Seconds from the first row's prompt to the last one's end, all rows queued at once."""
-    torch.set_num_threads(1)
     pair = build_pair(config.model, config.speculative, config.execution.slots, config.execution.kv_tokens)
     sequences = [s for row in requests_of(plan_input(config)) for s in sequences_of(row, config, pair.text)]
     started = time.monotonic()

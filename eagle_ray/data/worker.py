@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -57,8 +57,12 @@ class Worker:
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """A row for each sample of each request, in order. Raises EngineError once the engine is dead."""
-        answers = await asyncio.gather(*(self._answer(request) for request in requests.to_pylist()))
-        return pa.concat_tables([self._schema.empty_table(), *answers]).combine_chunks()
+        asked = requests.to_pylist()
+        answers = await asyncio.gather(*(self._answer(request) for request in asked))
+        with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
+            return table_of([row for rows in answers for row in rows], self._schema)
+        tables = [self._table(request, rows) for request, rows in zip(asked, answers, strict=True)]
+        return pa.concat_tables(tables).combine_chunks()
 
     def counters(self) -> EngineCounters:
         return self._engine.counters()
@@ -66,13 +70,21 @@ class Worker:
     def close(self) -> None:
         self._engine.close()
 
-    async def _answer(self, request: Row) -> pa.Table:
+    async def _answer(self, request: Row) -> list[Row]:
         try:
             with _as_row_error(request):
                 sequences = sequences_of(request, self._config, self._text)
             await self._finish(sequences)
             with _as_row_error(request):
-                return table_of(self._rows.of(request, sequences), self._schema)
+                return self._rows.of(request, sequences)
+        except RequestError as error:
+            return self._rows.of_error(request, error)
+
+    def _table(self, request: Row, rows: list[Row]) -> pa.Table:
+        """One request's rows; its error row where they do not fit the schema."""
+        try:
+            with _as_row_error(request):
+                return table_of(rows, self._schema)
         except RequestError as error:
             return table_of(self._rows.of_error(request, error), self._schema)
 

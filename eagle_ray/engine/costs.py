@@ -18,6 +18,7 @@ from eagle_ray.engine.stopwatch import Seconds
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 LEARNING_RATE = 0.1  # how far one step's time moves what was measured
 SHARED = 0.6  # of which this much is taken to hold for all numbers of rows: what drifts is mostly the machine
+NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
 STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
 
 
@@ -36,9 +37,11 @@ class CostCurve:
         self._rising = never_falling(self.seconds)
 
     def __call__(self, rows: float) -> float:
-        """Seconds at `rows`; past the last measured number the line goes on."""
+        """Seconds at `rows`; past the last measured number it rises as on average before, at least."""
         if len(self.rows) == 1:
             return self._rising[0]
+        if rows > self.rows[-1]:
+            return self._rising[-1] + max(self._last_slope, self.per_row) * (rows - self.rows[-1])
         right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         a, b, x, y = self.rows[right - 1], self.rows[right], self._rising[right - 1], self._rising[right]
         return x + (y - x) * max(rows - a, 0) / (b - a)
@@ -48,8 +51,20 @@ class CostCurve:
         """Seconds of one row more in a large pass."""
         return (self._rising[-1] - self._rising[0]) / max(self.rows[-1] - self.rows[0], 1)
 
+    @property
+    def _last_slope(self) -> float:
+        return (self._rising[-1] - self._rising[-2]) / (self.rows[-1] - self.rows[-2])
+
     def correct(self, rows: float, ratio: float) -> None:
-        """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it."""
+        """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it.
+
+        One that is larger than any before is the first measurement of its size.
+        """
+        if rows > NEW_SIZE * self.rows[-1]:
+            self.seconds = [*self.seconds, self(rows) * ratio]
+            self.rows = [*self.rows, round(rows)]
+            self._rising = never_falling(self.seconds)
+            return
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
         span = max(self.rows[right] - self.rows[left], 1)

@@ -56,6 +56,20 @@ def test_costs_between_and_beyond_what_was_measured():
     assert curve(24) == pytest.approx(3.3)
 
 
+def test_a_flat_end_does_not_make_more_rows_free():
+    curve = CostCurve([1, 8, 16], [1.0, 2.5, 2.5])
+    assert curve(31) == pytest.approx(2.5 + 1.5)
+
+
+def test_a_pass_larger_than_any_before_is_the_first_measurement_of_its_size():
+    curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
+    curve.correct(48, ratio=2.0)
+    assert curve.rows == [1, 8, 16, 48]
+    assert curve(48) == pytest.approx(2 * (2.5 + 0.1 * 32)) and curve(16) == pytest.approx(2.5)
+    curve.correct(52, ratio=1.0)  # as good as 48
+    assert curve.rows[-1] == 48
+
+
 def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
     costs = some_costs()
     for _ in range(200):  # everything takes twice as long, and 16 rows four times

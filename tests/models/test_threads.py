@@ -1,0 +1,40 @@
+"""No more threads than a model is worth."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_ray.models.threads import settle_threads
+
+
+class Timed(nn.Module):
+    """Takes as long as the number of threads says."""
+
+    def __init__(self, seconds: dict[int, float]):
+        super().__init__()
+        self.base_model, self._seconds = self, seconds
+
+    def forward(self, input_ids, use_cache):
+        time.sleep(self._seconds[torch.get_num_threads()])
+
+
+@pytest.fixture
+def eight_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"),
+    [
+        ({8: 0.004, 4: 0.008, 2: 0.016, 1: 0.032}, 8),  # all of them help
+        ({8: 0.010, 4: 0.008, 2: 0.016, 1: 0.032}, 4),  # the last ones are in the way
+        ({8: 0.009, 4: 0.009, 2: 0.009, 1: 0.009}, 1),  # none helps
+    ],
+)
+def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, seconds, wanted):
+    assert settle_threads(Timed(seconds), 16) == wanted == torch.get_num_threads()
