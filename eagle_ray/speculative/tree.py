@@ -65,7 +65,7 @@ class DraftTree:
         """These M trees as trees members[m] of a batch of B, whose other trees are their roots alone."""
         batch = DraftTree.of_roots(roots)
 
-        def place(own: Tensor, alone: Tensor, padding: float) -> Tensor:
+        def place(own: Tensor, alone: Tensor, padding: float | int) -> Tensor:
             rows = own.new_full((len(roots), self.num_nodes), padding)
             rows[:, 0] = alone[:, 0]
             return rows.index_copy(0, members, own)
@@ -78,6 +78,11 @@ class DraftTree:
             draft_log_probs=place(self.draft_log_probs, batch.draft_log_probs, -torch.inf),
             valid=place(self.valid, batch.valid, False),
         )
+
+    def to(self, device: torch.device | str) -> DraftTree:
+        """The same trees on another device."""
+        columns = (self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid)
+        return DraftTree(*(column.to(device, non_blocking=True) for column in columns))
 
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
         """The subtrees on the given nodes: ascending indices, N where there is none."""
