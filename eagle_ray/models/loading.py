@@ -76,6 +76,12 @@ def _check_quantiser(config: PretrainedConfig) -> None:
     if said is None:
         return
     method = said.get("quant_method")
+    if said.get("load_in_8bit") and said.get("llm_int8_threshold", 6.0):
+        raise EngineError(
+            "the target is quantised (bitsandbytes, 8 bits) with an llm_int8_threshold: which columns it keeps in 16 "
+            "bits depends on all rows of a pass, so that a row's tokens would depend on its company; take a checkpoint "
+            "of 4 bits, or set llm_int8_threshold to 0.0 in its config.json"
+        )
     try:
         quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(said), pre_quantized=True)
         quantiser.validate_environment(device_map=None)
