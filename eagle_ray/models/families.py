@@ -71,8 +71,14 @@ def numbers_per_token(config: PretrainedConfig) -> int:
     return 2 * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
 
 
+def finished(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
+    """What the family does to the lm_head's output, by the keys of its config: its factor, then its soft-cap."""
+    scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    return scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap
+
+
 def logit_scale(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """What the family does to the lm_head's output before a soft-cap, by the keys of its config."""
+    """Before a soft-cap."""
     multiplier, divisor = (getattr(config, key, None) for key in ("logit_scale", "logits_scaling"))
     if multiplier is not None:  # Cohere
         return partial(torch.mul, other=multiplier)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from eagle_ray.models.anatomy import examine
 from eagle_ray.models.attention import Layout, PromptLayout, TreeLayout
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
-from eagle_ray.models.families import check_config, exact_positions, logit_scale
+from eagle_ray.models.families import check_config, exact_positions, finished
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.loading import eos_ids
 from eagle_ray.models.placement import decoder_layers
@@ -89,8 +89,7 @@ class Target:
         self.feature_size = config.hidden_size * len(feature_layers or [0])
         self.eos_ids = eos_ids(model)
         self._lm_head = model.get_output_embeddings()
-        self._scale = logit_scale(config)
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._finished = finished(config)
         self._last_position = (exact_positions(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -129,8 +128,7 @@ class Target:
 
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The lm_head, and what the model's config says is done to its logits."""
-        logits = self._scale(self._lm_head(hidden))
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return self._finished(self._lm_head(hidden))
 
     def _run(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
