@@ -51,7 +51,7 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
         raise EngineError(f"the target in {path} cannot be loaded: {in_one_line(error)}") from error
     _check_complete(path, found)
     model = model if quantisation_of(config) is not None else model.to(device)
-    return model.eval().requires_grad_(False)
+    return _finished(model.eval().requires_grad_(False))
 
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -98,6 +98,14 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+@torch.no_grad()
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    """After a token: some quantisers make their layers at the first call of the whole model, which is never ours."""
+    if model._forward_pre_hooks:
+        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    return model
 
 
 def _check_complete(path: Path, found: dict[str, Any]) -> None:

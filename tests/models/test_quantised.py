@@ -1,4 +1,5 @@
-"""Quantised targets, for real where their libraries are installed: `pip install -e .[quantised]`, torchao.
+"""Quantised targets, for real where their libraries are installed: `pip install -e .[quantised]`, torchao,
+compressed-tensors.
 
 Their trees equal transformers' own forward of the same quantised weights, and nothing of ours replaces their layers.
 """
@@ -58,6 +59,27 @@ def fp8(plain: Path, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config))
 
 
+def compressed_tensors(plain: Path, out: Path) -> None:
+    """vLLM's layout: whole numbers packed into words, in layers that are linear by name alone."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import ModelCompressor
+
+    weights = quantization.QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    said = dict(ignore=["lm_head"], format="pack-quantized", quantization_status="compressed")
+    config = quantization.QuantizationConfig(config_groups={"group_0": scheme}, **said)
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    quantization.apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight.detach().abs().amax(1, keepdim=True) / 127
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.config.save_pretrained(out)
+    save_file(model.state_dict(), out / "model.safetensors", metadata={"format": "pt"})
+    compressor.update_config(str(out))
+
+
 def _quantise(plain: Path, out: Path, config: object) -> None:
     how = dict(dtype=torch.float32, device_map={"": "cpu"}, quantization_config=config)
     AutoModelForCausalLM.from_pretrained(plain, **how).save_pretrained(out)
@@ -68,6 +90,7 @@ QUANTISERS: dict[str, tuple[Callable[[Path, Path], None], bool, float]] = {
     "bitsandbytes-4": (lambda plain, out: bitsandbytes(4, plain, out), True, 1e-3),
     "bitsandbytes-8": (lambda plain, out: bitsandbytes(8, plain, out), True, 2e-2),  # it rounds its inputs to 16 bits
     "torchao": (torchao, True, 1e-3),
+    "compressed-tensors": (compressed_tensors, True, 1e-3),
     "fp8": (fp8, False, 1e-3),
 }
 
