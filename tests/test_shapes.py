@@ -15,6 +15,7 @@ with install_import_hook(rooms, "beartype.beartype"):
     import eagle_ray.engine.async_engine, eagle_ray.engine.reference
     from eagle_ray.speculative.sampling import SamplingParams
     from eagle_ray.speculative.verify import VerifyResult
+    from tests.engine.test_rivals import METHODS, engine_for
     from tests.toy import llama_engine, run
 
 import torch
@@ -28,6 +29,8 @@ for tree in ((0, 0, 0), (6, 3, 3)):
     run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
     long = list(range(3, 83))
     run(llama_engine(3, *tree, kv_tokens=192, prefill_tokens=30), [long, long, [4] * 30], params)
+for method in METHODS:
+    run(engine_for(method, 2, max_nodes=6, max_depth=3), [[5, 6, 7], [8]], params[:2])
 two_by_three = torch.zeros(2, 3, dtype=torch.int64)
 try:
     VerifyResult(two_by_three, num_accepted=two_by_three[0], tokens=two_by_three)
