@@ -58,6 +58,7 @@ class EagleDrafter:
         self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         logits_of = partial(head.logits, target_logits=target.logits)
         self.ranking = Ranking(logits_of, calibration, coupling, head.token_ids)
+        self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
         self._embed = head.embed_tokens or target.embed_tokens
         anatomy, num_slots = head.anatomy, target.cache.num_slots
@@ -109,7 +110,7 @@ class EagleDrafter:
         """EAGLE-2's expansion: the top `width` of each level get `width` children each (section 4.1)."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
-        builder = TreeBuilder(roots if members is None else roots[members], plan.width, plan.shape)
+        builder = self.builder(roots if members is None else roots[members], plan.width, plan.shape)
         self.ranking.begin(sampling, at.lengths, plan.members)
         features, num_caught_up = self._catch_up(at)
         features, ancestors, widths = features[:, None], None, []
