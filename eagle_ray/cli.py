@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate | submit | status | report | compare | export | bench.
+"""The command line: eagle-ray demo | run | validate | submit | status | report | compare | export | bench | doctor.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import signal
 import sys
@@ -23,7 +24,8 @@ from eagle_ray.config import ConfigError, JobConfig, load_config
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.stops import JobStopped
 
-COMMANDS = "demo | run | validate | submit | status | report | compare | export | bench"
+COMMANDS = "demo | run | validate | submit | status | report | compare | export | bench | doctor"
+METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,11 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
     report.set_defaults(command=_report)
 
-    compare = commands.add_parser("compare", help="two runs over the same rows, side by side")
-    compare.add_argument("run_a", metavar="RUN_A", help="the output directory of a run")
-    compare.add_argument("run_b", metavar="RUN_B", help="that of another")
+    compare = commands.add_parser("compare", help="two runs side by side; without runs, methods on one's own prompts")
+    compare.add_argument("runs", metavar="RUN", nargs="*", help="the output directories of two runs, or none")
     compare.add_argument("--json", action="store_true", help="every number, to stdout")
-    compare.set_defaults(command=_compare)
+    _add_methods_flags(compare)
+    compare.set_defaults(command=_compare, output=None, if_exists=None)
 
     export = commands.add_parser("export", help="a run's rows as OpenAI batch output lines or CSV")
     export.add_argument("run", metavar="RUN", help="the output directory of a run")
@@ -115,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_flags(cost)
     cost.add_argument("--threads", type=_positive, metavar="N", help="CPU threads, as a worker would have (all)")
     cost.set_defaults(command=_bench_cost, if_exists=None)
+
+    doctor = commands.add_parser("doctor", help="what this machine has, whether a pair fits, and what to do about it")
+    _add_config_flags(doctor)
+    doctor.add_argument("--json", action="store_true", help="every finding, as JSON")
+    doctor.set_defaults(command=_doctor, if_exists=None)
     return parser
 
 
@@ -135,6 +142,35 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
     parser.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
     parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
+
+
+def _add_methods_flags(parser: argparse.ArgumentParser) -> None:
+    methods = parser.add_argument_group("methods", "compared on prompts, in this process")
+    methods.add_argument("-c", "--config", metavar="FILE", help="a YAML file: model, speculative, sampling, input")
+    methods.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
+    methods.add_argument("-i", "--input", metavar="IN", help="input.path (embedded:prompts)")
+    methods.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
+    methods.add_argument("--per-task", type=_positive, metavar="N", help="at most N rows of each category")
+    methods.add_argument(
+        "--methods", type=_names, metavar="A,B", help="eagle2, ours, ...; medusa=DIR has its own draft"
+    )
+    methods.add_argument("--temperatures", type=_temperatures, metavar="T,T", help="of sampling (0,1)")
+    methods.add_argument("--batch", type=_positive, metavar="N", help="sequences at a time (1)")
+    methods.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (torch's own)")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of 0 or more, such as 0,1")
+    return list(dict.fromkeys(values))
 
 
 def _positive(text: str) -> int:
@@ -215,9 +251,27 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    for_methods = [name for name in METHODS_FLAGS if getattr(args, name)]
+    if not args.runs:
+        return _compare_methods(args)
+    if len(args.runs) != 2 or for_methods:
+        raise ConfigError("compare: give two runs and nothing of methods, or no run to compare methods on prompts")
     from eagle_ray.review import comparison, comparison_json, run_at
 
-    print((comparison_json if args.json else comparison)(run_at(args.run_a), run_at(args.run_b)))
+    print((comparison_json if args.json else comparison)(*map(run_at, args.runs)))
+    return 0
+
+
+def _compare_methods(args: argparse.Namespace) -> int:
+    config = _config_of_pair(args)
+    from eagle_ray.evaluate import evaluate, use_threads
+    from eagle_ray.job import show_log
+    from eagle_ray.report.evaluation import evaluation_text
+
+    show_log(config.logging.level)
+    use_threads(args.threads)
+    numbers = evaluate(config, args.methods, args.temperatures or [0.0, 1.0], args.batch or 1, args.per_task)
+    print(json.dumps(numbers, indent=2) if args.json else evaluation_text(numbers))
     return 0
 
 
@@ -230,14 +284,29 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _config_of_pair(args: argparse.Namespace) -> JobConfig:
+    """A pair can be looked at without a job."""
+    if args.config is None:
+        args.input, args.output = args.input or "embedded:prompts", args.output or "runs/run"
+    return _config_of(args)
+
+
 def _bench_cost(args: argparse.Namespace) -> int:
-    if args.config is None:  # a pair can be measured without a job
-        args.input, args.output = args.input or "embedded:prompts", args.output or "runs/bench"
-    config = _config_of(args)
+    config = _config_of_pair(args)
     from eagle_ray.benchmark.costs import bench_costs
 
     print(bench_costs(config, args.threads))
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    config = _config_of_pair(args)
+    from eagle_ray.doctor.examination import examine
+    from eagle_ray.doctor.finding import findings_json, findings_text
+
+    findings = list(examine(config))
+    print((findings_json if args.json else findings_text)(findings))
+    return 5 if any(finding.problem for finding in findings) else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     weights = load_weights(speculative, path, target_config)        # what model.draft holds, if the method reads one
     target = Target(..., feature_layers=feature_layers(weights, num_layers))
     drafter = make_drafter(speculative, target, weights)
+    planner = fixed_planner(speculative, drafter)                   # where the method itself says which nodes
 
 Names and what they need stand in `config/methods.py`. Does not know rows, files of prompts or Ray.
 """
@@ -17,24 +18,32 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import HEAD, HEAD_3, needs
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, needs
 from eagle_ray.datastore import read_datastore
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.drafting.lookahead import LookaheadDrafter
 from eagle_ray.drafting.merged import MergedDrafter
 from eagle_ray.drafting.ngram import NgramSource
+from eagle_ray.drafting.path import PathDrafter
 from eagle_ray.drafting.recycling import RecyclingDrafter
 from eagle_ray.drafting.rest import RestSource
 from eagle_ray.drafting.suffix import SuffixSource
 from eagle_ray.drafting.text_drafter import Source, TextDrafter
+from eagle_ray.engine.planner import Planner
+from eagle_ray.engine.sequoia_planner import SequoiaPlanner
+from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import blank_head, load_head
+from eagle_ray.models.draft_model import check_draft_model, load_draft_model
 from eagle_ray.models.heads import DraftHead, Eagle3Head
+from eagle_ray.models.path_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.blend import Blend
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.rank_acceptance import RankAcceptance
+from eagle_ray.speculative.static_tree import MC_SIM_7B_63
 
 Weights = nn.Module | None  # what a method reads from model.draft
 
@@ -63,6 +72,12 @@ def make_drafter(speculative: SpeculativeConfig, target: Target, weights: Weight
     return MergedDrafter(parts, Blend(speculative.max_depth, len(parts), target.device))
 
 
+def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
+    """The planner of a method whose tree is fixed; None where speculative.budget decides."""
+    make = FIXED_PLANNERS.get(speculative.method)
+    return make(speculative, drafter) if make else None
+
+
 def _check_head_3(path: Path, target: PretrainedConfig) -> None:
     if not isinstance(blank_head(path, target), Eagle3Head):
         raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
@@ -75,8 +90,30 @@ def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
 
 def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
     calibration = Calibration(speculative.max_depth, target.device)
-    coupling = Coupling(speculative.max_depth, target.device) if speculative.coupled else None
-    return EagleDrafter(head, target, calibration=calibration, coupling=coupling)
+    return EagleDrafter(head, target, calibration=calibration, coupling=_coupling(speculative, target))
+
+
+def _path(speculative: SpeculativeConfig, target: Target, heads: Weights) -> PathDrafter:
+    calibration = Calibration(speculative.max_depth, target.device)
+    return PathDrafter(heads, target, calibration, _coupling(speculative, target))
+
+
+def _sequoia(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
+    width = min(speculative.top_k, target.vocab_size)
+    measured = RankAcceptance(speculative.max_depth, width, target.device)
+    return EagleDrafter(head, target, calibration=measured, coupling=_coupling(speculative, target))
+
+
+def _coupling(speculative: SpeculativeConfig, target: Target) -> Coupling | None:
+    return Coupling(speculative.max_depth, target.device) if speculative.coupled else None
+
+
+def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticPlanner:
+    return StaticPlanner(MC_SIM_7B_63.within(speculative.max_nodes, speculative.max_depth, speculative.top_k))
+
+
+def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> SequoiaPlanner:
+    return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
 
 
 def _text(source: Source, speculative: SpeculativeConfig) -> TextDrafter:
@@ -104,14 +141,35 @@ def _lookahead(speculative: SpeculativeConfig, target: Target, weights: Weights)
     return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
 
 
-CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {HEAD: blank_head, HEAD_3: _check_head_3}
-LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {HEAD: load_head, HEAD_3: _load_head_3}
+CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
+    HEAD: blank_head,
+    HEAD_3: _check_head_3,
+    DRAFT_MODEL: check_draft_model,
+    HYDRA: check_hydra,
+    MEDUSA: check_medusa,
+}
+LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
+    HEAD: load_head,
+    HEAD_3: _load_head_3,
+    DRAFT_MODEL: load_draft_model,
+    HYDRA: load_hydra,
+    MEDUSA: load_medusa,
+}
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
+    "draft_model": _eagle,
+    "eagle1": _eagle,
     "eagle2": _eagle,
     "eagle3": _eagle,
+    "hydra": _path,
     "lookahead": _lookahead,
+    "medusa": _path,
     "ngram": _ngram,
     "recycling": _recycling,
     "rest": _rest,
+    "sequoia": _sequoia,
     "suffix": _suffix,
+}
+FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
+    "eagle1": _eagle1_planner,
+    "sequoia": _sequoia_planner,
 }

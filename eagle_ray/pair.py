@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
@@ -29,8 +29,8 @@ from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
-from eagle_ray.methods import check_weights, feature_layers, load_weights, make_drafter
-from eagle_ray.models.families import check_config, exact_positions, numbers_per_token
+from eagle_ray.methods import check_weights, feature_layers, fixed_planner, load_weights, make_drafter
+from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
@@ -43,7 +43,16 @@ EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 SHORTEST = 64  # tokens that must have room beside one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
-NEVER_READ = ["original/*", "metal/*", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]  # other forms of the weights
+NEVER_READ = [
+    "original/*",
+    "metal/*",
+    "consolidated*",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+]  # the same weights
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
@@ -83,10 +92,18 @@ def build_pair(
     as many as the target is worth. Raises ConfigError where a name cannot be found or a length does not fit,
     EngineError where files are not a pair.
     """
-    path = resolve(model.target, "target")
+    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus)
+    weights = None if needs(speculative.method) is None else load_draft(model, speculative, causal_lm)
+    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
+    return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
+
+
+def load_causal_lm(model: ModelConfig, slots: int, kv_tokens: int | None = None, num_gpus: int = 1) -> nn.Module:
+    """The target, ready for the engines of build_pair's arguments. Raises as build_pair does."""
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
+    path = resolve(model.target, "target")
     causal_lm = load_target(path, _dtype(model.dtype, device), "cpu" if is_spread else device)
     if is_spread:
         tokens = kv_tokens or slots * limits_of(model).max_model_len
@@ -94,9 +111,7 @@ def build_pair(
     pack_linears(causal_lm)
     if device == "cpu":
         settle_threads(causal_lm, slots)
-    weights = None if needs(speculative.method) is None else _load_weights(model, speculative, causal_lm)
-    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
-    return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
+    return causal_lm
 
 
 def build_engine(
@@ -121,9 +136,10 @@ def build_engine(
     if plain:
         return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
     drafter = make_drafter(speculative, target, weights)
-    planner = UniformPlanner(*_tree_of(speculative))
+    fixed = fixed_planner(speculative, drafter)
+    planner = fixed or UniformPlanner(*_tree_of(speculative))
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
-    if speculative.budget == "global":
+    if speculative.budget == "global" and fixed is None:
         tree, parts = _tree_of(speculative), cost_parts(engine, speculative)
         costs = cached_costs(parts, lambda: measure(engine, *tree))
         engine.planner = GlobalPlanner(*tree, costs, can_look=target.device.type == "cpu")
@@ -209,6 +225,11 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
             f"`hf download {name}` fetches it, and a copied directory can be named instead"
         ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is gated: ask for access on its page at the hub, then `hf auth login`, or set "
+            "HF_TOKEN, here and on every machine of the cluster"
+        ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise ConfigError(
             f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
@@ -219,9 +240,7 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
 def _target_config(model: ModelConfig) -> Any:
     """The target's config; its own class has whatever attributes that model has."""
     try:
-        config = load_config(describe(model.target, "target"))
-        check_config(config)
-        return config
+        return load_config(describe(model.target, "target"))
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 
@@ -236,7 +255,8 @@ def _draft_path(model: ModelConfig) -> Path:
     return resolve(model.draft, "draft")
 
 
-def _load_weights(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+    """What model.draft holds, beside its target. Raises as build_pair does."""
     weights = load_weights(speculative, _draft_path(model), causal_lm.config.get_text_config(decoder=True))
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)

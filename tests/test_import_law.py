@@ -30,12 +30,14 @@ LEVEL = {
     "validate": 8,
     "demo": 9,
     "review": 9,
+    "doctor": 10,
+    "evaluate": 10,
     "export": 10,
     "cli": 11,
 }
 HEAVY = {
-    "ray": {"data", "serve", "training", "job", "demo", "cli"},
-    "transformers": {"models", "text", "methods"},
+    "ray": {"data", "serve", "training", "job", "demo", "doctor", "cli"},
+    "transformers": {"models", "text", "methods", "doctor"},
     "torch": {
         "speculative",
         "models",
@@ -47,6 +49,8 @@ HEAVY = {
         "data",
         "serve",
         "training",
+        "doctor",
+        "evaluate",
     },
     "pydantic": {"config", "serve"},
 }

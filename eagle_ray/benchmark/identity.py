@@ -1,16 +1,21 @@
 """Whether two ways of decoding gave the same tokens, and where they parted, whether plain decoding was nearly tied.
 
-Greedy only. Does not know engines.
+Does not know engines.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import nn
 
+from eagle_ray.engine import reference
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+
 NEAR_TIE = 1e-4  # one row against many moves fp32 logits by up to 2e-5
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +34,22 @@ class Identity:
         )
 
 
-def compare(model: nn.Module, prompts: list[list[int]], outputs: list[list[int]], plain: list[list[int]]) -> Identity:
-    """Each prompt's output beside plain decoding's, as far as both go; empty ones are not compared."""
+def compare(
+    model: nn.Module,
+    prompts: list[list[int]],
+    outputs: list[list[int]],
+    plain: list[list[int]],
+    params: list[SamplingParams] | None = None,
+) -> Identity:
+    """Each prompt's output beside plain decoding's, as far as both go; empty ones are not compared.
+
+    params: how each was sampled; None is greedily.
+    """
     identity = Identity()
-    for prompt, ids, wanted in zip(prompts, outputs, plain, strict=False):
+    for prompt, ids, wanted, sampling in zip(prompts, outputs, plain, params or repeat(GREEDY), strict=False):
         place = first_difference(ids, wanted)
         if place is not None:
-            identity += Identity(1, 0, margin(model, prompt + wanted[:place]) <= NEAR_TIE)
+            identity += Identity(1, 0, margin(model, prompt + wanted[:place], sampling) <= NEAR_TIE)
         elif ids and wanted:
             identity += Identity(1, 1)
     return identity
@@ -47,9 +61,9 @@ def first_difference(ids: list[int], others: list[int]) -> int | None:
 
 
 @torch.inference_mode()
-def margin(model: nn.Module, ids: list[int]) -> float:
-    """How far the best next token's logit leads the second best."""
+def margin(model: nn.Module, ids: list[int], params: SamplingParams = GREEDY) -> float:
+    """How far the best next token's score leads the second best: logits, with the noise where it is sampled."""
     tokens = torch.tensor([ids], device=model.device)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
-    first, second = model.get_output_embeddings()(hidden)[0].float().topk(2).values.tolist()
-    return first - second
+    logits = model.get_output_embeddings()(hidden).cpu()
+    return reference.margin(logits, BatchSampling.of([params]), len(ids))

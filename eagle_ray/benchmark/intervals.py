@@ -1,4 +1,4 @@
-"""Intervals of a ratio that was measured once a round: Student's t on its logarithms.
+"""Intervals: of a ratio that was measured once a round, by Student's t on its logarithms, and of a difference of means.
 
     >>> ratio_interval([1.9, 2.1, 2.0])
     Interval(mean=1.998..., low=1.76..., high=2.26..., bound=1.84...)
@@ -10,10 +10,14 @@ was measured.
 from __future__ import annotations
 
 import math
+import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+RESAMPLES = 2000
+Counted = tuple[int, int]  # a sum and the number of things it is over
 GRID = 20_000  # steps of the numerical integral behind a quantile
 
 
@@ -36,6 +40,33 @@ def ratio_interval(ratios: list[float]) -> Interval:
     error = statistics.stdev(logs) / math.sqrt(len(logs))
     wide, one_sided = t_quantile(0.975, freedom) * error, t_quantile(0.95, freedom) * error
     return Interval(*(math.exp(x) for x in (mean, mean - wide, mean + wide, mean - one_sided)))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of two pooled means. low, high: 95 %, two-sided, over what was resampled."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def difference_interval(pairs: Sequence[tuple[Counted, Counted]], seed: int = 0) -> Difference:
+    """The first ones' pooled mean less the second ones', by bootstrap over pairs, at least one.
+
+    pairs: of each question, the sum and the count of both sides; a side without any counts as a mean of 0.
+    """
+    draw = random.Random(seed)
+    resampled = sorted(_difference(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    edge = round(0.025 * RESAMPLES)
+    return Difference(_difference(pairs), resampled[edge], resampled[-1 - edge])
+
+
+def _difference(pairs: Sequence[tuple[Counted, Counted]]) -> float:
+    first, second = (
+        sum(pair[side][0] for pair in pairs) / max(sum(pair[side][1] for pair in pairs), 1) for side in (0, 1)
+    )
+    return first - second
 
 
 @cache

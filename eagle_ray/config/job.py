@@ -99,6 +99,7 @@ class ModelConfig(Section):
 class SpeculativeConfig(Section):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
 
+    A method with a fixed tree (eagle1, sequoia) keeps to those bounds and to top_k, and has no use for a budget.
     datastore: what method rest draws on.
     """
 

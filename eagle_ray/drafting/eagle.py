@@ -1,9 +1,10 @@
-"""EagleDrafter: an EAGLE head that grows the dynamic tree of EAGLE-2 from the target's features.
+"""EagleDrafter: a draft head that grows the dynamic tree of EAGLE-2, or a given one, from the target's features.
 
 Column j of its cache holds the pair (token j, feature j-1) of a sequence, always made from the *target's* feature, so
 what it drafted itself is forgotten after each step. A pair depends on no token past its own column, as in the target's
 cache. With n tokens in the target's cache the root is token n, and the output of its pair is the feature from which
-level 1 is drafted. Column 0 has no pair and is never seen.
+level 1 is drafted. Column 0 has no pair and is never seen, but for a head that reads tokens alone: to a small model
+column 0 is a token like the others.
 
     pairs   - (t1,f0) (t2,f1) ... (root,f[n-1]) | level-1 nodes | level-2 nodes | ...
     column  0    1       2            n         | n+1 .. n+K    | n+K+1 .. n+2K | ...
@@ -57,15 +58,22 @@ class EagleDrafter:
         self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         logits_of = partial(head.logits, target_logits=target.logits)
         self.ranking = Ranking(logits_of, calibration, coupling, head.token_ids)
+        self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
         self._embed = head.embed_tokens or target.embed_tokens
-        config, num_slots = head.config, target.cache.num_slots
+        anatomy, num_slots = head.anatomy, target.cache.num_slots
         self.cache = KVCache(
-            target.cache.blocks, 1, config.num_key_value_heads, config.head_dim, target.dtype, target.device
+            target.cache.blocks,
+            anatomy.num_layers,
+            anatomy.num_kv_heads,
+            anatomy.key_dim,
+            target.dtype,
+            target.device,
+            anatomy.value_dim,
         )
         self._queue = PairQueue(num_slots, window, target.feature_size, target.dtype, target.device)
-        self._first = [1] * num_slots  # the first column that each slot's sequence sees
-        self._end = [1] * num_slots  # the first column that the head has not read yet
+        self._first = [head.first_column] * num_slots  # the first column that each slot's sequence sees
+        self._end = [head.first_column] * num_slots  # the first column that the head has not read yet
 
     def resume(
         self,
@@ -76,7 +84,7 @@ class EagleDrafter:
         features: Float[Tensor, "B F"],
     ) -> None:
         for slot, first, column in zip(slots, firsts, columns, strict=True):
-            self._first[slot], self._end[slot] = max(first, 1), column
+            self._first[slot], self._end[slot] = max(first, self.head.first_column), column
         places = torch.tensor([slots, columns], device=features.device)
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
@@ -102,16 +110,17 @@ class EagleDrafter:
         """EAGLE-2's expansion: the top `width` of each level get `width` children each (section 4.1)."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
-        builder = TreeBuilder(roots if members is None else roots[members], plan.width)
+        builder = self.builder(roots if members is None else roots[members], plan.width, plan.shape)
         self.ranking.begin(sampling, at.lengths, plan.members)
         features, num_caught_up = self._catch_up(at)
-        features, ancestors = features[:, None], None
+        features, ancestors, widths = features[:, None], None, []
         self._grow(builder, features, None, plan.width)
         at = at.advanced(1)
         while builder.depth < plan.max_depth and not (plan.enough and plan.enough(builder)):
             frontier = builder.frontier()
             ancestors = _descend(ancestors, frontier)
-            features = self._level(at, builder.depth, frontier, features, ancestors)
+            widths.append(frontier.tokens.shape[1])
+            features = self._level(at, widths, frontier, features, ancestors)
             self._grow(builder, features, frontier, plan.width)
         tree = builder.build()
         tree = tree if members is None else tree.spread(members, roots)
@@ -138,8 +147,18 @@ class EagleDrafter:
         """New sequences begin at their first chunk; of the others, what waited too long is given up."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
-                self._first[slot] = self._end[slot] = 1
+                self._first[slot] = self._end[slot] = self.head.first_column
             self._give_up(slot, start)
+        if self.head.first_column == 0:
+            self._queue_first_tokens(prompts)
+
+    def _queue_first_tokens(self, prompts: Prompts) -> None:
+        """The pairs of column 0: first tokens, which go with no feature."""
+        device, count = prompts.tokens.device, len(prompts.slots)
+        slots, starts = torch.tensor([prompts.slots, prompts.starts], device=device)
+        rows = torch.tensor([0, *prompts.lengths[:-1]], device=device).cumsum(0)
+        nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
+        self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
     def _give_up(self, slot: int, newest: int) -> None:
         """Lose pairs that are no longer among the queue's last ones, of which column `newest` is the last."""
@@ -178,7 +197,7 @@ class EagleDrafter:
         slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
         layout = PromptLayout(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        self._run(tokens, self.head.reduce(features), torch.cat(places).to(tokens.device) - 1, layout)
+        self._run(tokens, self.head.reduce(features), torch.cat(places).to(tokens.device), layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
 
@@ -228,7 +247,7 @@ class EagleDrafter:
             row_of=None if rectangle else torch.where(real, row_of, 0),
             unpack=None if rectangle else unpack,
         )
-        hidden = self._run(tokens, self.head.reduce(features), places - 1, layout)
+        hidden = self._run(tokens, self.head.reduce(features), places, layout)
         for slot, column, count in zip(slots, columns, counts, strict=True):
             self._end[slot] = column + count
         return hidden[lengths.cumsum(0) - 1]
@@ -236,25 +255,28 @@ class EagleDrafter:
     def _level(
         self,
         batch: BatchSlots,
-        level: int,
+        widths: list[int],
         frontier: Frontier,
         features: Float[Tensor, "B P H"],
         ancestors: Bool[Tensor, "B F M"],
     ) -> Float[Tensor, "B F H"]:
-        """Run the head on the frontier of `level`; features are those of the frontier before it."""
+        """Run the head on a frontier; features are those of the frontier before it.
+
+        widths: of all frontiers so far, this one's last; their nodes are the M tree columns.
+        """
         parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
-        width = frontier.tokens.shape[1]
-        column = torch.arange(ancestors.shape[2], device=batch.slots.device)
-        places = batch.lengths[:, None] + column[-width:]
+        device, width, level = batch.slots.device, widths[-1], len(widths)
+        depths = torch.tensor([depth for depth, count in enumerate(widths) for _ in range(count)], device=device)
+        places = batch.lengths[:, None] + torch.arange(sum(widths) - width, sum(widths), device=device)
         layout = self._layout(
             batch,
             cells=self.cache.cells(batch.slots[:, None], places).flatten(),
             ancestors=ancestors,
-            column_depths=(column // width).expand(len(batch.slots), -1),
+            column_depths=depths.expand(len(batch.slots), -1),
         )
-        positions = (batch.lengths[:, None] + level - 2).expand(-1, width)
+        columns = (batch.lengths[:, None] + level - 1).expand(-1, width)  # where these nodes will stand if accepted
         inputs = features.gather(1, parents).flatten(0, 1)
-        hidden = self._run(frontier.tokens.flatten(), inputs, positions.flatten(), layout)
+        hidden = self._run(frontier.tokens.flatten(), inputs, columns.flatten(), layout)
         return hidden.view(*frontier.tokens.shape, -1)
 
     def _layout(
@@ -291,9 +313,10 @@ class EagleDrafter:
         self,
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R H"],
-        positions: Int[Tensor, " R"],
+        columns: Int[Tensor, " R"],
         layout: PromptLayout | TreeLayout,
     ) -> Float[Tensor, "R H"]:
+        positions = columns - self.head.first_column
         return self.head(self._embed(tokens)[None], features[None], positions[None], layout)[0]
 
 

@@ -32,9 +32,13 @@ def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> 
 
 def cache_path(parts: dict[str, object]) -> Path:
     """parts: whatever the costs depend on, by name."""
-    home = os.environ.get("EAGLE_RAY_CACHE") or Path.home() / ".cache" / "eagle_ray"
     text = json.dumps(parts | {"version": VERSION}, sort_keys=True, default=str)
-    return Path(home) / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return cache_home() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def cache_home() -> Path:
+    """What this machine knows from earlier runs."""
+    return Path(os.environ.get("EAGLE_RAY_CACHE") or Path.home() / ".cache" / "eagle_ray")
 
 
 def costs_json(costs: StepCosts) -> dict[str, object]:

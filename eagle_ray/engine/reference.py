@@ -37,7 +37,7 @@ def decode_plainly(
         out = model(chunk, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1]
         token = pick(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])).item()
-        margins.append(_margin(logits, sampling, len(ids)))
+        margins.append(margin(logits, sampling, len(ids)))
         ids.append(token)
         if token in eos_ids and not params.ignore_eos:
             break
@@ -45,7 +45,8 @@ def decode_plainly(
     return PlainOutput(ids[len(prompt_ids) :], margins)
 
 
-def _margin(logits: Tensor, sampling: BatchSampling, position: int) -> float:
+def margin(logits: Tensor, sampling: BatchSampling, position: int) -> float:
+    """How far the best score leads the second best, noise included. logits: [1, V], of the token at `position`."""
     scores = logits.float()
     if sampling.any_sampled:
         noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(logits.shape[-1]))

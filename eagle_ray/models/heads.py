@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from eagle_ray.models.anatomy import Anatomy
 from eagle_ray.models.attention import ATTENTION, Layout
 
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
@@ -36,12 +37,18 @@ LEAST_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would 
 @runtime_checkable
 class DraftHead(Protocol):
     """config: the head's own shape. embed_tokens: None where the target's is used. token_ids: the target's id of each
-    token that the head can draft; None where it drafts from the whole vocabulary.
+    token that the head can draft; None where it drafts from the whole vocabulary. first_column: the first token that it
+    reads, at position 0: 1 where each token goes with the feature before it, 0 where tokens go alone.
     """
 
-    config: LlamaConfig
+    config: PretrainedConfig
     embed_tokens: nn.Embedding | None
     token_ids: Int[Tensor, " Dv"] | None
+    first_column: int
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """What it keeps of each token that it reads."""
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """Layers of the target whose inputs, one after the other, are its feature; None is what its lm_head reads."""
@@ -73,6 +80,7 @@ class EagleHead(nn.Module):
     """
 
     token_ids = None
+    first_column = 1
 
     def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
         super().__init__()
@@ -84,6 +92,10 @@ class EagleHead(nn.Module):
         self.layers[0].input_layernorm = nn.Identity()
         self.layers[0].self_attn.o_proj.bias = None  # published heads have one on q, k and v at most
         self.rotary = _rotary(config)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return _anatomy(self.config)
 
     def feature_layers(self, num_layers: int) -> None:
         return None
@@ -114,6 +126,8 @@ class Eagle3Head(nn.Module):
     the target, where they are not the published three.
     """
 
+    first_column = 1
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -142,6 +156,10 @@ class Eagle3Head(nn.Module):
         if len(self.d2t) == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return _anatomy(self.config)
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
         return self._feature_layers or (2, num_layers // 2, num_layers - 3)
@@ -194,6 +212,11 @@ class Eagle3Layer(nn.Module):
         residual = normed if self._norm_before_residual else hidden
         hidden = residual + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def _anatomy(config: LlamaConfig) -> Anatomy:
+    """Of one layer, whatever the config says of their number."""
+    return Anatomy(1, config.num_key_value_heads, config.head_dim, config.head_dim)
 
 
 def _rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from eagle_ray.models.anatomy import examine
 from eagle_ray.models.attention import Layout, PromptLayout, TreeLayout
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
-from eagle_ray.models.families import check_config, exact_positions, logit_scale
+from eagle_ray.models.families import check_config, exact_positions, finished
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.loading import eos_ids
 from eagle_ray.models.placement import decoder_layers
@@ -80,7 +80,7 @@ class Target:
         kv_tokens: int | None = None,
         feature_layers: tuple[int, ...] | None = None,
     ):
-        config = model.config.get_text_config(decoder=True)
+        config = model.config
         check_config(config)
         self.model = model.eval()
         self.embed_tokens: nn.Embedding = model.get_input_embeddings()
@@ -89,12 +89,11 @@ class Target:
         self.feature_size = config.hidden_size * len(feature_layers or [0])
         self.eos_ids = eos_ids(model)
         self._lm_head = model.get_output_embeddings()
-        self._scale = logit_scale(config)
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._finished = finished(config)
         self._last_position = (exact_positions(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        anatomy = examine(model, self.logits)
+        anatomy = examine(model, self.logits, capacity)
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
         self.cache = KVCache(
             Blocks(num_slots, capacity, num_blocks, weight.device),
@@ -129,8 +128,7 @@ class Target:
 
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The lm_head, and what the model's config says is done to its logits."""
-        logits = self._scale(self._lm_head(hidden))
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return self._finished(self._lm_head(hidden))
 
     def _run(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
@@ -150,7 +148,7 @@ class Target:
         def tap(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             taps.append((args[0] if args else kwargs["hidden_states"]).to(self.device))
 
-        layers = decoder_layers(self.model)
+        layers = decoder_layers(self.model) if self._feature_layers else ()
         hooks = [layers[i].register_forward_pre_hook(tap, with_kwargs=True) for i in self._feature_layers or ()]
         try:
             yield taps

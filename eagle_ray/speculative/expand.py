@@ -3,11 +3,12 @@
     builder = TreeBuilder(roots, width=10)
     builder.grow(log_probs, tokens)          # level 1: children of the roots
     while more levels are wanted:
-        frontier = builder.frontier()        # the best nodes of the last level
+        frontier = builder.frontier()        # the nodes of the last level that are worth children
         builder.grow(log_probs, tokens)      # their children
     tree = builder.build()
 
-Does not know where the log-probabilities come from.
+Which nodes those are is decided by value, or by a shape that was fixed before. Does not know where the
+log-probabilities come from.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.speculative.static_tree import StaticTree
 from eagle_ray.speculative.tree import DraftTree
 
 
@@ -35,11 +37,14 @@ class Frontier:
 
 
 class TreeBuilder:
-    """Collects every child that is offered; keeps at most `width` nodes of each level as the next frontier."""
+    """Collects every child that is offered; keeps some nodes of each level as the next frontier.
 
-    def __init__(self, roots: Int[Tensor, " B"], width: int):
+    width: how many at most, the most valuable ones. shape: names them instead, whatever they are worth.
+    """
+
+    def __init__(self, roots: Int[Tensor, " B"], width: int, shape: StaticTree | None = None):
         tree = DraftTree.of_roots(roots)
-        self._width = width
+        self._width, self._shape = width, shape
         self._tokens, self._parents, self._log_values = [tree.tokens], [tree.parents], [tree.log_values]
         self._draft_log_probs = [tree.draft_log_probs]
         self._frontier_nodes = torch.zeros_like(tree.tokens)
@@ -72,14 +77,23 @@ class TreeBuilder:
         self._num_nodes += tokens[0].numel()
 
     def frontier(self) -> Frontier:
-        """The `width` most valuable nodes of the last level, ties to the earlier one, most valuable first."""
+        """The `width` most valuable nodes of the last level, ties to the earlier one, most valuable first.
+
+        With a shape: those of the level that have children in it, in its order.
+        """
         values, tokens = self._log_values[-1], self._tokens[-1]
-        best, index = values.sort(dim=1, descending=True, stable=True)
-        best, index = best[:, : self._width], index[:, : self._width]
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
+        index = self._best(values) if self._shape is None else self._named(values, children_each)
         first_of_level = self._num_nodes - tokens.shape[1]
-        self._frontier_values, self._frontier_nodes = best, index + first_of_level
-        return Frontier(tokens.gather(1, index), index // children_each, best)
+        self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
+        return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
+
+    def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+        return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
+
+    def _named(self, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
+        places = [parent * children_each + rank for parent, rank in self._shape.expanded(self.depth)]
+        return torch.tensor(places, dtype=torch.int64, device=values.device).expand(len(values), -1)
 
     def build(self) -> DraftTree:
         """All candidates so far: 1 + F*K nodes a level, breadth-first. Padding is marked where it stands: `rerank`

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from eagle_ray.speculative.expand import TreeBuilder
+from eagle_ray.speculative.static_tree import StaticTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Plan:
 
     width: nodes kept and children drawn at each level. members: the sequences of the batch to draft for, ascending;
     None is all of them. enough: asked before each level after the first; True ends the drafting there.
+    shape: which nodes get children, where that does not depend on their values; no deeper and no wider than the plan.
     probe: whether this is done in order to learn what it costs or yields, and not because it promises most.
     """
 
@@ -24,6 +26,7 @@ class Plan:
     width: int
     members: tuple[int, ...] | None = None
     enough: Callable[[TreeBuilder], bool] | None = None
+    shape: StaticTree | None = None
     probe: bool = False
 
     def among(self, members: tuple[int, ...] | None) -> Plan:

@@ -1,0 +1,145 @@
+"""Compute: the devices torch sees, the way attention and linear layers take on them, and whether they give the tokens.
+
+The last is seen by decoding with the embedded pair, with drafts and without, on the very device a job would use.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.doctor.finding import Finding, gib
+from eagle_ray.doctor.machine import free_memory, num_cores, total_memory
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.linear import PackedLinear, pack_linears
+from eagle_ray.models.loading import load_config
+from eagle_ray.pair import build_pair, resolve
+from eagle_ray.speculative.sampling import SamplingParams
+
+TRIAL = dict(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
+TRIAL_PROMPTS = [[1, 5 + i, 40 + 3 * i] for i in range(4)]
+TRIAL_TOKENS = 16
+BF16_CAPABILITY = (8, 0)  # older GPUs compute bf16 by way of fp32
+
+
+def devices(wanted: str) -> Finding:
+    """wanted: model.device."""
+    if torch.cuda.is_available():
+        return _gpus(wanted)
+    facts = {"cpu": _cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
+    cpu = f"{facts['cpu']}, {facts['cores']} cores, {gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
+    problem, advice = _why_no_gpu(wanted)
+    return Finding("devices", f"no GPU that torch can use; {cpu}", facts, problem, advice)
+
+
+def _gpus(wanted: str) -> Finding:
+    gpus = []
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        capability = torch.cuda.get_device_capability(i)
+        name = torch.cuda.get_device_name(i)
+        gpus.append({"name": name, "free_bytes": free, "memory_bytes": total, "capability": list(capability)})
+    says = "; ".join(
+        f"cuda:{i} {g['name']}, {gib(g['free_bytes'])} of {gib(g['memory_bytes'])} free" for i, g in enumerate(gpus)
+    )
+    advice = "model.device is cpu: leave it out, or set it to auto, to use them" if wanted == "cpu" else None
+    return Finding("devices", says, {"cuda": torch.version.cuda, "gpus": gpus}, advice=advice)
+
+
+def _why_no_gpu(wanted: str) -> tuple[str | None, str | None]:
+    """(problem, advice) of a machine on which torch sees no GPU."""
+    has_driver = shutil.which("nvidia-smi") is not None
+    if has_driver and torch.version.cuda is None:
+        return (
+            None,
+            f"there is an NVIDIA driver, but torch {torch.__version__} is a CPU build: install torch's CUDA build",
+        )
+    if has_driver:
+        return None, "torch has CUDA but sees no device: look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`"
+    return (
+        "model.device is cuda: set it to auto or cpu, or submit to a cluster that has GPUs"
+        if wanted == "cuda"
+        else None
+    ), None
+
+
+def threads(num_workers: int, per_worker: int) -> Finding:
+    """What a job started here would give its workers."""
+    asked, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
+    facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": asked}
+    says = f"{num_workers * per_worker} of {cores} cores would be used (each worker takes fewer where that is as fast)"
+    idle = cores - num_workers * per_worker
+    advice = None
+    if asked and idle > 0:
+        advice = f"OMP_NUM_THREADS={asked} leaves {idle} cores idle: unset it, or raise execution.actors"
+    return Finding("threads", says, facts, advice=advice)
+
+
+def attention(model: ModelConfig, device: str, dtype: torch.dtype) -> Finding:
+    """The path that a target's attention and linear layers take on a device."""
+    facts: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+    config = load_config(resolve(model.target, "target"))
+    explicit = [name for name in ("attn_logit_softcapping",) if getattr(config, name, None)]
+    explicit += ["attention sinks"] if config.model_type == "gpt_oss" else []
+    facts["path"] = "matmul-softmax-matmul" if explicit else "scaled_dot_product_attention"
+    facts["packed_linears"] = _packs(device, dtype)
+    linears = "linear layers packed for oneDNN" if facts["packed_linears"] else "torch's own linear layers"
+    why = f" (because of {', '.join(explicit)})" if explicit else ""
+    says = f"{facts['path']}{why} over blocks of the cache, {facts['dtype']} on {device}, {linears}"
+    return Finding("attention", says, facts, advice=_slow_dtype(device, dtype))
+
+
+def _slow_dtype(device: str, dtype: torch.dtype) -> str | None:
+    if dtype is not torch.bfloat16:
+        return None
+    if device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bf16 instructions: model.dtype float32 is faster and exact"
+    if device == "cuda" and torch.cuda.get_device_capability() < BF16_CAPABILITY:
+        return "this GPU has no bf16 units: set model.dtype to float16"
+    return None
+
+
+def _packs(device: str, dtype: torch.dtype) -> bool:
+    """Found out as the engine finds it out."""
+    trial = nn.Sequential(nn.Linear(512, 512, device=device, dtype=dtype))
+    pack_linears(trial)
+    return isinstance(trial[0], PackedLinear)
+
+
+def trial(device: str) -> Finding:
+    """A few tokens of the embedded pair with drafts and without: the same, and fewer passes."""
+    drafted, plain = (_decoded(device, settings) for settings in (TRIAL, {"method": "none"}))
+    same = sum(a.output_ids == b.output_ids for a, b in zip(drafted, plain, strict=True))
+    tokens, steps = sum(len(s.output_ids) for s in drafted), sum(s.stats.num_steps for s in drafted)
+    identical = f"{same} of {len(plain)} outputs are plain decoding's"
+    says = f"the embedded pair on {device}: {identical}, {tokens} tokens in {steps} target passes"
+    facts = {"device": device, "same": same, "outputs": len(plain), "tokens": tokens, "steps": steps}
+    problem = None if same == len(plain) else "outputs differ in fp32 on this device: report it with this page"
+    return Finding("trial", says, facts, problem)
+
+
+def _decoded(device: str, settings: dict[str, Any]) -> list[Sequence]:
+    model = ModelConfig(device=device, dtype="float32", max_model_len=64)
+    engine = build_pair(model, SpeculativeConfig(**settings), slots=len(TRIAL_PROMPTS)).engine
+    params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
+    sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(TRIAL_PROMPTS)]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    return sequences
+
+
+def _cpu_name() -> str:
+    """As the system names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())

@@ -1,0 +1,60 @@
+"""Finding: one thing that was looked at, what was found and, where something is to be done, what.
+
+    ok       packages   torch 2.13.0, transformers 5.23.0, ...
+    problem  memory     a worker takes 17.3 GiB and cuda:0 has 15.2 GiB free
+                        -> set execution.slots to 5 or less
+
+Does not know what is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """part: what was looked at. says: what was found. facts: the same for programs.
+
+    problem: what to do, where a job would fail. advice: what to do, where one would be slower than it could be.
+    """
+
+    part: str
+    says: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+    advice: str | None = None
+
+    @property
+    def level(self) -> str:
+        """problem, advice or ok."""
+        return "problem" if self.problem else "advice" if self.advice else "ok"
+
+    @property
+    def text(self) -> str:
+        """A line, and one for what is to be done."""
+        todo = [f"{'':20}-> {line}" for line in (self.problem, self.advice) if line]
+        return "\n".join([f"{self.level:<9}{self.part:<11}{self.says}", *todo])
+
+
+def findings_text(findings: Iterable[Finding]) -> str:
+    """All of them, and how many want something done."""
+    findings = list(findings)
+    counts = [sum(finding.level == level for finding in findings) for level in ("problem", "advice")]
+    total = "nothing is wrong" if not any(counts) else f"problems: {counts[0]}, advice: {counts[1]}"
+    return "\n".join([*(finding.text for finding in findings), total])
+
+
+def findings_json(findings: Iterable[Finding]) -> str:
+    """A list of objects: level and every field."""
+    return json.dumps([{"level": finding.level, **asdict(finding)} for finding in findings], indent=2)
+
+
+def gib(num_bytes: float) -> str:
+    """12.3 GiB; MiB below one."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):,.0f} MiB"

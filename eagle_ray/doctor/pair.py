@@ -1,0 +1,118 @@
+"""The pair: whether target and draft are here, go together, and fit into the memory a worker would have.
+
+Looks at what is on this machine and asks no hub: a model that is not here is said to be not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from transformers import PretrainedConfig
+
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config.methods import needs
+from eagle_ray.doctor.cluster import Workers
+from eagle_ray.doctor.finding import Finding, gib
+from eagle_ray.doctor.fit import Room, Settings, remedy
+from eagle_ray.doctor.footprint import Footprint
+from eagle_ray.doctor.machine import free_memory
+from eagle_ray.errors import EngineError
+from eagle_ray.models.loading import load_config
+from eagle_ray.pair import EMBEDDED, check_pair, limits_of, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class PairHere:
+    """A pair whose files are on this machine. config: the job's, its models named by their directories."""
+
+    config: JobConfig
+    target: Path
+    draft: Path | None
+    shape: PretrainedConfig
+
+
+def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
+    """Whether the job's pair is on this machine and is one; None where it is not."""
+    wanted = {"target": config.model.target}
+    if needs(config.speculative.method) is not None:
+        wanted["draft"] = config.model.draft
+    found = {part: directory_of(name, part) for part, name in wanted.items()}
+    names = ", ".join(f"{part} {name}" for part, name in wanted.items())
+    if missing := [wanted[part] for part, path in found.items() if path is None]:
+        todo = f"`hf download` {' and '.join(missing)} here, or let the first start do it"
+        return Finding("pair", f"{names}: not in this machine's cache of the hub", wanted, advice=todo), None
+    try:
+        model = config.model.model_copy(update={part: str(path) for part, path in found.items()})
+        check_pair(model, config.speculative)
+        shape = load_config(found["target"])
+    except (ConfigError, EngineError) as error:
+        return Finding("pair", f"{names}: cannot be used", wanted, problem=str(error)), None
+    here = PairHere(config.model_copy(update={"model": model}), found["target"], found.get("draft"), shape)
+    kind = f"{type(shape).__name__.removesuffix('Config')}, {shape.num_hidden_layers} layers of {shape.hidden_size}"
+    return Finding("pair", f"{names}: a pair ({kind})", wanted), here
+
+
+def directory_of(name: str, part: str) -> Path | None:
+    """Where a model is on this machine; None where it is not. Asks no hub."""
+    if name.startswith(EMBEDDED) or Path(name).is_dir():
+        return resolve(name, part)
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def dtype_of(name: str, device: str, shape: PretrainedConfig) -> torch.dtype:
+    """name: model.dtype; auto is fp32 on a CPU and the checkpoint's own on a GPU."""
+    if name != "auto":
+        return getattr(torch, name)
+    own = getattr(shape, "dtype", None)
+    return torch.float32 if device == "cpu" or own is None else own
+
+
+def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
+    """What one worker takes, beside what it would have."""
+    length = limits_of(here.config.model).max_model_len
+    try:
+        footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length)
+    except ValueError as error:
+        return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
+    if footprint is None:
+        return Finding("memory", "the weights are not here, so what they take is not known")
+    takes, facts, room = _taken(footprint, length), asdict(footprint), room_of(workers, device)
+    if room is None:
+        todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(footprint.total)} free"
+        return Finding("memory", takes, facts, advice=todo)
+    facts |= {"total": footprint.total, "room": room.total}
+    settings = Settings(length, dtype.itemsize, workers.num_gpus)
+    problem = None if room.holds(footprint) else remedy(footprint, room, settings)
+    return Finding("memory", f"{takes}; it would have {gib(room.total)}", facts, problem)
+
+
+def _taken(footprint: Footprint, length: int) -> str:
+    parts = [
+        f"target {gib(footprint.target)}",
+        f"draft {gib(footprint.draft)}",
+        f"keys and values {gib(footprint.pool)} ({gib(footprint.per_slot)} a slot of {length} tokens)",
+        f"a pass's logits {gib(footprint.logits)}",
+    ]
+    parts += [f"Python and its packages {gib(footprint.process)}"] if footprint.process else []
+    return f"a worker takes {gib(footprint.total)}: {', '.join(parts)}"
+
+
+def room_of(workers: Workers, device: str) -> Room | None:
+    """What one of the workers would have to itself; None where it cannot be seen from here."""
+    if device == "cpu":
+        per_node = max(-(-workers.number // workers.num_nodes), 1)
+        free = free_memory() if workers.memory is None else workers.memory
+        return Room((free // per_node,), per_node, on_gpu=False)
+    if not workers.is_here:
+        return None
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+    if workers.num_gpus >= 1:
+        return Room(tuple(free[: int(workers.num_gpus)]), 1, on_gpu=True)
+    return Room((int(free[0] * workers.num_gpus),), round(1 / workers.num_gpus), on_gpu=True)

@@ -1,0 +1,114 @@
+"""PathDrafter: heads that read one feature of the target, and perhaps the drafted path, on EAGLE-2's dynamic tree.
+
+All it keeps of a sequence is the feature after its last cached token: what the target's lm_head read when it picked
+the root. No cache, nothing to catch up: plain steps leave the newest feature behind as drafted ones do.
+
+    feature  root | level 1 | level 2         head 0 ranks level 1 from (feature, root), head 1 level 2 from
+                                              (feature, root, level-1 node), ... Medusa's from the feature alone
+
+Does not know budgets, acceptance or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from eagle_ray.drafting.drafter import Draft, Text, Verified
+from eagle_ray.drafting.ranking import Ranking
+from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.models.path_heads import PathHeads
+from eagle_ray.models.target import Prompts, Target
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.expand import Frontier, TreeBuilder
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling
+
+
+class PathDrafter:
+    """heads: Medusa's or Hydra's. calibration, coupling: see Ranking."""
+
+    prefill_passes = 0
+
+    def __init__(
+        self,
+        heads: PathHeads,
+        target: Target,
+        calibration: Calibration | None = None,
+        coupling: Coupling | None = None,
+    ):
+        self.heads = heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        self.ranking = Ranking(nn.Identity(), calibration, coupling)  # the heads differ by level: it is given logits
+        self._target = target
+        self._features = torch.zeros(
+            target.cache.num_slots, target.feature_size, dtype=target.dtype, device=target.device
+        )
+
+    def resume(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
+    ) -> None:
+        pass  # the chunk that follows brings a newer feature
+
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        self.observe(prompts, next_tokens, features)
+
+    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        slots = torch.tensor(prompts.slots, device=features.device)
+        self._features.index_copy_(0, slots, features[prompts.last])
+
+    def draft(
+        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+    ) -> Draft:
+        """The nodes of each level that are worth children get `width` each; one level for each head at most."""
+        members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
+        at = batch if plan.members is None else batch.select(plan.members)
+        builder = TreeBuilder(roots if members is None else roots[members], plan.width, plan.shape)
+        self.ranking.begin(sampling, at.lengths, plan.members)
+        self._grow(builder, at, plan, roots if members is None else roots[members])
+        tree = builder.build()
+        tree = tree if members is None else tree.spread(members, roots)
+        return Draft(tree, builder.levels, builder.depth, len(at.host_slots))
+
+    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+        """Keep the feature of each last accepted node; where trees were drafted, learn from the picks."""
+        result = verified.result
+        self.ranking.learn(result)
+        last = result.accepted_nodes.gather(1, result.num_accepted[:, None])
+        rows = verified.rows.row_of.gather(1, last)[:, 0]
+        self._features.index_copy_(0, batch.slots, verified.features[rows])
+
+    def forget(self) -> None:
+        self.ranking.forget()
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return self.heads.shape
+
+    def _grow(self, builder: TreeBuilder, at: BatchSlots, plan: Plan, roots: Int[Tensor, " M"]) -> None:
+        """Levels until the plan has enough or there is no further head."""
+        feature, frontier = self._features[at.slots], None
+        path = self._target.embed_tokens(roots)[:, None, None]
+        while builder.depth < min(plan.max_depth, self.heads.num_levels):
+            if builder.depth:
+                if plan.enough and plan.enough(builder):
+                    return
+                frontier = builder.frontier()
+                path = self._extended(path, frontier)
+            logits = self.heads.logits(builder.depth, feature, path, self._target.logits)
+            children = self.ranking.children(logits, frontier, plan.width)
+            builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
+
+    def _extended(self, path: Float[Tensor, "B P L H"], frontier: Frontier) -> Float[Tensor, "B F L1 H"]:
+        """The embeddings of the paths to a frontier's nodes, from those to their parents."""
+        parents = frontier.parent_rows[:, :, None, None].expand(-1, -1, *path.shape[2:])
+        return torch.cat([path.gather(1, parents), self._target.embed_tokens(frontier.tokens)[:, :, None]], 2)
