@@ -19,9 +19,17 @@ from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, needs
+from eagle_ray.datastore import read_datastore
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.lookahead import LookaheadDrafter
+from eagle_ray.drafting.merged import MergedDrafter
+from eagle_ray.drafting.ngram import NgramSource
 from eagle_ray.drafting.path import PathDrafter
+from eagle_ray.drafting.recycling import RecyclingDrafter
+from eagle_ray.drafting.rest import RestSource
+from eagle_ray.drafting.suffix import SuffixSource
+from eagle_ray.drafting.text_drafter import Source, TextDrafter
 from eagle_ray.engine.planner import Planner
 from eagle_ray.engine.sequoia_planner import SequoiaPlanner
 from eagle_ray.engine.static_planner import StaticPlanner
@@ -31,6 +39,7 @@ from eagle_ray.models.draft_model import check_draft_model, load_draft_model
 from eagle_ray.models.heads import DraftHead, Eagle3Head
 from eagle_ray.models.path_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 from eagle_ray.models.target import Target
+from eagle_ray.speculative.blend import Blend
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.rank_acceptance import RankAcceptance
@@ -56,8 +65,11 @@ def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
 
 def make_drafter(speculative: SpeculativeConfig, target: Target, weights: Weights) -> Drafter:
     """Who drafts; a merge of all where several are named."""
-    [drafter] = [DRAFTERS[part](speculative, target, weights) for part in speculative.method.split("+")]
-    return drafter
+    names = sorted(speculative.method.split("+"), key=lambda name: needs(name) is None)  # those with a model first
+    parts = [DRAFTERS[name](speculative, target, weights) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    return MergedDrafter(parts, Blend(speculative.max_depth, len(parts), target.device))
 
 
 def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
@@ -104,6 +116,31 @@ def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> S
     return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
 
 
+def _text(source: Source, speculative: SpeculativeConfig) -> TextDrafter:
+    return TextDrafter(source, Calibration(speculative.max_depth))
+
+
+def _ngram(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
+    return _text(NgramSource(), speculative)
+
+
+def _suffix(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
+    return _text(SuffixSource(), speculative)
+
+
+def _rest(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
+    return _text(RestSource(read_datastore(speculative.datastore, target.vocab_size)), speculative)
+
+
+def _recycling(speculative: SpeculativeConfig, target: Target, weights: Weights) -> RecyclingDrafter:
+    calibration = Calibration(speculative.max_depth, target.device)
+    return RecyclingDrafter(target.vocab_size, speculative.top_k, target.device, calibration)
+
+
+def _lookahead(speculative: SpeculativeConfig, target: Target, weights: Weights) -> LookaheadDrafter:
+    return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
+
+
 CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
     HEAD: blank_head,
     HEAD_3: _check_head_3,
@@ -124,8 +161,13 @@ DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
     "eagle2": _eagle,
     "eagle3": _eagle,
     "hydra": _path,
+    "lookahead": _lookahead,
     "medusa": _path,
+    "ngram": _ngram,
+    "recycling": _recycling,
+    "rest": _rest,
     "sequoia": _sequoia,
+    "suffix": _suffix,
 }
 FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
     "eagle1": _eagle1_planner,

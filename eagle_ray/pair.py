@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import needs
+from eagle_ray.datastore import check_datastore
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.cost_cache import cached_costs
@@ -29,7 +30,7 @@ from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, load_weights, make_drafter
-from eagle_ray.models.families import check_config, exact_positions, numbers_per_token
+from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
@@ -42,7 +43,16 @@ EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 SHORTEST = 64  # tokens that must have room beside one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
-NEVER_READ = ["original/*", "metal/*", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"]  # other forms of the weights
+NEVER_READ = [
+    "original/*",
+    "metal/*",
+    "consolidated*",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+]  # the same weights
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
@@ -153,9 +163,11 @@ def limits_of(model: ModelConfig) -> Limits:
 def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Refuse what cannot work, from configs and headers of weights alone: no weights are read.
 
-    Raises ConfigError naming model.target, model.draft or model.max_model_len.
+    Raises ConfigError naming model.target, model.draft, model.max_model_len or speculative.datastore.
     """
     limits_of(model)
+    if speculative.datastore is not None:
+        check_datastore(speculative.datastore)
     if needs(speculative.method) is None:
         return
     try:
@@ -213,6 +225,11 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
             f"`hf download {name}` fetches it, and a copied directory can be named instead"
         ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is gated: ask for access on its page at the hub, then `hf auth login`, or set "
+            "HF_TOKEN, here and on every machine of the cluster"
+        ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         raise ConfigError(
             f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
@@ -223,9 +240,7 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
 def _target_config(model: ModelConfig) -> Any:
     """The target's config; its own class has whatever attributes that model has."""
     try:
-        config = load_config(describe(model.target, "target"))
-        check_config(config)
-        return config
+        return load_config(describe(model.target, "target"))
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
+from eagle_ray.config.methods import needs
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, own_files
 from eagle_ray.data.overlap import check_apart, check_not_own
@@ -115,8 +116,9 @@ def _first_prompt(good: Iterable[CheckedRow], seen: Seen | None) -> str:
 
 
 def _model(config: JobConfig) -> str:
-    plain = config.speculative.method == "none"
-    return f"model    {config.model.target}, {'no draft head' if plain else f'head {config.model.draft}'}"
+    wanted = needs(config.speculative.method)
+    draft = "no draft head" if wanted is None else f"head {config.model.draft}"
+    return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
 
 
 def _output(config: JobConfig) -> str:

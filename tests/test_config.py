@@ -80,6 +80,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(setting, wanted):
         ("sampling.n=1025", "a number of samples per row, 1 to 1024, got 1025"),
         ("speculative.max_nodes=0", "an integer, 1 or more, got 0"),
         ("speculative.method=eagle4", "eagle2, eagle3"),
+        ("speculative.method=eagle1+sequoia", "eagle1"),
         ("execution.actors={min: 3, max: 1}", "{min: A, max: B} with A at most B, got {'min': 3, 'max': 1}"),
         ("execution.actors=0", "auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B, got 0"),
         ("seed=18446744073709551616", "a 64-bit integer"),

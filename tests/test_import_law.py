@@ -13,6 +13,7 @@ LEVEL = {
     "errors": 0,
     "chat_templates": 0,
     "config": 1,
+    "datastore": 2,
     "text": 1,
     "speculative": 1,
     "models": 2,

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.models.path_checkpoint import save_path_heads
+from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
 from eagle_ray.pair import build_pair, check_pair
 from tests.conftest import PAIR
+from tests.toy import llama
 
 
 @pytest.fixture
@@ -36,6 +39,31 @@ def test_a_head_of_another_size_is_refused_with_both_numbers(draft, key):
     (draft / "config.json").write_text(json.dumps(raw | {key: 7}))
     with pytest.raises(ConfigError, match=rf"model\.draft: .* {key} is 7 and the target's is {raw[key]}"):
         check(draft)
+
+
+@pytest.mark.parametrize("method", ["eagle1", "sequoia"])
+def test_other_trees_are_drawn_with_the_same_head(draft, method):
+    check(draft, method)
+
+
+def test_a_draft_model_has_the_targets_tokens(tmp_path):
+    llama(vocab_size=512).save_pretrained(tmp_path / "same")
+    check(tmp_path / "same", "draft_model")
+    llama().save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* vocab_size is 97 and the target's is 512"):
+        check(tmp_path / "other", "draft_model")
+
+
+@pytest.mark.parametrize(("heads", "method"), [(MedusaHeads, "medusa"), (HydraHeads, "hydra")])
+def test_path_heads_are_of_the_targets_width_and_method(tmp_path, heads, method):
+    own = dict(own_lm_head=True) if heads is MedusaHeads else {}
+    save_path_heads(heads(2, 1, 64, 512, **own), tmp_path / "same")
+    check(tmp_path / "same", method)
+    save_path_heads(heads(2, 1, 32, 512, **own), tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"model\.draft: .* not {method.title()} heads .*32\), wanted .*64\)"):
+        check(tmp_path / "other", method)
+    with pytest.raises(ConfigError, match=r"model\.draft: .*cannot be read"):
+        check(PAIR / "draft", method)
 
 
 E3 = PAIR.parent / "pair_e3"

@@ -13,9 +13,13 @@ from jaxtyping import install_import_hook
 rooms = ["eagle_ray.speculative", "eagle_ray.models", "eagle_ray.drafting", "eagle_ray.engine"]
 with install_import_hook(rooms, "beartype.beartype"):
     import eagle_ray.engine.async_engine, eagle_ray.engine.reference
+    from eagle_ray.config import SpeculativeConfig
+    from eagle_ray.drafting.rest import RestSource
+    from eagle_ray.drafting.text_drafter import TextDrafter
+    from eagle_ray.pair import build_engine
     from eagle_ray.speculative.sampling import SamplingParams
     from eagle_ray.speculative.verify import VerifyResult
-    from tests.toy import llama_engine, run
+    from tests.toy import head, llama, llama_engine, run
 
 import torch
 
@@ -28,6 +32,12 @@ for tree in ((0, 0, 0), (6, 3, 3)):
     run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
     long = list(range(3, 83))
     run(llama_engine(3, *tree, kv_tokens=192, prefill_tokens=30), [long, long, [4] * 30], params)
+every = "eagle2+ngram+suffix+recycling+lookahead"
+tree = dict(max_nodes=6, max_depth=3, top_k=3, budget="uniform")
+merged = build_engine(llama(), head(), SpeculativeConfig(method=every, **tree), 2, 128)
+run(merged, [[5, 6, 7, 5, 6], [8, 8, 8], [9, 10]], params)
+merged.drafter = TextDrafter(RestSource([[5, 6, 7, 8], [9, 9]]))
+run(merged, [[5, 6]], params[:1])
 two_by_three = torch.zeros(2, 3, dtype=torch.int64)
 try:
     VerifyResult(two_by_three, num_accepted=two_by_three[0], tokens=two_by_three)

@@ -100,6 +100,7 @@ class SpeculativeConfig(Section):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
 
     A method with a fixed tree (eagle1, sequoia) keeps to those bounds and to top_k, and has no use for a budget.
+    datastore: what method rest draws on.
     """
 
     method: Annotated[str, AfterValidator(known_method)] = Field(
@@ -110,6 +111,9 @@ class SpeculativeConfig(Section):
     max_nodes: PositiveInt = Field(default=60, description="an integer, 1 or more")
     budget: Literal["global", "uniform"] = Field(default="global", description="global or uniform")
     coupled: bool = Field(default=True, description="true or false")
+    datastore: Name | None = Field(
+        default=None, description="a run directory, a Parquet file of token ids, or null without method rest"
+    )
     stats: Literal["summary", "detailed"] = Field(default="summary", description="summary or detailed")
 
 

@@ -15,6 +15,7 @@ HEAD_3 = "an EAGLE-3 head"
 MEDUSA = "Medusa heads"
 HYDRA = "Hydra heads"
 DRAFT_MODEL = "a small causal LM of the target's vocabulary"
+DATASTORE = "rest"  # the method that draws on speculative.datastore
 
 # The name of a method, and what model.draft must be for it; None where it drafts without one.
 NEEDS: dict[str, str | None] = {
@@ -23,9 +24,14 @@ NEEDS: dict[str, str | None] = {
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
     "eagle3": HEAD_3,  # the same tree, and the head must be of EAGLE-3
     "hydra": HYDRA,  # one head for each level, which reads the drafted path
+    "lookahead": None,  # what the target made of its own guesses: lookahead decoding
     "medusa": MEDUSA,  # one head for each level, which reads the target's last feature
+    "ngram": None,  # what followed the same tokens earlier in the sequence: prompt lookup
     "none": None,  # plain decoding
+    "recycling": None,  # what the target last had in mind after each token: Token Recycling
+    "rest": None,  # what followed the same tokens in speculative.datastore: REST
     "sequoia": HEAD,  # the static tree that is best for the acceptance measured so far
+    "suffix": None,  # what followed the longest run of tokens that occurred before, in any sequence
 }
 FIXED_TREES = {"eagle1", "sequoia"}  # which nodes there are does not depend on what they are worth
 

@@ -1,4 +1,4 @@
-"""Names of models: made absolute where they are local, refused where they can be no model.
+"""Names of models and datastores: made absolute where they are local, refused where they can be no model.
 
 Looks at names and directories, before rows are read or anything is downloaded; does not know what a model is made of.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig
-from eagle_ray.config.methods import needs
+from eagle_ray.config.methods import DATASTORE, needs
 
 EMBEDDED = "embedded:tiny"
 NO_FILES = ("auto", "none", *NAMES)  # what model.chat_template may be beside a file
@@ -30,7 +30,12 @@ def with_local_paths(config: JobConfig) -> JobConfig:
     expanded = {name: os.path.expanduser(value) for name, value in found.items()}
     absolute = {name: str(Path(path).absolute()) for name, path in expanded.items() if os.path.exists(path)}
     output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
-    return config.model_copy(update={"model": model.model_copy(update=expanded | absolute), "output": output})
+    speculative = config.speculative
+    if speculative.datastore is not None:
+        datastore = str(Path(speculative.datastore).expanduser().absolute())
+        speculative = speculative.model_copy(update={"datastore": datastore})
+    update = {"model": model.model_copy(update=expanded | absolute), "speculative": speculative, "output": output}
+    return config.model_copy(update=update)
 
 
 def check_models(config: JobConfig) -> None:
@@ -44,6 +49,11 @@ def check_models(config: JobConfig) -> None:
                 "(speculative.method: none decodes without one)"
             )
         _check_name("draft", model.draft)
+    if (DATASTORE in method.split("+")) != (config.speculative.datastore is not None):
+        wrong = "missing" if config.speculative.datastore is None else "of no use"
+        raise ConfigError(
+            f"speculative.datastore: {wrong}: it is what method {DATASTORE} draws on, and {method} is set"
+        )
     if model.chat_template not in NO_FILES:
         _check_template(model.chat_template)
 

@@ -9,7 +9,7 @@ which is also shown the sequences' tokens, for those who draft from text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -27,14 +27,18 @@ from eagle_ray.speculative.verify import VerifyResult
 class Draft:
     """Candidate trees of a whole batch, roots alone where nothing was drafted.
 
-    levels: the candidates' log values level by level, [M, F, K] for M members, F parents and their K children.
-    num_passes: forward passes of the drafter's model. num_caught_up: pairs that the first of them had to catch up.
+    levels: the candidates' log values level by level, [M, F, K] for M members, F parents and their K children; -inf is
+    padding. num_passes: forward passes of the drafter's model. num_caught_up: pairs that the first of them had to catch
+    up, or tokens that had to be read. is_all: there was nothing more to offer, however deep the plan. beside: the log
+    values of candidates that are there whatever the plan's width, by their depth.
     """
 
     tree: DraftTree
     levels: list[Float[Tensor, "M _ K"]]
     num_passes: int
     num_caught_up: int
+    is_all: bool = False
+    beside: list[Float[Tensor, "M _"]] = field(default_factory=list)
 
     @classmethod
     def of_roots(cls, roots: Int[Tensor, " B"]) -> Draft:
@@ -44,7 +48,7 @@ class Draft:
     @property
     def depth(self) -> int:
         """The longest draft path, known on the host."""
-        return len(self.levels)
+        return max(len(self.levels), len(self.beside))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.drafting.offers import Offers
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import Frontier
 from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise
 from eagle_ray.speculative.verify import VerifyResult
 
-EAGER_STEPS = 30  # steps that teach every level; from then on each teaches one, which costs little
 PICKS_A_STEP = 16  # picks that coupling learns from in one step: more would cost memory and teach little
 LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
 
@@ -43,16 +43,6 @@ class Children:
     draft_log_probs: Float[Tensor, "B F K"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """What was asked and answered at one level. frontier: None for the roots. scores: before calibration."""
-
-    frontier: Frontier | None
-    features: Float[Tensor, "B F H"]
-    tokens: Int[Tensor, "B F K"]
-    scores: Float[Tensor, "B F K"]
-
-
 class Ranking:
     """logits_of: the head's logits from its features. token_ids: the tokens they are of; None where that is all."""
 
@@ -66,8 +56,9 @@ class Ranking:
         self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
         self._token_ids = token_ids
         self._order = None if token_ids is None else token_ids.argsort()
+        self._offers = Offers(calibration)
         self._step = 0
-        self._levels: list[_Level] = []
+        self._features: list[Float[Tensor, "B F H"]] = []  # of each level's frontier
 
     def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
         """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
@@ -76,17 +67,19 @@ class Ranking:
         """
         self._members = slice(None) if members is None else torch.tensor(members, device=lengths.device)
         self._sampling = sampling if members is None else sampling.select(members)
-        self._lengths, self._levels = lengths, []
+        self._lengths, self._features = lengths, []
+        self._offers.begin((self._sampling.temperature > 0).long())
 
     def forget(self) -> None:
         """Back to the start, as if no pick had been seen."""
-        self._step, self._levels = 0, []
-        for learner in filter(None, (self.calibration, self.coupling)):
-            learner.fit.forget()
+        self._step, self._features = 0, []
+        self._offers.forget()
+        if self.coupling is not None:
+            self.coupling.fit.forget()
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
         """The `width` likeliest children of every node of the next level's frontier."""
-        level = len(self._levels)
+        level = len(self._features)
         logits = self._logits_of(features).float()
         own = logits.log_softmax(-1)
         ranked = own
@@ -97,31 +90,21 @@ class Ranking:
             ranked = own.index_copy(0, rows, coupled)
         scores, index = ranked.topk(min(width, ranked.shape[-1]), -1)
         tokens = index if self._token_ids is None else self._token_ids[index]
-        self._levels.append(_Level(frontier, features, tokens, scores))
-        log_probs = scores if self.calibration is None else self.calibration.apply(level, self._kinds(), scores)
-        return Children(tokens, log_probs, own.gather(-1, index))
+        self._features.append(features)
+        return Children(tokens, self._offers.add(frontier, tokens, scores), own.gather(-1, index))
 
     def learn(self, result: VerifyResult) -> None:
         """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
-        if not self._levels or (self.calibration is None and self.coupling is None):
+        if not self._features or (self.calibration is None and self.coupling is None):
             return
         tokens, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
         self._step += 1
-        num_levels = min(len(self._levels), tokens.shape[1])
-        for level in range(num_levels) if self._step <= EAGER_STEPS else [self._step % num_levels]:
-            node, reached = self._node_on_path(level, tokens, num_accepted)
-            if self.calibration is not None:
-                self._calibrate(level, node, tokens[:, level], reached)
+        for level in self._offers.to_learn(tokens.shape[1]):
+            self._offers.learn(level, tokens, num_accepted)
             if self.coupling is not None and self._sampling.any_sampled:
+                node, reached = self._offers.node_on_path(level, tokens, num_accepted)
                 self._couple(level, node, tokens[:, level], reached)
-        self._levels = []
-
-    def _calibrate(
-        self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
-    ) -> None:
-        seen, row = self._levels[level], torch.arange(len(node), device=node.device)
-        picked = seen.tokens[row, node] == picks[:, None]
-        self.calibration.learn(level, self._kinds(), seen.scores[row, node], picked, reached)
+        self._features = []
 
     def _couple(
         self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
@@ -129,26 +112,11 @@ class Ranking:
         """From PICKS_A_STEP sequences at most, others at the next step: their logits are made once more."""
         sampled = self._sampling.sampled_rows
         turns = -(-len(sampled) // PICKS_A_STEP)
-        rows = sampled[self._step // len(self._levels) % turns :: turns]
-        logits = self._logits_of(self._levels[level].features[rows, node[rows]]).float()
+        rows = sampled[self._step // len(self._features) % turns :: turns]
+        logits = self._logits_of(self._features[level][rows, node[rows]]).float()
         places, known = self._places(picks[rows])
         noise = self._noise(level, rows, logits.shape[-1])
         self.coupling.learn(level, logits, self._sampling, rows, noise, places, reached[rows] & known)
-
-    def _node_on_path(
-        self, level: int, tokens: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]
-    ) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Which node of this level's frontier the target's picks lead to; whether they do, and its pick is known."""
-        node = torch.zeros_like(num_accepted)
-        reached = num_accepted >= level
-        for depth in range(level):
-            frontier = self._levels[depth + 1].frontier
-            found = (frontier.parent_rows == node[:, None]) & (frontier.tokens == tokens[:, depth, None])
-            node, reached = found.long().argmax(1), reached & found.any(1)
-        return node, reached
-
-    def _kinds(self) -> Int[Tensor, " B"]:
-        return (self._sampling.temperature > 0).long()
 
     def _places(self, picks: Int[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Bool[Tensor, " S"]]:
         """Where the picks stand among the tokens that can be drafted, and whether they do."""

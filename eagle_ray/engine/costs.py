@@ -92,7 +92,8 @@ class StepCosts:
     """All in seconds.
 
     verify: the target's pass by rows, without a context. attend: more of it for each token that is cached.
-    read: the drafter's first pass by the pairs it catches up, level 1 included. level: one further level by rows.
+    read: the drafter's first pass by the pairs it catches up, level 1 included, or a reader's first look by the tokens
+    it reads. level: one further level by rows.
     plain_rest, draft_rest: everything else of a plain step and of one that drafts, by sequences.
     """
 
@@ -117,20 +118,22 @@ class StepCosts:
     def foresee(self, outcome: Outcome) -> Seconds:
         """What a step of this kind takes by all that is known."""
         verify = self.verified(outcome.num_rows, outcome.num_cached)
-        if not outcome.depth:
-            return Seconds(0.0, verify, self.plain_rest(outcome.batch_size))
-        members = outcome.plan.num_members(outcome.batch_size)
-        draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, outcome.depth)
-        return Seconds(draft, verify, self.draft_rest(outcome.batch_size))
+        rest = self.draft_rest if outcome.depth else self.plain_rest
+        draft = 0.0
+        if outcome.plan.drafts:
+            members = outcome.plan.num_members(outcome.batch_size)
+            draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, max(outcome.depth, 1))
+        return Seconds(draft, verify, rest(outcome.batch_size))
 
     def learn(self, outcome: Outcome) -> None:
         """Correct what this step has shown to be wrong."""
         foreseen, seconds = self.foresee(outcome), outcome.seconds
         self.verify.correct(outcome.num_rows, _tamed(seconds.verify / foreseen.verify))
-        if outcome.depth:
+        if outcome.plan.drafts:
             ratio = _tamed(seconds.draft / foreseen.draft)
             self.read.correct(outcome.num_caught_up, ratio)
-            self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
+            if outcome.depth:
+                self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         rest.correct(outcome.batch_size, _tamed(seconds.rest / foreseen.rest))
 

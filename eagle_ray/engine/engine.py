@@ -152,7 +152,7 @@ class Engine:
         logprobs = self._path_logprobs(batch, rows, result, logits)
         num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs))
         watch.mark()
-        sizes = (len(batch), batch.num_cached, draft.depth, draft.num_caught_up, len(rows.tokens))
+        sizes = (len(batch), batch.num_cached, len(draft.levels), draft.num_caught_up, len(rows.tokens))
         self._learn(Outcome(plan, *sizes, num_accepted, num_prompt_tokens, watch.read()))
 
     def _path_logprobs(
@@ -179,7 +179,7 @@ class Engine:
         return num_accepted
 
     def _learn(self, outcome: Outcome) -> None:
-        self.counters.num_plain_steps += not outcome.plan.drafts
+        self.counters.num_plain_steps += not outcome.depth
         self.counters.num_probes += outcome.plan.probe
         self.counters.num_verify_rows += outcome.num_rows
         self.planner.learn(outcome)

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.costs import BUCKETS, StepCosts
@@ -29,7 +31,8 @@ from eagle_ray.speculative.plan import PLAIN, Plan
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a step: what a probe is taken to cost at least, which makes one of ten steps the most
-FIRST_PROBES = 4  # drafts from which the first opinion is formed
+FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
+FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS = 2  # sequences of each of them
 OBSERVE_EVERY = 4  # drafting steps
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
@@ -63,7 +66,8 @@ class GlobalPlanner:
         self._curves = ValueCurves(widths, self._max_depth)
         self._best = Prospect(0.0)
         self._drafting = True
-        self._num_steps = self._num_off = self._num_drafts = 0
+        self._num_steps = self._num_off = 0
+        self._num_drafts = self._num_offers = 0  # drafts asked for, and those of them that held anything
         self._debt = 0.0  # seconds of probes not yet made up for by PROBE_SHARE of the time since
         self._probe_is_plain = False
         self._reviewed = (0, 0)  # batch size and step of the last decision
@@ -76,7 +80,7 @@ class GlobalPlanner:
         return self._drafting
 
     def plan(self, batch: Batch) -> Plan:
-        if self._curves.num_observations < FIRST_PROBES:
+        if self._num_offers < FIRST_PROBES and self._num_drafts < FIRST_LOOKS:
             return self._probe(batch, FIRST_MEMBERS)
         self._review(batch)
         if self._debt <= 0:
@@ -91,16 +95,15 @@ class GlobalPlanner:
         """The bucket with the best rate, filled with the most valuable nodes of the batch."""
         size = len(batch)
         self._foreseen = 0.0
+        if plan.drafts:
+            self._observe(draft, plan, size)
         if not draft.depth:
             return Allocation(draft.tree.valid, 1, size)
-        if plan.probe or self._num_drafts % OBSERVE_EVERY == 0:
-            self._curves.observe(draft.levels, plan.width)
-        self._num_drafts += 1
         candidates = Candidates.of(draft.tree, self._budget(draft, batch))
         num_candidates = len(candidates.log_values)
         rows = [size, *self._buckets(size, num_candidates)]
         gains = candidates.expected([n - size for n in rows])
-        drafted = self.costs.drafted(draft.num_caught_up, plan.num_members(size), plan.width, draft.depth)
+        drafted = self.costs.drafted(draft.num_caught_up, plan.num_members(size), plan.width, len(draft.levels))
         spent = drafted + self.costs.draft_rest(size)
         rates = [self._rate(batch, gain, spent, n) for n, gain in zip(rows, gains, strict=True)]
         best = max(range(len(rows)), key=rates.__getitem__)
@@ -121,6 +124,22 @@ class GlobalPlanner:
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
         self._expected = MEMORY * self._expected + self._foreseen
+
+    def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
+        """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
+        if plan.probe or self._num_drafts % OBSERVE_EVERY == 0:
+            self._curves.observe(self._to_full_depth(draft, plan, size), plan.width, draft.beside)
+        self._num_drafts += 1
+        self._num_offers += draft.depth > 0
+
+    def _to_full_depth(self, draft: Draft, plan: Plan, size: int) -> list[Float[Tensor, "M _ K"]]:
+        """The draft's levels; where it is all there was, with empty ones below."""
+        if not draft.is_all or len(draft.levels) >= self._max_depth:
+            return draft.levels
+        shape = plan.num_members(size), plan.width, plan.width
+        nothing = torch.full(shape, -torch.inf, device=draft.tree.tokens.device)
+        levels = draft.levels or [nothing[:, :1]]
+        return levels + [nothing] * (self._max_depth - len(levels))
 
     @property
     def _trust(self) -> float:

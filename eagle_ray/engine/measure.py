@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 from eagle_ray.drafting.drafter import Draft
@@ -44,7 +44,7 @@ class Setting:
 
 
 class SetPlanner:
-    """Does what it is set to, and keeps what came of it."""
+    """Does what it is set to, and keeps what came of it. Where less is offered, the pass is padded to its set size."""
 
     drafting = True
 
@@ -56,7 +56,8 @@ class SetPlanner:
         return Plan(self.setting.depth, self.setting.width) if self.setting.depth else PLAIN
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
-        return Allocation.uniform(draft, self.setting.num_nodes)
+        allocation = Allocation.uniform(draft, self.setting.num_nodes)
+        return replace(allocation, num_rows=len(batch) * self.setting.num_nodes)
 
     def learn(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -124,10 +125,10 @@ class _Bench:
     def _note(self, setting: Setting, outcome: Outcome) -> None:
         self._verify[outcome.num_rows].append(outcome.seconds.verify)
         self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
-        if setting.depth == 1:
-            self._read[bisect_left(BUCKETS, outcome.num_caught_up)].append(outcome)
-        elif setting.depth > 1:
+        if outcome.depth > 1:
             self._level[setting.batch_size * setting.width].append(outcome)
+        elif setting.depth:  # one level was asked for, or no more was offered
+            self._read[bisect_left(BUCKETS, outcome.num_caught_up)].append(outcome)
 
     def costs(self) -> StepCosts:
         verify, read, level = _curve(self._verify), self._read_curve(), defaultdict(list)

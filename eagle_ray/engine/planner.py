@@ -43,8 +43,8 @@ class Allocation:
 class Outcome:
     """What came of one step.
 
-    num_cached: tokens cached before it. num_accepted: drafts, of the whole batch. num_prompt_tokens: of the prompts
-    that were computed along with it.
+    num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
+    num_accepted: drafts, of the whole batch. num_prompt_tokens: of the prompts that were computed along with it.
     """
 
     plan: Plan

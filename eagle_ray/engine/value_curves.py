@@ -7,6 +7,7 @@ first w' children. So one wide draft tells what all narrower ones would have off
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -24,7 +25,6 @@ class ValueCurves:
 
     def __init__(self, widths: tuple[int, ...], max_depth: int):
         self.widths, self.max_depth = widths, max_depth
-        self.num_observations = 0
         self._values: dict[tuple[int, int], list[float]] = {}
         self._masses: list[list[float]] = []  # of each level: its parents' values, then its children's by rank
         self._times_seen: list[int] = []  # of each level
@@ -53,17 +53,21 @@ class ValueCurves:
         parents, *children = self._masses[min(depth, len(self._masses)) - 1]
         return [mass / max(parents, SMALLEST) for mass in children]
 
-    def observe(self, levels: list[Float[Tensor, "M _ K"]], width: int) -> None:
-        """The log values of one draft's candidates, level by level; one look at the device."""
+    def observe(
+        self, levels: list[Float[Tensor, "M _ K"]], width: int, beside: Sequence[Float[Tensor, "M _"]] = ()
+    ) -> None:
+        """The log values of one draft's candidates, level by level; one look at the device.
+
+        beside: those of candidates that would have been there whatever the width, by depth.
+        """
         seen = [(w, d) for w in self.widths if w <= width for d in range(1, len(levels) + 1)]
-        curves = torch.stack([_curve([level[:, :w, :w] for level in levels[:d]]) for w, d in seen])
+        curves = torch.stack([_curve([*(x[:, :w, :w] for x in levels[:d]), *beside[:d]]) for w, d in seen])
         masses = _masses(levels)
         flat = torch.cat([curves.flatten(), masses.flatten()]).tolist()
         rate = RATE * min(len(levels[0]) / ENOUGH, 1) ** 0.5
         for depth, place in enumerate(range(curves.numel(), len(flat), masses.shape[1])):
             self._move_masses(depth, flat[place : place + masses.shape[1]], rate)
         self._carry(seen, self._move(seen, flat, rate))
-        self.num_observations += 1
 
     def _rate_at(self, depth: int, rate: float) -> float:
         """The first observation of a level is taken whole, the next ones by their number."""
@@ -95,7 +99,7 @@ def _moved(old: list[float], fresh: list[float], rate: float) -> list[float]:
     return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
 
 
-def _curve(levels: list[Float[Tensor, "M _ _"]]) -> Float[Tensor, " S"]:
+def _curve(levels: list[Float[Tensor, "M ..."]]) -> Float[Tensor, " S"]:
     """Expected draft tokens per sequence at each of SIZES, the batch's best nodes taken first."""
     num_members = len(levels[0])
     values = torch.cat([level.flatten() for level in levels])

@@ -1,6 +1,6 @@
 """Anatomy: what a causal LM asks of attention and of its lm_head, seen by running two tokens through it.
 
-    anatomy = examine(model, logits_of)                      # Anatomy(num_layers=32, num_kv_heads=8, key_dim=128, ...)
+    anatomy = examine(model, logits_of, positions=4096)     # Anatomy(num_layers=32, num_kv_heads=8, key_dim=128, ...)
 
     what must hold                                           what would otherwise be wrong in silence
     every layer attends, once, under its own number          linear attention, state kept from row to row
@@ -27,10 +27,9 @@ from eagle_ray.errors import EngineError
 from eagle_ray.models.attention import ATTENTION, LayerAttention, causal_attention
 
 EXAMINED = "eagle_ray_examined"
-FAR = 1 << 18  # positions: a window that is wider hides nothing from anybody
 CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states
 TAKEN = ("scaling", "sliding_window", "softcap", "s_aux")  # what attention.py reads
-IDLE = ("dropout", "position_ids", "use_cache", "output_router_logits")  # what changes nothing there
+IDLE = ("dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits")  # what changes nothing
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 
 
@@ -55,25 +54,33 @@ class Mask:
         """transformers' mask interface."""
         return cls(mask_function)
 
-    def window(self) -> int | None:
-        """How many keys a query sees, itself the last; None is all. Raises ValueError where it is neither."""
-        zero, key = torch.tensor(0), torch.arange(FAR + 2)
-        widths = []
-        for query in (FAR, FAR - FAR // 3):
-            seen = self.sees(zero, zero, torch.tensor(query), key)
-            width = int(seen.sum())
-            if not torch.equal(seen, (key > query - width) & (key <= query)):
-                raise ValueError("sees other keys than the last ones")
-            widths.append(None if width > query else width)
-        if widths[0] != widths[1]:
-            raise ValueError("sees as many keys as its position says")
-        return widths[0]
+    def window(self, positions: int) -> int | None:
+        """How many keys a query sees, itself the last; None is all of so many. Raises ValueError where it is neither.
+
+        Looked up at the first two queries past all positions, which a window of fewer keys than those cuts alike.
+        """
+        widths = {self._width(query) for query in (positions, positions + 1)}
+        if len(widths) > 1 and min(widths) < positions:
+            raise ValueError("sees more or fewer keys from one position to the next")
+        return min(widths) if min(widths) < positions else None
+
+    def _width(self, query: int) -> int:
+        key, zero = torch.arange(query + 2), torch.tensor(0)
+        seen = self.sees(zero, zero, torch.tensor(query), key)
+        width = int(seen.sum())
+        if not torch.equal(seen, (key > query - width) & (key <= query)):
+            raise ValueError("sees other keys than the last ones")
+        return width
 
 
 @dataclass(slots=True)
 class Examination:
-    """What each call of the attention function brought. It goes through the model as `rows`, as a layout would."""
+    """What each call of the attention function brought. It goes through the model as `rows`, as a layout would.
 
+    positions: as many as a sequence can have; what is hidden only from later ones is hidden from nobody.
+    """
+
+    positions: int
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -90,9 +97,9 @@ class Examination:
         if not isinstance(mask, Mask):
             self.faults.append(f"layer {layer} makes a mask of its own")
             return
-        told = None if told is None or told > FAR else told
+        told = None if told is None or told >= self.positions else told
         try:
-            masked = mask.window()
+            masked = mask.window(self.positions)
         except ValueError as error:
             self.faults.append(f"layer {layer} {error}")
             return
@@ -100,9 +107,12 @@ class Examination:
             self.faults.append(f"layer {layer} masks a window of {masked} and tells attention {told}")
 
 
-def examine(model: PreTrainedModel, logits_of: LogitsOf) -> Anatomy:
-    """One pass of two tokens. Raises EngineError, by the model's name, where rows of ours would come out otherwise."""
-    examination, hidden, name = Examination(), [], type(model).__name__
+def examine(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> Anatomy:
+    """One pass of two tokens. Raises EngineError, by the model's name, where rows of ours would come out otherwise.
+
+    positions: as many as a sequence can have.
+    """
+    examination, hidden, name = Examination(positions), [], type(model).__name__
     if model.base_model is model or not getattr(model, "_supports_attention_backend", False):
         raise EngineError(f"{name} does not route attention through transformers' attention interface")
     watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
@@ -113,6 +123,8 @@ def examine(model: PreTrainedModel, logits_of: LogitsOf) -> Anatomy:
         with torch.no_grad():
             out = model(ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, rows=examination)
             own, ours = out.logits.float(), logits_of(hidden[0]).float()
+    except (AttributeError, TypeError) as error:  # what they are given is no tensor
+        raise EngineError(f"{name} works on its attention masks by itself ({error})") from error
     finally:
         watch.remove()
         model.set_attn_implementation(ATTENTION)
@@ -139,10 +151,19 @@ def _check_layers(name: str, examination: Examination, num_layers: int) -> None:
 
 
 def _examined_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, *, rows: Examination, **told: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object = None,
+    *,
+    rows: Examination | None = None,
+    **told: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature."""
-    rows.see(module.layer_idx, key, value, mask, told)
+    if rows is None:
+        raise EngineError(f"{type(module).__name__} is not handed the rows' layout")
+    rows.see(module.layer_idx, key, value, attention_mask, told)
     attention = LayerAttention(module.layer_idx, told["scaling"], softcap=told.get("softcap"), sinks=told.get("s_aux"))
     return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
 

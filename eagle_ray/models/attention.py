@@ -70,7 +70,7 @@ class PromptLayout:
     def __post_init__(self) -> None:
         device = self.cache.keys.device
         columns = [torch.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
-        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths))
+        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
         self.cells = self.cache.cells(slots.to(device), torch.cat(columns).to(device))
         self._where = [self._found(i) for i in range(len(self.slots))]
 

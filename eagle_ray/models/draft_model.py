@@ -35,7 +35,7 @@ class DraftModel(nn.Module):
         super().__init__()
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self._finished = finished(self.config)
-        self.anatomy = examine(model, partial(self.logits, target_logits=None))
+        self.anatomy = examine(model, partial(self.logits, target_logits=None), self.config.max_position_embeddings)
 
     @property
     def embed_tokens(self) -> nn.Embedding:

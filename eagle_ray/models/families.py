@@ -20,19 +20,28 @@ from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError
 
-# The model_type of each family whose every path was equal, in the order of their names.
-EXACT = frozenset(
-    ["gemma2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
-)
-
+# model_type of each family whose every path was equal; the first ten are those that published draft heads are for
+# fmt: off
+EXACT = frozenset([
+    "gemma2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "gpt2", "gpt_neox", "granite", "granite_swa", "granitemoe", "granitemoeshared",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "minimax_m2", "ministral", "ministral3", "nanochat", "olmo",
+    "olmo2", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+    "youtu",
+])
+# fmt: on
 MOVING_ROTATIONS = ("dynamic", "longrope")  # all positions turn otherwise once one of a pass is past the original ones
 
 
 def check_config(config: PretrainedConfig) -> None:
     """Refuse, by name, a family whose rows this engine would not, or might not, compute exactly."""
+    if config.get_text_config(decoder=True) is not config:
+        raise EngineError(f"{config.model_type} is a model of more than text; this engine runs text models alone")
     if config.model_type not in EXACT:
         raise EngineError(
-            f"{config.model_type} is no architecture that this engine was held equal to transformers on; it knows "
+            f"{config.model_type} is no architecture that this engine was held equal to transformers on; those are "
             f"{', '.join(sorted(EXACT))}"
         )
 
@@ -59,7 +68,7 @@ def numbers_per_token(config: PretrainedConfig) -> int:
         width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
         return config.num_attention_heads * width
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_key_value_heads * head_dim
+    return 2 * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
 
 
 def finished(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:

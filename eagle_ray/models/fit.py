@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig, PretrainedConfig
+from transformers.activations import ACT2FN
 
 from eagle_ray.models.heads import LEAST_LAYERS, Eagle3Head, EagleHead
 
+NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 PUBLISHED_ROPE_THETA = 10000.0
 ROPES = {  # what each way of stretching positions must say
     "default": (),
@@ -44,11 +46,11 @@ def fitting_head(
     raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, the tensor or the
     two numbers that keep it from being a head of this target.
     """
-    try:
-        with torch.device("meta"):
-            head = (_eagle3 if is_eagle3(shapes) else _eagle)(_flat(raw), as_ours(shapes), target)
-    except KeyError as error:
-        raise ValueError(f"its config.json has no {error.args[0]}") from error
+    raw = _flat(raw)
+    if missing := [key for key in NEEDED if not isinstance(raw.get(key), int)]:
+        raise ValueError(f"its config.json gives no number as {', '.join(missing)}")
+    with torch.device("meta"):
+        head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, as_ours(shapes), target)
     _check_shapes(head, as_ours(shapes))
     return head
 
@@ -66,7 +68,9 @@ def as_ours(published: Mapping[str, Named]) -> dict[str, Named]:
 
 def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """The head's Llama shape from its raw config.json; it has one layer whatever num_hidden_layers says."""
-    heads = raw["num_attention_heads"]
+    heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
+    if activation not in ACT2FN:
+        raise ValueError(f"its hidden_act is {activation!r}, which transformers does not know")
     return LlamaConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -75,7 +79,7 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        hidden_act=raw.get("hidden_act", "silu"),
+        hidden_act=activation,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         attention_bias=raw.get("qkv_bias", raw.get("attention_bias", False)),

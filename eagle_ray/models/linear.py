@@ -31,6 +31,11 @@ class PackedLinear(nn.Module):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), TYPICAL_ROWS)
         self._bias = None if linear.bias is None else linear.bias.detach()
 
+    @property
+    def weight(self) -> Tensor:
+        """Nothing but a dtype and a device, which some models ask of their routers."""
+        return torch.empty(0, dtype=self._weight.dtype, device=self._weight.device)
+
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         num_rows = inputs.numel() // self.in_features
         if num_rows >= FEWEST_ROWS:

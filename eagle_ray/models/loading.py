@@ -21,13 +21,17 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
 from eagle_ray.errors import EngineError, in_one_line
+from eagle_ray.models.families import check_config
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_config(path: Path) -> PretrainedConfig:
-    """The text config of the causal LM in `path`, without its weights. Raises EngineError where it cannot be read."""
-    return _read_config(path).get_text_config(decoder=True)
+    """The config of the causal LM in `path`, without its weights. Raises EngineError where it cannot be run."""
+    config = _read_config(path)
+    check_config(config)
+    _check_quantiser(config)
+    return config
 
 
 def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
@@ -35,7 +39,7 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
 
     dtype: "auto" is the checkpoint's own.
     """
-    config = _read_config(path)
+    config = load_config(path)
     asked: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
     asked |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
     if quantisation_of(config) is not None:
@@ -52,20 +56,15 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """What the checkpoint says of its quantisation; None where it is plain."""
-    for part in (config, config.get_text_config(decoder=True)):
-        said = getattr(part, "quantization_config", None)
-        if said is not None:
-            return said if isinstance(said, dict) else said.to_dict()
-    return None
+    said = getattr(config, "quantization_config", None)
+    return said if said is None or isinstance(said, dict) else said.to_dict()
 
 
 def _read_config(path: Path) -> PretrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"the target's config in {path} cannot be read: {in_one_line(error)}") from error
-    _check_quantiser(config)
-    return config
 
 
 def _check_quantiser(config: PretrainedConfig) -> None:

@@ -80,7 +80,7 @@ class Target:
         kv_tokens: int | None = None,
         feature_layers: tuple[int, ...] | None = None,
     ):
-        config = model.config.get_text_config(decoder=True)
+        config = model.config
         check_config(config)
         self.model = model.eval()
         self.embed_tokens: nn.Embedding = model.get_input_embeddings()
@@ -93,7 +93,7 @@ class Target:
         self._last_position = (exact_positions(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        anatomy = examine(model, self.logits)
+        anatomy = examine(model, self.logits, capacity)
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
         self.cache = KVCache(
             Blocks(num_slots, capacity, num_blocks, weight.device),
@@ -148,7 +148,7 @@ class Target:
         def tap(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             taps.append((args[0] if args else kwargs["hidden_states"]).to(self.device))
 
-        layers = decoder_layers(self.model)
+        layers = decoder_layers(self.model) if self._feature_layers else ()
         hooks = [layers[i].register_forward_pre_hook(tap, with_kwargs=True) for i in self._feature_layers or ()]
         try:
             yield taps

@@ -31,9 +31,9 @@ class Calibration:
         )
 
     def apply(self, level: int, kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
-        """Calibrated conditional log-probabilities. kinds: 1 for sampled rows, 0 for greedy ones."""
+        """Calibrated conditional log-probabilities; padding (-inf) stays. kinds: 1 for sampled rows, else 0."""
         slope, offset = self.fit.parameters[level][kinds][:, :, None, None].unbind(1)
-        return logsigmoid(slope * logit(log_probs) + offset)
+        return logsigmoid(slope * logit(log_probs) + offset).masked_fill(log_probs == -torch.inf, -torch.inf)
 
     def learn(
         self,
@@ -51,8 +51,9 @@ class Calibration:
         x = torch.stack([logit(log_probs), torch.ones_like(log_probs)], 2)
         predicted = torch.sigmoid((x * self.fit.parameters[level][kinds][:, None]).sum(2))
         of_kind = torch.stack([reached & (kinds == kind) for kind in range(KINDS)]).float()
-        gradient = torch.einsum("bk,bkp->bp", picked.float() - predicted, x)
-        fisher = torch.einsum("bk,bkp,bkq->bpq", predicted * (1 - predicted), x, x)
+        real = (log_probs > -torch.inf).float()
+        gradient = torch.einsum("bk,bkp->bp", real * (picked.float() - predicted), x)
+        fisher = torch.einsum("bk,bkp,bkq->bpq", real * predicted * (1 - predicted), x, x)
         self.fit.update(level, of_kind @ gradient, torch.einsum("sb,bpq->spq", of_kind, fisher), of_kind.sum(1))
 
 

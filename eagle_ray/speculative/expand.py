@@ -28,10 +28,12 @@ class Frontier:
     """The F nodes of the last level that are worth children.
 
     parent_rows: each node's parent, as an index into the frontier before (0, the root, at level 1).
+    log_values: of their paths; -inf is padding, whose children are padding too.
     """
 
     tokens: Int[Tensor, "B F"]
     parent_rows: Int[Tensor, "B F"]
+    log_values: Float[Tensor, "B F"]
 
 
 class TreeBuilder:
@@ -61,7 +63,7 @@ class TreeBuilder:
         tokens: Int[Tensor, "B F K"],
         draft_log_probs: Float[Tensor, "B F K"] | None = None,
     ) -> None:
-        """Add K children to each frontier node, with their fp32 log-probabilities given that node.
+        """Add K children to each frontier node, with their fp32 log-probabilities given that node; -inf is padding.
 
         draft_log_probs: what the drafter itself said, where log_probs are calibrated.
         """
@@ -84,7 +86,7 @@ class TreeBuilder:
         index = self._best(values) if self._shape is None else self._named(values, children_each)
         first_of_level = self._num_nodes - tokens.shape[1]
         self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
-        return Frontier(tokens.gather(1, index), index // children_each)
+        return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
 
     def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
         return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
@@ -94,14 +96,16 @@ class TreeBuilder:
         return torch.tensor(places, dtype=torch.int64, device=values.device).expand(len(values), -1)
 
     def build(self) -> DraftTree:
-        """All candidates so far: 1 + F*K nodes a level, breadth-first."""
-        tokens = torch.cat(self._tokens, 1)
+        """All candidates so far: 1 + F*K nodes a level, breadth-first. Padding is marked where it stands: `rerank`
+        by `valid` drops it.
+        """
+        tokens, log_values = torch.cat(self._tokens, 1), torch.cat(self._log_values, 1)
         levels = [torch.full_like(level, depth) for depth, level in enumerate(self._tokens)]
         return DraftTree(
             tokens=tokens,
             parents=torch.cat(self._parents, 1),
             depths=torch.cat(levels, 1),
-            log_values=torch.cat(self._log_values, 1),
+            log_values=log_values,
             draft_log_probs=torch.cat(self._draft_log_probs, 1),
-            valid=torch.ones_like(tokens, dtype=torch.bool),
+            valid=log_values > -torch.inf,
         )

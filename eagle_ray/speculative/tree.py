@@ -79,6 +79,11 @@ class DraftTree:
             valid=place(self.valid, batch.valid, False),
         )
 
+    def to(self, device: torch.device | str) -> DraftTree:
+        """The same trees on another device."""
+        columns = (self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid)
+        return DraftTree(*(column.to(device, non_blocking=True) for column in columns))
+
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
         """The subtrees on the given nodes: ascending indices, N where there is none."""
         batch, num_nodes = self.tokens.shape

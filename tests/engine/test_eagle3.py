@@ -40,21 +40,21 @@ def engine(num_slots: int, tree: tuple[int, int, int] = TREE, **sizes: object) -
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
-    """12 prompts, some with a long beginning in common, greedy and sampled, decoded plainly."""
+    """8 prompts, some with a long beginning in common, greedy and sampled, decoded plainly."""
     header = (some_prompts(1, seed=9)[0] * 70)[:70]
-    prompts = [header * (i % 3 == 0) + ids for i, ids in enumerate(some_prompts(12))]
-    params = some_params(12, max_tokens=16)
-    return prompts, params, [s.output_ids for s in run(engine(12, (0, 0, 0)), prompts, params)]
+    prompts = [header * (i % 3 == 0) + ids for i, ids in enumerate(some_prompts(8))]
+    params = some_params(8, max_tokens=12)
+    return prompts, params, [s.output_ids for s in run(engine(8, (0, 0, 0)), prompts, params)]
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_outputs_are_those_of_plain_decoding_whatever_the_vocabulary_and_the_width(plain, head):
     prompts, params, outputs = plain
-    assert [s.output_ids for s in run(engine(12, weights=HEADS[head]()), prompts, params)] == outputs
+    assert [s.output_ids for s in run(engine(8, weights=HEADS[head]()), prompts, params)] == outputs
 
 
 def test_so_they_are_one_by_one(plain):
-    prompts, params, outputs = (some[-4:] for some in plain)
+    prompts, params, outputs = (some[1:3] for some in plain)
     assert [s.output_ids for s in run(engine(1), prompts, params)] == outputs
 
 
@@ -65,14 +65,15 @@ def test_so_they_are_with_chunks_and_prefixes_in_common(plain):
     assert chunked.counters.num_reused_tokens > 0
 
 
+@pytest.mark.slow
 def test_so_they_are_where_memory_is_short_and_sequences_are_preempted():
     """Four sequences that grow to three blocks each over a pool of five."""
     prompts = [some_prompts(40)[i] * 30 for i in range(4)]
     prompts = [ids[:length] for ids, length in zip(prompts, (20, 25, 28, 30), strict=True)]
     params = [replace(p, ignore_eos=True) for p in some_params(4, max_tokens=60)]
-    outputs = [[s.output_ids for s in run(engine(4, tree), prompts, params)] for tree in (TREE, (0, 0, 0))]
+    outputs = [s.output_ids for s in run(engine(4, (0, 0, 0)), prompts, params)]
     scarce = engine(4, kv_tokens=5 * BLOCK_SIZE)
-    assert [[s.output_ids for s in run(scarce, prompts, params)]] * 2 == outputs
+    assert [s.output_ids for s in run(scarce, prompts, params)] == outputs
     assert scarce.counters.num_preemptions > 0
 
 
@@ -87,10 +88,10 @@ def golden(method: str, **speculative: object) -> list[Sequence]:
     """The pair in its published layout, through the configuration; every other prompt is sampled."""
     model = ModelConfig(target=str(E3 / "target"), draft=str(E3 / "draft"), max_model_len=64)
     tree = {} if method == "none" else dict(max_nodes=15, max_depth=4, top_k=4)
-    built = build_pair(model, SpeculativeConfig(method=method, **tree | speculative), slots=12)
+    built = build_pair(model, SpeculativeConfig(method=method, **tree | speculative), slots=16)
     rng = random.Random(3)
-    prompts = [[1] + [rng.randrange(3, 512) for _ in range(rng.randrange(1, 12))] for _ in range(24)]
-    params = [SamplingParams(max_tokens=24, temperature=i % 2, seed=i, ignore_eos=True) for i in range(24)]
+    prompts = [[1] + [rng.randrange(3, 512) for _ in range(rng.randrange(1, 12))] for _ in range(16)]
+    params = [SamplingParams(max_tokens=16, temperature=i % 2, seed=i, ignore_eos=True) for i in range(16)]
     return run(built.engine, prompts, params)
 
 
@@ -126,5 +127,5 @@ def test_nothing_is_drafted_that_the_head_cannot_draft():
             return found
 
     built.drafter.__class__ = Watched
-    run(built, some_prompts(8), some_params(8, max_tokens=8))
+    run(built, some_prompts(6), some_params(6, max_tokens=4))
     assert len(allowed) == 60 and len(seen) > 20 and seen <= allowed

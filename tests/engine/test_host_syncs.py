@@ -73,7 +73,7 @@ def test_a_step_under_the_global_budget_asks_once_more():
     engine = llama_engine(3, 12, 4, 4)
     engine.planner = GlobalPlanner(12, 4, 4, world(draft_share=0.01), can_look=False)
     engine.planner._curves.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
-    engine.planner._curves.num_observations = FIRST_PROBES
+    engine.planner._num_offers = FIRST_PROBES
     engine.planner._num_drafts, engine.planner._debt = 1, 1.0
     assert watched_step(engine) == ([], ["tolist"] * 2)
 
@@ -81,7 +81,7 @@ def test_a_step_under_the_global_budget_asks_once_more():
 def test_a_step_that_the_global_planner_leaves_plain_copies_once():
     engine = llama_engine(3, 12, 4, 4)
     engine.planner = GlobalPlanner(12, 4, 4, world(draft_share=5.0), can_look=False)
-    engine.planner._curves.num_observations = FIRST_PROBES
+    engine.planner._num_offers = FIRST_PROBES
     engine.planner._debt = 1.0
     assert watched_step(engine) == ([], ["tolist"])
 

@@ -25,7 +25,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 16}
 SLOTS = [3, 0, 4]
 PROMPTS = [[5, 9, 23, 40, 11, 7, 31], list(range(3, 23)), [88]]  # the second is well past WINDOW
 CHUNKS = [3, 12, 1]  # tokens of each prompt that a first chunk brings, where prompts come in two
@@ -34,6 +34,99 @@ CHUNKS = [3, 12, 1]  # tokens of each prompt that a first chunk brings, where pr
 def config_of(family: str, **own: Any) -> PreTrainedConfig:
     """A small config of a model_type; own: what this one has beside the common shape."""
     return AutoConfig.for_model(family, **{**LLAMA, **own})
+
+
+# The architectures of issue 5: every test run holds them.
+FAMILIES = {
+    "llama and vicuna": config_of("llama"),
+    "deepseek distilled llama": config_of("llama", rope_parameters=LLAMA3_ROPE, head_dim=16),
+    "mistral": config_of("mistral", sliding_window=WINDOW),
+    "mixtral": config_of("mixtral", **MOE, sliding_window=WINDOW),
+    "qwen2": config_of("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "deepseek distilled qwen": config_of("qwen2", rope_parameters=YARN_ROPE),
+    "qwen2_moe": config_of("qwen2_moe", **MOE, shared_expert_intermediate_size=24),
+    "qwen3": config_of("qwen3", head_dim=16),
+    "qwen3_moe": config_of("qwen3_moe", **MOE, head_dim=16),
+    "phi3": config_of("phi3", partial_rotary_factor=0.5, sliding_window=WINDOW),
+    "gemma2": config_of("gemma2", head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24),
+    "gpt_oss": config_of("gpt_oss", **MOE, head_dim=16, sliding_window=WINDOW, rope_parameters=YARN_ROPE),
+}
+
+
+ROUTED = dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
+LATENT = dict(
+    MOE,
+    **ROUTED,
+    num_key_value_heads=4,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=12,
+)
+MIXED_WINDOWS = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+MULTIPLIED = dict(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.2)
+# The others that families.EXACT names: the slow tests hold them.
+OTHERS = {
+    "afmoe": dict(MOE, **MIXED_WINDOWS, num_dense_layers=1, head_dim=16),
+    "apertus": {},
+    "arcee": {},
+    "cohere": dict(logit_scale=0.3, use_qk_norm=True),
+    "cohere2": dict(MIXED_WINDOWS, logit_scale=0.3),
+    "cwm": dict(MIXED_WINDOWS),
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "dots1": dict(MOE, **MIXED_WINDOWS, **ROUTED),
+    "ernie4_5": {},
+    "ernie4_5_moe": dict(MOE, moe_num_experts=4, moe_k=2, moe_layer_start_index=1),
+    "exaone4": dict(MIXED_WINDOWS),
+    "flex_olmo": MOE,
+    "gemma": dict(head_dim=16),
+    "gemma3_text": dict(MIXED_WINDOWS, head_dim=16, query_pre_attn_scalar=24),
+    "gemma3n_text": dict(
+        MIXED_WINDOWS,
+        head_dim=16,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        intermediate_size=[48] * 4,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97,
+        laurel_rank=4,
+    ),
+    "glm": dict(head_dim=16),
+    "glm4": dict(head_dim=16),
+    "glm4_moe": dict(MOE, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1),
+    "glm4_moe_lite": LATENT,
+    "gpt2": dict(num_key_value_heads=None),
+    "gpt_neox": dict(num_key_value_heads=None),
+    "granite": MULTIPLIED,
+    "granite_swa": dict(MULTIPLIED, **MIXED_WINDOWS),
+    "granitemoe": dict(MULTIPLIED, **MOE),
+    "granitemoeshared": dict(MULTIPLIED, **MOE, shared_intermediate_size=24),
+    "hunyuan_v1_dense": dict(head_dim=16),
+    "hunyuan_v1_moe": dict(MOE, moe_topk=2, head_dim=16),
+    "jais2": {},
+    "minimax_m2": dict(MOE, head_dim=16),
+    "ministral": dict(MIXED_WINDOWS, head_dim=16),
+    "ministral3": dict(
+        head_dim=16, rope_parameters=dict(YARN_ROPE, original_max_position_embeddings=4, llama_4_scaling_beta=0.5)
+    ),
+    "nanochat": dict(final_logit_softcapping=0.5),
+    "olmo": dict(clip_qkv=1.0),
+    "olmo2": {},
+    "olmo3": dict(MIXED_WINDOWS),
+    "olmoe": MOE,
+    "phi": dict(partial_rotary_factor=0.5),
+    "phimoe": MOE,
+    "seed_oss": dict(head_dim=16),
+    "smollm3": dict(no_rope_layers=[1, 0]),
+    "solar_open": dict(MOE, n_routed_experts=4, n_group=2, topk_group=1, n_shared_experts=1, head_dim=16),
+    "starcoder2": dict(sliding_window=WINDOW),
+    "vaultgemma": dict(MIXED_WINDOWS, head_dim=16),
+    "youtu": LATENT,
+}
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -39,7 +39,7 @@ def refusal(model) -> str:
 
 def test_a_llama_is_what_its_config_says():
     model = llama()
-    assert examine(model, model.lm_head) == Anatomy(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=8)
+    assert examine(model, model.lm_head, 64) == Anatomy(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=8)
 
 
 def test_logits_that_are_changed_after_the_lm_head():
@@ -71,7 +71,7 @@ def test_a_window_that_only_the_mask_knows():
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], WINDOW
     model = random_model(config)
     with pytest.raises(EngineError, match=f"layer 1 masks a window of {WINDOW} and tells attention None"):
-        examine(model, model.lm_head)
+        examine(model, model.lm_head, 64)
 
 
 def test_an_argument_of_attention_that_nobody_here_knows():
@@ -85,7 +85,7 @@ def test_chunks():
     model = random_model(config_of("llama4_text", **MOE, head_dim=16, attention_chunk_size=8, intermediate_size_mlp=48))
     model.base_model_prefix = "model"  # transformers 5.23 names it otherwise, and would be refused for that alone
     with pytest.raises(EngineError, match="Llama4ForCausalLM: layer 0 sees"):
-        examine(model, model.lm_head)
+        examine(model, model.lm_head, 64)
 
 
 @pytest.mark.parametrize("width", [1, 7, 4096, None])
@@ -93,7 +93,8 @@ def test_a_window_is_read_off_the_mask(width):
     def sees(batch, head, query, key):
         return (key <= query) & (key > query - (width or torch.inf))
 
-    assert Mask(sees).window() == width
+    assert Mask(sees).window(width or 9) is None  # it hides nothing from so few
+    assert Mask(sees).window(8192) == width
 
 
 @pytest.mark.parametrize(
@@ -108,4 +109,4 @@ def test_a_window_is_read_off_the_mask(width):
 )
 def test_other_masks_are_no_windows(sees):
     with pytest.raises(ValueError, match="sees"):
-        Mask(sees).window()
+        Mask(sees).window(8192)

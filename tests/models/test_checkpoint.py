@@ -258,7 +258,15 @@ def test_a_directory_without_weights_says_so(tmp_path):
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"])
 def test_a_number_that_the_config_lacks_is_named(tmp_path, key):
     raw = {name: value for name, value in RAW.items() if name != key}
-    assert refused(write(tmp_path, eagle_tensors(), raw)).endswith(f"its config.json has no {key}")
+    assert refused(write(tmp_path, eagle_tensors(), raw)).endswith(f"its config.json gives no number as {key}")
+
+
+def test_numbers_and_names_that_make_no_head_are_said(tmp_path):
+    assert refused(write(tmp_path, eagle_tensors(), RAW | {"vocab_size": "97"})).endswith(
+        "gives no number as vocab_size"
+    )
+    gulping = write(tmp_path, eagle_tensors(), RAW | {"hidden_act": "gulp"})
+    assert "its hidden_act is 'gulp'" in refused(gulping)
 
 
 @pytest.mark.parametrize(

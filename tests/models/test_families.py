@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from eagle_ray.models.families import EXACT, exact_positions, numbers_per_token
+from eagle_ray.errors import EngineError
+from eagle_ray.models.families import EXACT, check_config, exact_positions, numbers_per_token
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.placement import spread
@@ -16,12 +18,10 @@ from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.tree import DraftTree
 from tests.models.families import (
     CHUNKS,
-    LLAMA3_ROPE,
-    MOE,
+    FAMILIES,
+    OTHERS,
     PROMPTS,
     SLOTS,
-    WINDOW,
-    YARN_ROPE,
     assert_trees_equal,
     config_of,
     path_to,
@@ -32,20 +32,6 @@ from tests.models.families import (
     target_of,
 )
 
-FAMILIES = {
-    "llama and vicuna": config_of("llama"),
-    "deepseek distilled llama": config_of("llama", rope_parameters=LLAMA3_ROPE, head_dim=16),
-    "mistral": config_of("mistral", sliding_window=WINDOW),
-    "mixtral": config_of("mixtral", **MOE, sliding_window=WINDOW),
-    "qwen2": config_of("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-    "deepseek distilled qwen": config_of("qwen2", rope_parameters=YARN_ROPE),
-    "qwen2_moe": config_of("qwen2_moe", **MOE, shared_expert_intermediate_size=24),
-    "qwen3": config_of("qwen3", head_dim=16),
-    "qwen3_moe": config_of("qwen3_moe", **MOE, head_dim=16),
-    "phi3": config_of("phi3", partial_rotary_factor=0.5, sliding_window=WINDOW),
-    "gemma2": config_of("gemma2", head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24),
-    "gpt_oss": config_of("gpt_oss", **MOE, head_dim=16, sliding_window=WINDOW, rope_parameters=YARN_ROPE),
-}
 MIXED = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt_oss")]
 
 
@@ -128,9 +114,32 @@ def test_drafts_past_the_original_positions_change_nothing_before_them(config):
         torch.testing.assert_close(logits[row], own, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+@torch.inference_mode()
+def test_the_other_families_too(family):
+    config = config_of(family, **OTHERS[family])
+    model = random_model(config)
+    plain, target = plain_copy(model), target_of(model)
+    assert_trees_equal(plain, target, CHUNKS)
+    assert target.cache.keys[0, 0, 0].numel() + target.cache.values[0, 0, 0].numel() == numbers_per_token(config)
+    pack_linears(model, fewest_weights=1)
+    assert_trees_equal(plain, target_of(model))
+
+
 def test_every_family_that_is_let_through_is_tested_here():
-    tested = {config.model_type for config in FAMILIES.values()}
-    assert tested == EXACT
+    assert {config.model_type for config in FAMILIES.values()} | OTHERS.keys() == EXACT
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gemma4_text", "qwen3_next", "lfm2", "diffllama", "bert", "mamba"])
+def test_any_other_family_is_refused_by_its_name(family):
+    with pytest.raises(EngineError, match=f"{family} is no architecture"):
+        check_config(AutoConfig.for_model(family))
+
+
+def test_a_model_of_more_than_text_is_refused():
+    with pytest.raises(EngineError, match="gemma3 is a model of more than text"):
+        check_config(AutoConfig.for_model("gemma3"))
 
 
 def _verify(target: Target, roots: torch.Tensor, batch: BatchSlots) -> torch.Tensor:

@@ -1,10 +1,20 @@
-"""Where layers go, and that a spread model computes what it did. Two devices are both the CPU here: no GPU was met."""
+"""Where layers go, and that a spread model computes what it did. Devices are the CPU twice, or fake: no GPU was met."""
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 from eagle_ray.errors import EngineError
+from eagle_ray.models import kv_cache
+from eagle_ray.models import target as target_module
+from eagle_ray.models.anatomy import examine
+from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.placement import layer_sizes, moved, other_size, place_layers, spread
+from eagle_ray.models.target import Prompts, Target
+from eagle_ray.speculative.tree import DraftTree
+from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
 from tests.toy import llama
 
 
@@ -64,3 +74,45 @@ def test_a_model_of_another_build_is_refused():
         model = llama()
         del model.model.norm
         layer_sizes(model)
+
+
+def fake_to(module: nn.Module, device: str) -> nn.Module:
+    """Module.to, which swaps tensors in place; fake ones cannot be swapped."""
+    for part in module.modules():
+        for key, weight in part._parameters.items():
+            part._parameters[key] = None if weight is None else nn.Parameter(weight.to(device), requires_grad=False)
+        for key, buffer in part._buffers.items():
+            part._buffers[key] = None if buffer is None else buffer.to(device)
+    return module
+
+
+def fake_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A cache's memory, not mapped from the machine's own."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+OFTEN = ["gpt_oss"]  # sinks and experts; the others take their seconds with the slow tests
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeypatch):
+    """Fake tensors know devices and shapes but no numbers: what a pass over two would mix up fails here."""
+    config = FAMILIES[name]
+    model = random_model(config)
+    anatomy = examine(model, Target(model, 1, 8).logits, 64)
+    monkeypatch.setattr(target_module, "examine", lambda *_: anatomy)  # it looks at numbers
+    monkeypatch.setattr(nn.Module, "to", fake_to)
+    monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+        spread(model, ["cpu", "cpu:1"], [0, 1])
+        target = target_of(model, feature_layers=(0, 1))
+        prompts = Prompts.of(SLOTS, PROMPTS)
+        logits, features = target.prefill(prompts)
+        assert {logits.device, features.device} == {torch.device("cpu")}
+        tree = DraftTree.of_roots(torch.tensor([5, 6, 7]))
+        batch = BatchSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
+        logits, features = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)
+        assert {logits.device, features.device} == {torch.device("cpu")}

@@ -1,0 +1,133 @@
+"""MergedDrafter: the nodes of several drafters in one tree, so that the budget buys whoever's are worth most.
+
+    MergedDrafter([eagle, suffix], Blend(max_depth, 2), max_depth)
+
+Each part drafts, is told what the target picked and learns for itself; what a node is worth that one, another or all of
+them offer is learned here. The plan's depth and width are made for the first part, which is the one with a model where
+there is one; the others draft as deep as they can. Does not know what its parts draft from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.drafting.drafter import Draft, Drafter, Text, Verified
+from eagle_ray.drafting.offers import levels_in_turn
+from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.models.target import Prompts
+from eagle_ray.speculative.blend import Blend
+from eagle_ray.speculative.merge import Merged, merge
+from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """What was offered in the last step."""
+
+    merged: Merged
+    kinds: Int[Tensor, " B"]
+    depth: int
+
+
+class MergedDrafter:
+    """parts: at least two, the one with a model first. blend: for as many drafters."""
+
+    def __init__(self, parts: Sequence[Drafter], blend: Blend):
+        self._parts, self._blend = parts, blend
+        self._drafted: _Drafted | None = None
+        self._num_taught = 0
+
+    @property
+    def prefill_passes(self) -> int:
+        return sum(part.prefill_passes for part in self._parts)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"parts": [part.shape for part in self._parts]}
+
+    def resume(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
+    ) -> None:
+        for part in self._parts:
+            part.resume(slots, firsts, columns, tokens, features)
+
+    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        for part in self._parts:
+            part.prefill(prompts, next_tokens, features)
+
+    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        for part in self._parts:
+            part.observe(prompts, next_tokens, features)
+
+    def draft(
+        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+    ) -> Draft:
+        """The first part's draft with the others' nodes beside it."""
+        plans = [plan, *[replace(plan, enough=None)] * (len(self._parts) - 1)]
+        drafts = [part.draft(batch, roots, p, sampling, texts) for part, p in zip(self._parts, plans, strict=True)]
+        depth = max(draft.depth for draft in drafts)
+        first, is_all = drafts[0], all(draft.is_all for draft in drafts)
+        if not depth:
+            return replace(first, is_all=is_all)
+        merged, kinds = merge([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
+        tree = merged.valued(self._blend.apply(merged.tree.depths, kinds, merged.said), depth)
+        self._drafted = _Drafted(merged, kinds, depth)
+        return Draft(
+            tree,
+            first.levels or [tree.log_values.new_full((plan.num_members(len(roots)), 1, plan.width), -torch.inf)],
+            sum(draft.num_passes for draft in drafts),
+            first.num_caught_up,
+            is_all,
+            beside(merged.said[..., 0], tree, depth, plan),
+        )
+
+    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+        for part in self._parts:
+            part.extend(batch, verified)
+        if self._drafted is not None:
+            self._learn(self._drafted, verified.result.tokens, verified.result.num_accepted)
+        self._drafted = None
+
+    def forget(self) -> None:
+        for part in self._parts:
+            part.forget()
+        self._blend.fit.forget()
+        self._drafted, self._num_taught = None, 0
+
+    def _learn(self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]) -> None:
+        """Down the offered nodes along the target's picks."""
+        tree, said = drafted.merged.tree, drafted.merged.said
+        self._num_taught += 1
+        taught = levels_in_turn(self._num_taught, min(drafted.depth, picks.shape[1]))
+        node = torch.zeros_like(num_accepted)
+        reached = torch.ones_like(num_accepted, dtype=torch.bool)
+        for level in range(max(taught, default=-1) + 1):
+            reached = reached & (num_accepted >= level)
+            offered = (tree.parents == node[:, None]) & reached[:, None]
+            picked = offered & (tree.tokens == picks[:, level, None])
+            if level in taught:
+                self._blend.learn(level, drafted.kinds, said, offered, picked)
+            node, reached = picked.long().argmax(1), picked.any(1)
+
+
+def beside(first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: Plan) -> list[Float[Tensor, "M N"]]:
+    """By depth: the log values of the nodes that the first drafter does not offer."""
+    values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
+    depths = tree.depths
+    if plan.members is not None:
+        members = torch.tensor(plan.members, device=values.device)
+        values, depths = values[members], depths[members]
+    return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]
