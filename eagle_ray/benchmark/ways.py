@@ -63,7 +63,7 @@ def default_names(speculative: SpeculativeConfig) -> list[str]:
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
     names = [*FIXED_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
-    return list(dict.fromkeys(name for way in names for name in (_beside(way, speculative), way)))
+    return list(dict.fromkeys(name for way in names for name in (way, _beside(way, speculative))))
 
 
 def ways_of(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[Way]:
