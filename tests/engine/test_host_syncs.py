@@ -7,8 +7,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.drafting.recycling import RecyclingDrafter
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.engine.test_global_planner import world
 from tests.toy import llama_engine
@@ -62,6 +64,12 @@ def watched_step(engine) -> tuple[list[str], list[str]]:
 
 def test_a_speculative_step_copies_once():
     assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["tolist"])
+
+
+def test_recycling_what_the_target_said_asks_for_nothing_more():
+    engine = llama_engine(3, 12, 4, 4)
+    engine.drafter = RecyclingDrafter(engine.target.vocab_size, 4, calibration=Calibration(4))
+    assert watched_step(engine) == ([], ["tolist"])
 
 
 def test_a_plain_step_copies_once():
