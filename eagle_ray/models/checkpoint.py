@@ -27,7 +27,7 @@ from eagle_ray.models.fit import Shape, as_ours, fitting_head
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
 Read = TypeVar("Read")
 
 

@@ -7,9 +7,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.drafting.recycling import RecyclingDrafter
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.static_planner import StaticPlanner
+from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
 from tests.engine.test_global_planner import world
@@ -69,6 +71,12 @@ def test_a_speculative_step_copies_once():
 def test_a_step_of_a_static_tree_copies_once():
     engine = llama_engine(3, 25, 5, 4)
     engine.planner = StaticPlanner(MC_SIM_7B_63)
+    assert watched_step(engine) == ([], ["tolist"])
+
+
+def test_recycling_what_the_target_said_asks_for_nothing_more():
+    engine = llama_engine(3, 12, 4, 4)
+    engine.drafter = RecyclingDrafter(engine.target.vocab_size, 4, calibration=Calibration(4))
     assert watched_step(engine) == ([], ["tolist"])
 
 
