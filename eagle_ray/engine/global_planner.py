@@ -237,11 +237,12 @@ class GlobalPlanner:
         return Plan(self._max_depth, self._top_k, members, enough, probe=True)
 
     def _is_hopeless(self, builder: TreeBuilder, batch: Batch) -> bool:
-        """Whether no further level could pay, even if every child were as good as its parent."""
+        """Whether no level more could pay if the whole batch were drafted for and children were as good as parents."""
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
+        everyone = len(batch) / len(beam)
         rate = len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
-        return beam.exp().sum().item() < rate * self.costs.level(beam.numel())
+        return everyone * beam.exp().sum().item() < rate * self.costs.level(everyone * beam.numel())
 
     def _price_of(self, probe: Outcome) -> float:
         """Seconds that a probe took beyond the step that would have been taken without it."""
