@@ -24,10 +24,19 @@ MakeJob = Callable[..., JobConfig]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two processes: what starts Ray stays in one of them, where it shares a session."""
+    """`make test` runs two processes: what starts Ray shares a session in one, and all else never meets it."""
     for item in items:
-        if item.path.relative_to(TESTS).as_posix().startswith(WITH_RAY):
-            item.add_marker(pytest.mark.xdist_group("ray"))
+        with_ray = item.path.relative_to(TESTS).as_posix().startswith(WITH_RAY)
+        item.add_marker(pytest.mark.xdist_group("ray" if with_ray else "no ray"))
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """Jobs and libraries set the log up as they need it: each test finds it open, and leaves it as it was."""
+    log = logging.getLogger("eagle_ray")
+    before, log.disabled = (log.level, log.propagate, log.handlers[:]), False
+    yield
+    log.level, log.propagate, log.handlers[:] = before
 
 
 @pytest.fixture(scope="session", autouse=True)
