@@ -101,6 +101,11 @@ class AsyncEngine:
         finally:
             answer.cancel()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still answers."""
+        return self._error is None
+
     def counters(self) -> EngineCounters:
         """A copy of the engine's counters."""
         return replace(self._engine.counters)
