@@ -1,4 +1,4 @@
-"""What a stream carries: server-sent events, each a chunk of one choice, as its sequence grows.
+"""What a stream carries, each event a chunk of one choice, as its sequence grows.
 
     chunks = ChoiceChunks(asked, choice, text)
     for count in counts:                        # of output ids, as the engine tells them
@@ -10,7 +10,6 @@ not know engines or HTTP.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,12 +18,6 @@ from eagle_ray.serve.asked import Asked, Choice
 from eagle_ray.serve.logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.text import Text
-
-DONE = "data: [DONE]\n\n"
-
-
-def event(body: Json) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def last_chunk(asked: Asked) -> Json:

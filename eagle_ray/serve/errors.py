@@ -23,6 +23,15 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+PARAMS = {
+    "prompt_empty": "prompt",
+    "prompt_too_long": "prompt",
+    "bad_token_id": "prompt",
+    "no_tokenizer": "prompt",
+    "no_chat_template": "messages",
+    "bad_messages": "messages",
+    "kv_space": "max_tokens",
+}  # of a RequestError's code: the parameter that brings it about
 
 
 class ApiError(Exception):
@@ -48,7 +57,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), code=error.code)
+        return ApiError(400, str(error), PARAMS.get(error.code), error.code)
     if isinstance(error, EngineError):
         return ApiError(503, "this replica's engine has ended; ask again, another one answers", code="engine_dead")
     return ApiError(500, f"internal error ({type(error).__name__}); the server's log has more", code="internal_error")

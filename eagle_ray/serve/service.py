@@ -22,8 +22,9 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import build_pair
 from eagle_ray.serve.answers import Json, answer_of
 from eagle_ray.serve.asked import Asked, Choice, asked_of
-from eagle_ray.serve.chunks import DONE, ChoiceChunks, event, last_chunk, wants_usage
+from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, wants_usage
 from eagle_ray.serve.errors import ApiError, api_error
+from eagle_ray.serve.events import DONE, error_event, event
 from eagle_ray.serve.meter import Meter, Snapshot
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
@@ -104,7 +105,7 @@ class Service:
                     if isinstance(item, Exception):
                         if not is_begun:
                             raise item
-                        yield event(api_error(item).body())
+                        yield error_event(api_error(item))
                         return
                     if item is not None:
                         is_begun = True
