@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import time
-from contextlib import suppress
 
 from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.data.ray_environment import LOCAL, prepare
@@ -25,7 +24,7 @@ LOOK_EVERY_S = 1.0
 
 
 def run_endpoint(config: ServeConfig) -> int:
-    """Serve until interrupted; then answer what has begun, and end. Raises ConfigError, ClusterError."""
+    """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
     show_log(config.logging.level)
     from eagle_ray.pair import check_pair  # torch
 
@@ -71,11 +70,9 @@ def _serve(config: ServeConfig, most_threads: int | None) -> None:
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
-        raise
     finally:
-        with suppress(KeyboardInterrupt):
-            serve.delete(config.name)
-            serve.shutdown()
+        serve.delete(config.name)
+        serve.shutdown()
 
 
 def _check_free(host: str, port: int) -> None:
