@@ -1,7 +1,7 @@
 """A client that talks to an ASGI application in this process, as a server would: it may read slowly, or leave.
 
-    answer = await post(app, "/v1/completions", {"prompt": "Hi"})
-    answer.status, answer.json["choices"]
+answer = await post(app, "/v1/completions", {"prompt": "Hi"})
+answer.status, answer.json["choices"]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Exchange:
     started: asyncio.Event = field(default_factory=asyncio.Event)
     parts: asyncio.Queue = field(default_factory=asyncio.Queue)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    reads: asyncio.Event = field(default_factory=asyncio.Event)
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -52,6 +53,7 @@ async def exchange(
 ) -> AsyncIterator[Exchange]:
     """Leaves when the block ends."""
     talk, bodies = Exchange(), [body]
+    talk.reads.set()
 
     async def receive() -> dict[str, Any]:
         if bodies:
@@ -65,6 +67,7 @@ async def exchange(
             talk.headers = {name.decode(): value.decode() for name, value in message["headers"]}
             talk.started.set()
             return
+        await talk.reads.wait()
         talk.parts.put_nowait(message["body"])
         if not message.get("more_body"):
             talk.parts.put_nowait(None)
@@ -88,12 +91,11 @@ async def exchange(
         yield talk
     finally:
         talk.left.set()
+        talk.reads.set()
         await task
 
 
-async def request(
-    app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
-) -> Answer:
+async def request(app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Answer:
     async with exchange(app, method, path, body, headers) as talk:
         parts = []
         while (part := await talk.parts.get()) is not None:
