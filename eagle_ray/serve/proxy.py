@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_ray.serve.errors import ApiError
-from eagle_ray.serve.events import DONE, error_event
+from eagle_ray.serve.events import error_event
 
 log = logging.getLogger("eagle_ray")
 HEALTH_ANSWERS_WITHIN_S = 5.0
@@ -44,7 +44,7 @@ class ErrorForm:
             await asyncio.wait_for(self._app(scope, receive, answer.send), limit)
         except Exception:  # whatever Serve raises for a replica that died, its client waits for an answer
             log.exception("no answer to %s", scope["path"])
-            await answer.break_off()
+        await answer.end()  # Serve also leaves it at nothing, or in the middle
 
 
 class _Answer:
@@ -64,11 +64,12 @@ class _Answer:
                 await self._refuse(message["status"])
         if not self._is_refused:
             self._has_begun = True
-            self._is_whole = self._is_whole or message.get("body", b"").endswith(DONE.encode())
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            self._is_whole = self._is_whole or is_last
             await self._send(message)
 
-    async def break_off(self) -> None:
-        """The answer will not come, or not to its end."""
+    async def end(self) -> None:
+        """Nothing more will come: where it is not whole the client is told."""
         if not self._has_begun:
             await self._refuse(UNAVAILABLE)
         elif self._is_stream and not self._is_whole:

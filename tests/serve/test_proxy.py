@@ -10,16 +10,18 @@ from tests.serve.client import get, parsed
 OK = b'data: {"choices":[]}\n\n'
 
 
-def answering(status, kind, *parts, dies=False):
-    """An application that begins an answer and perhaps dies of it."""
+def answering(status, kind, *parts, dies=None):
+    """An application that begins an answer and perhaps dies of it: loudly, or it says no more."""
 
     async def app(scope, receive, send):
         if status:
             await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
         for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
-        if dies:
+        if dies == "loudly":
             raise RuntimeError("the actor died")
+        if dies == "quietly":
+            return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return proxy.ErrorForm(app)
@@ -32,13 +34,15 @@ def test_plain_words_of_the_proxy_become_a_refusal_in_our_form(status):
     assert answer.headers["retry-after"]
 
 
-def test_a_replica_that_dies_before_it_answers_is_a_refusal():
-    answer = asyncio.run(get(answering(0, b"", dies=True), "/v1/completions"))
+@pytest.mark.parametrize("dies", ["loudly", "quietly"])
+def test_a_replica_that_dies_before_it_answers_is_a_refusal(dies):
+    answer = asyncio.run(get(answering(0, b"", dies=dies), "/v1/completions"))
     assert answer.status == 503 and answer.json["error"]["code"] == "no_replica"
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error_event():
-    answer = asyncio.run(get(answering(200, b"text/event-stream; charset=utf-8", OK, dies=True), "/v1/completions"))
+@pytest.mark.parametrize("dies", ["loudly", "quietly"])
+def test_a_stream_that_breaks_off_ends_with_an_error_event(dies):
+    answer = asyncio.run(get(answering(200, b"text/event-stream; charset=utf-8", OK, dies=dies), "/v1/completions"))
     first, last = answer.body.decode().strip().split("\n\n")
     assert parsed(first) == {"choices": []} and parsed(last)["error"]["code"] == "no_replica"
 
