@@ -71,8 +71,7 @@ def _serve(config: ServeConfig, most_threads: int | None) -> None:
     except KeyboardInterrupt:
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
     finally:
-        serve.delete(config.name)
-        serve.shutdown()
+        serve.delete(config.name)  # other applications of the cluster's Serve stay
 
 
 def _check_free(host: str, port: int) -> None:

@@ -23,7 +23,6 @@ from starlette.types import Receive, Scope, Send
 from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.serve.errors import ApiError, api_error
-from eagle_ray.serve.meter import Snapshot, prometheus_text
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.protocol import (
     AnyRequest,
@@ -34,6 +33,7 @@ from eagle_ray.serve.protocol import (
     parse,
 )
 from eagle_ray.serve.service import Service
+from eagle_ray.serve.snapshot import Snapshot, prometheus_text
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""

@@ -16,18 +16,19 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.board import Board
-from eagle_ray.serve.meter import Snapshot
 from eagle_ray.serve.service import Service
+from eagle_ray.serve.snapshot import Snapshot
 
-BOARD = "eagle-ray-board"
-NAMESPACE = "serve"
 PUBLISH_EVERY_S = 2.0
 MANY = 10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
 
@@ -45,13 +46,10 @@ class Shape:
 class Replica:
     """A Service in a process of its own. Serve asks check_health and starts it anew where that raises."""
 
-    def __init__(self, config: ServeConfig, threads: int):
+    def __init__(self, config: ServeConfig, threads: int, board: DeploymentHandle):
         self._service = Service.start(config, threads)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._board = ray.remote(num_cpus=0)(Board).options(
-            name=f"{BOARD}-{config.name}", namespace=NAMESPACE, get_if_exists=True, lifetime="detached"
-        )
-        self._board = self._board.remote()
+        self._board = board
         self._publishing = asyncio.ensure_future(self._publish_again())
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -67,7 +65,7 @@ class Replica:
     async def _publish_again(self) -> None:
         """Others see this replica without having to ask it."""
         while True:
-            with suppress(ray.exceptions.RayError):
+            with suppress(RayError, RayServeException):  # the board may be on its way back
                 await self._publish(self._service.snapshot())
             await asyncio.sleep(PUBLISH_EVERY_S)
 
@@ -103,7 +101,8 @@ def application_of(config: ServeConfig, shape: Shape) -> Application:
             "max_replicas": shape.most,
             "target_ongoing_requests": serving.slots,
         }
-    return serve.deployment(serve.ingress()(Replica), **options).bind(config, shape.threads)
+    board = serve.deployment(Board, name="board", ray_actor_options={"num_cpus": 0}).bind()
+    return serve.deployment(serve.ingress()(Replica), **options).bind(config, shape.threads, board)
 
 
 def shape_of(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> Shape:

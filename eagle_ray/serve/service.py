@@ -25,9 +25,10 @@ from eagle_ray.serve.asked import Asked, Choice, asked_of
 from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, wants_usage
 from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.events import DONE, error_event, event
-from eagle_ray.serve.meter import Meter, Snapshot
+from eagle_ray.serve.meter import Meter
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
+from eagle_ray.serve.snapshot import Snapshot
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.text import Text
 
