@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
 
-test: $(VENV)/.installed lint   ## lint and every fast test
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed lint   ## lint and every fast test, those that start Ray in one process and all others in another
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-slow: $(VENV)/.installed   ## the slow tests too
 	$(BIN)/python -m pytest -m "slow or not slow"

@@ -56,8 +56,10 @@ def evaluate(
     max_model_len = _longest(questions)
     causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
     weights = weights_of(ways, config.model, causal_lm)
-    engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
-    turns = list(_told(rounds(engines, questions, temperatures), len(ways)))
+    turns: list[Round] = []
+    for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
+        engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
+        turns += _told(rounds(engines, questions, temperature), len(ways))
     return _about(config, ways, batch, causal_lm) | {"cells": list(_cells(turns, ways, causal_lm))}
 
 

@@ -73,7 +73,8 @@ def validate(config: JobConfig) -> str:
 
 
 def _seen(config: JobConfig) -> Seen:
-    return Seen(load_text(config.model), limits_of(config.model))
+    limits = limits_of(config.model)
+    return Seen(load_text(config.model), limits)
 
 
 def _checked(request: dict[str, Any], config: JobConfig, seen: Seen | None) -> CheckedRow:

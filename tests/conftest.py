@@ -16,9 +16,18 @@ import torch
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.data.ray_environment import LOCAL, prepare
 
-PAIR = Path(__file__).parent / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
+TESTS = Path(__file__).parent
+WITH_RAY = ("data/", "test_cli.py", "test_demo.py", "test_export.py", "test_review.py")
+PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
 MakeJob = Callable[..., JobConfig]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` runs two processes: what starts Ray stays in one of them, where it shares a session."""
+    for item in items:
+        if item.path.relative_to(TESTS).as_posix().startswith(WITH_RAY):
+            item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.models.path_checkpoint import save_path_heads
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.pair import build_pair, check_pair
+from eagle_ray.pair import build_pair, check_pair, limits_of
 from tests.conftest import PAIR
-from tests.toy import llama
+from tests.toy import LLAMA, llama
 
 
 @pytest.fixture
@@ -113,3 +113,32 @@ def test_drafts_are_coupled_unless_told_otherwise(coupled):
     speculative = SpeculativeConfig(max_depth=3, top_k=2, budget="uniform", **said)
     ranking = build_pair(ModelConfig(max_model_len=64), speculative, slots=1).engine.drafter.ranking
     assert (ranking.coupling is not None) == coupled and ranking.calibration is not None
+
+
+def target_that_says(tmp_path: Path, **config: object) -> ModelConfig:
+    """A directory of nothing but a target's config."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+    return ModelConfig(target=str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "mamba", "gemma3"])
+def test_a_target_that_cannot_be_exact_is_refused_before_the_start(tmp_path, family):
+    with pytest.raises(ConfigError, match=rf"model\.target: {family} is "):
+        check_pair(target_that_says(tmp_path, model_type=family), SpeculativeConfig(method="none"))
+
+
+def test_a_target_whose_quantiser_is_unknown_is_refused_before_the_start(tmp_path):
+    model = target_that_says(tmp_path, model_type="llama", quantization_config={"quant_method": "guesswork"})
+    with pytest.raises(ConfigError, match=r"model\.target: .*quantised \(guesswork\)"):
+        check_pair(model, SpeculativeConfig(method="none"))
+
+
+def test_rotations_that_move_bound_the_length(tmp_path):
+    """Past its original positions longrope turns every earlier one otherwise: transformers itself starts anew there."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    said = dict(model_type="phi3", rope_parameters=rope, original_max_position_embeddings=100)
+    model = target_that_says(tmp_path, **said)
+    assert limits_of(model).max_model_len == 100
+    assert limits_of(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len: 101 is more than the 100 .* before its rotary scaling"):
+        limits_of(model.model_copy(update={"max_model_len": 101}))

@@ -19,7 +19,8 @@ with install_import_hook(rooms, "beartype.beartype"):
     from eagle_ray.pair import build_engine
     from eagle_ray.speculative.sampling import SamplingParams
     from eagle_ray.speculative.verify import VerifyResult
-    from tests.toy import head, llama, llama_engine, run
+    from tests.engine.test_rivals import METHODS, engine_for
+    from tests.toy import head, head3, llama, llama_engine, run
 
 import torch
 
@@ -32,6 +33,9 @@ for tree in ((0, 0, 0), (6, 3, 3)):
     run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
     long = list(range(3, 83))
     run(llama_engine(3, *tree, kv_tokens=192, prefill_tokens=30), [long, long, [4] * 30], params)
+run(llama_engine(2, 6, 3, 3, weights=head3(), num_hidden_layers=7), [[5, 6, 7], [8]], params[:2])
+for method in METHODS:
+    run(engine_for(method, 2, max_nodes=6, max_depth=3), [[5, 6, 7], [8]], params[:2])
 every = "eagle2+ngram+suffix+recycling+lookahead"
 tree = dict(max_nodes=6, max_depth=3, top_k=3, budget="uniform")
 merged = build_engine(llama(), head(), SpeculativeConfig(method=every, **tree), 2, 128)

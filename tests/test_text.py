@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -139,6 +141,35 @@ def test_templates_by_name_refuse_what_their_targets_never_saw(directory, name, 
 
 def test_the_names_are_those_of_the_files():
     assert set(NAMES) == SPELLED.keys()
+
+
+def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
+    """lmsys published tokenizer.model and no tokenizer.json; without sentencepiece nobody could read it."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    trained = tmp_path / "tokenizer.model"
+    with trained.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([VICUNAS_SYSTEM, "the cat sat on the mat", "How are you?"] * 40),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=360,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
+    said = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"add_bos_token": True, "legacy": False}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
+    text = Text.load(tmp_path, "vicuna")
+    own = SentencePieceProcessor(model_file=str(trained))
+    for words in ("the cat sat on the mat", "How are  you? naïve"):
+        assert text.encode(words) == [own.bos_id(), *own.encode(words)]
+        assert text.decode(text.encode(words)) == words
+    ids = text.encode_chat(HI)
+    assert ids[0] == own.bos_id() and own.bos_id() not in ids[1:]
+    assert text.decode(ids) == f"{VICUNAS_SYSTEM} USER: Hi ASSISTANT:"
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):

@@ -1,7 +1,6 @@
 """The paper's comparison: every method answers the same questions, one after another, in one process.
 
-    for turn in rounds(engines, questions, temperatures=[0.0, 1.0]):
-        ...
+    turns = list(rounds(engines, questions, temperature=1.0))
     figures(turns, "eagle2", plain="plain", ...)         # of all of them, or of one task's
 
 A round is a few questions of one task, as many as an engine has slots. Each method answers them from an empty cache, in
@@ -53,20 +52,20 @@ class Round:
 
 
 def rounds(
-    engines: Mapping[str, Engine], questions: Sequence[Question], temperatures: Sequence[float], seed: int = 0
+    engines: Mapping[str, Engine], questions: Sequence[Question], temperature: float, seed: int = 0
 ) -> Iterator[Round]:
-    """Every question once at each temperature, by tasks. engines: of equally many slots."""
+    """Every question once, by tasks. engines: new ones, that know no answers yet, of equally many slots."""
     shuffle, meter = random.Random(seed), ForwardMeter()
     slots = min(engine.counters.num_slots for engine in engines.values())
     for engine in engines.values():
-        _answer(engine, [_short(questions[0].at(0.0))], meter)  # the first steps pay for what is made once
-    for temperature in temperatures:
-        for task, group in _groups(questions, slots):
-            samples, answers = {}, {}
-            for name in shuffle.sample(list(engines), len(engines)):
-                answers[name] = [question.at(temperature) for question in group]
-                samples[name] = _answer(engines[name], answers[name], meter)
-            yield Round(temperature, task, samples, answers)
+        _answer(engine, [_short(questions[0].at(temperature))], meter)  # the first steps pay for what is made once
+        engine.drafter.forget()
+    for task, group in _groups(questions, slots):
+        samples, answers = {}, {}
+        for name in shuffle.sample(list(engines), len(engines)):
+            answers[name] = [question.at(temperature) for question in group]
+            samples[name] = _answer(engines[name], answers[name], meter)
+        yield Round(temperature, task, samples, answers)
 
 
 def _groups(questions: Sequence[Question], size: int) -> Iterator[tuple[str, list[Question]]]:

@@ -23,7 +23,7 @@ from torch import nn
 
 from eagle_ray.benchmark.ablations import ExpandedPlanner, OwnConfidence, num_expanded
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import HEAD, HEAD_3, NEEDS, known_method, needs
+from eagle_ray.config.methods import DATASTORE, HEAD, HEAD_3, NEEDS, known_method, needs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.pair import build_engine, load_draft
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
@@ -58,12 +58,12 @@ class Way:
 
 def default_names(speculative: SpeculativeConfig) -> list[str]:
     """All that the job's own model.draft allows, and what needs none; each with what it is held against."""
-    alone = [name for name, needed in NEEDS.items() if needed is None and name not in ("none", "rest")]
+    alone = [name for name, needed in NEEDS.items() if needed is None and name not in ("none", DATASTORE)]
     if needs(speculative.method) not in (HEAD, HEAD_3):
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
     names = [*FIXED_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
-    return list(dict.fromkeys(name for way in names for name in (_beside(way, speculative), way)))
+    return list(dict.fromkeys(name for way in names for name in (way, _beside(way, speculative))))
 
 
 def ways_of(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[Way]:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.doctor.finding import Finding, gib
 from eagle_ray.doctor.machine import free_memory, num_cores, total_memory
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.linear import PackedLinear, pack_linears
-from eagle_ray.models.loading import load_config
-from eagle_ray.pair import build_pair, resolve
+from eagle_ray.pair import build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 
 TRIAL = dict(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
@@ -35,39 +35,35 @@ def devices(wanted: str) -> Finding:
         return _gpus(wanted)
     facts = {"cpu": _cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
     cpu = f"{facts['cpu']}, {facts['cores']} cores, {gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
-    problem, advice = _why_no_gpu(wanted)
-    return Finding("devices", f"no GPU that torch can use; {cpu}", facts, problem, advice)
+    todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
+    if wanted == "cuda":
+        todo = todo or "submit to a cluster that has GPUs, or set model.device to auto or cpu"
+        return Finding("devices", f"model.device is cuda and torch sees no GPU; {cpu}", facts, problem=todo)
+    return Finding("devices", f"no GPU that torch can use; {cpu}", facts, advice=todo)
 
 
 def _gpus(wanted: str) -> Finding:
-    gpus = []
-    for i in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(i)
-        capability = torch.cuda.get_device_capability(i)
-        name = torch.cuda.get_device_name(i)
-        gpus.append({"name": name, "free_bytes": free, "memory_bytes": total, "capability": list(capability)})
-    says = "; ".join(
-        f"cuda:{i} {g['name']}, {gib(g['free_bytes'])} of {gib(g['memory_bytes'])} free" for i, g in enumerate(gpus)
-    )
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
+    each = [f"{gpu['name']}, {gib(gpu['free_bytes'])} of {gib(gpu['memory_bytes'])} free" for gpu in gpus]
+    says = "; ".join(f"cuda:{i} {text}" for i, text in enumerate(each))
     advice = "model.device is cpu: leave it out, or set it to auto, to use them" if wanted == "cpu" else None
     return Finding("devices", says, {"cuda": torch.version.cuda, "gpus": gpus}, advice=advice)
 
 
-def _why_no_gpu(wanted: str) -> tuple[str | None, str | None]:
-    """(problem, advice) of a machine on which torch sees no GPU."""
-    has_driver = shutil.which("nvidia-smi") is not None
-    if has_driver and torch.version.cuda is None:
-        return (
-            None,
-            f"there is an NVIDIA driver, but torch {torch.__version__} is a CPU build: install torch's CUDA build",
-        )
-    if has_driver:
-        return None, "torch has CUDA but sees no device: look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`"
-    return (
-        "model.device is cuda: set it to auto or cpu, or submit to a cluster that has GPUs"
-        if wanted == "cuda"
-        else None
-    ), None
+def _gpu(index: int) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(index)
+    capability = list(torch.cuda.get_device_capability(index))
+    name = torch.cuda.get_device_name(index)
+    return {"name": name, "free_bytes": free, "memory_bytes": total, "capability": capability}
+
+
+def _gpu_todo(has_driver: bool) -> str | None:
+    """What keeps torch from a GPU that may be there; None where nothing speaks of one."""
+    if not has_driver:
+        return None
+    if torch.version.cuda is None:
+        return f"there is an NVIDIA driver, but torch {torch.__version__} is a CPU build: install torch's CUDA build"
+    return "there is an NVIDIA driver, but torch sees no device: look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`"
 
 
 def threads(num_workers: int, per_worker: int) -> Finding:
@@ -82,17 +78,20 @@ def threads(num_workers: int, per_worker: int) -> Finding:
     return Finding("threads", says, facts, advice=advice)
 
 
-def attention(model: ModelConfig, device: str, dtype: torch.dtype) -> Finding:
-    """The path that a target's attention and linear layers take on a device."""
-    facts: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
-    config = load_config(resolve(model.target, "target"))
-    explicit = [name for name in ("attn_logit_softcapping",) if getattr(config, name, None)]
-    explicit += ["attention sinks"] if config.model_type == "gpt_oss" else []
-    facts["path"] = "matmul-softmax-matmul" if explicit else "scaled_dot_product_attention"
-    facts["packed_linears"] = _packs(device, dtype)
-    linears = "linear layers packed for oneDNN" if facts["packed_linears"] else "torch's own linear layers"
-    why = f" (because of {', '.join(explicit)})" if explicit else ""
-    says = f"{facts['path']}{why} over blocks of the cache, {facts['dtype']} on {device}, {linears}"
+def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype) -> Finding:
+    """The path that a target's attention and linear layers take on a device. shape: the target's configuration."""
+    softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
+    why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
+    facts = {
+        "path": "matmul, softmax, matmul" if why else "scaled_dot_product_attention",
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "packed_linears": _packs(device, dtype),
+    }
+    attends = facts["path"] + (f" for {' and '.join(why)}" if why else "")
+    linears = "packed for oneDNN" if facts["packed_linears"] else "torch's own"
+    ours = "; no CUDA kernel of eagle_ray's own yet" if device == "cuda" else ""
+    says = f"{attends}, over blocks of the cache, in {facts['dtype']} on {device}; linear layers {linears}{ours}"
     return Finding("attention", says, facts, advice=_slow_dtype(device, dtype))
 
 

@@ -46,7 +46,7 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
     if here is not None:
         dtype = pair.dtype_of(config.model.dtype, device, here.shape)
         if planned is None or planned.is_here:
-            yield compute.attention(here.config.model, device, dtype)
+            yield compute.attention(here.shape, device, dtype)
         if planned is not None:
             yield pair.memory(here, planned, device, dtype)
     if planned is None or planned.is_here:

@@ -312,7 +312,7 @@ class EagleDrafter:
     def _run(
         self,
         tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R H"],
+        features: Float[Tensor, "R F"],
         columns: Int[Tensor, " R"],
         layout: PromptLayout | TreeLayout,
     ) -> Float[Tensor, "R H"]:

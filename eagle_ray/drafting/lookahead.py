@@ -114,19 +114,20 @@ class LookaheadDrafter(NoDrafter):
     def draft(
         self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
     ) -> Draft:
-        """What the pool knows to follow, and the window; where the plan is not as deep as that, the pool's alone."""
+        """What the pool knows to follow, and the columns of the window that end within the plan's depth."""
         draft = self._drafter.draft(batch, roots, plan, sampling, texts)
-        if plan.max_depth < self._max_depth:
+        cells = [(r, i) for r, i in self._cells if i <= plan.max_depth - self._num_rows]
+        if not cells:
             return draft
         chosen = range(len(texts)) if plan.members is None else plan.members
         windows = [self._window(batch.host_slots[i], texts[i]) for i in chosen]
         members = torch.tensor(list(chosen), device=roots.device)
-        guesses = self._tree(roots[members], windows)
-        ends = [1 + k for k, (r, _) in enumerate(self._cells) if r == self._num_rows - 1]
-        self._guessed = _Guessed(windows, members, path_codes(guesses, self._max_depth)[:, ends])
-        merged = merge([draft.tree, guesses.spread(members, roots)], self._max_depth)
+        guesses = self._tree(roots[members], windows, cells)
+        ends = [1 + k for k, (r, _) in enumerate(cells) if r == self._num_rows - 1]
+        self._guessed = _Guessed(windows, members, path_codes(guesses, plan.max_depth)[:, ends])
+        merged = merge([draft.tree, guesses.spread(members, roots)], plan.max_depth)
         nothing = merged.tree.log_values.new_full((len(windows), 1, plan.width), -torch.inf)
-        others = beside(merged.said[..., 0], merged.tree, self._max_depth, plan)
+        others = beside(merged.said[..., 0], merged.tree, plan.max_depth, plan)
         return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_caught_up, draft.is_all, others)
 
     def extend(self, batch: BatchSlots, verified: Verified) -> None:
@@ -162,14 +163,14 @@ class LookaheadDrafter(NoDrafter):
             self._windows[slot] = _Window(text, columns)
         return self._windows[slot]
 
-    def _tree(self, roots: Int[Tensor, " M"], windows: list[_Window]) -> DraftTree:
-        """The windows as trees; every guess has the same value, and so its whole path."""
-        index = {cell: 1 + k for k, cell in enumerate(self._cells)}
-        above = [index.get((r - 1, i) if r else (0, i - 1), 0) for r, i in self._cells]
-        tokens = torch.tensor([[w.columns[i][r] for r, i in self._cells] for w in windows], device=roots.device)
+    def _tree(self, roots: Int[Tensor, " M"], windows: list[_Window], cells: list[tuple[int, int]]) -> DraftTree:
+        """These cells of the windows as trees; every guess has the same value, and so its whole path."""
+        index = {cell: 1 + k for k, cell in enumerate(cells)}
+        above = [index.get((r - 1, i) if r else (0, i - 1), 0) for r, i in cells]
+        tokens = torch.tensor([[w.columns[i][r] for r, i in cells] for w in windows], device=roots.device)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.tensor([-1, *above], device=roots.device).expand_as(tokens)
-        depths = torch.tensor([0, *(1 + r + i for r, i in self._cells)], device=roots.device).expand_as(tokens)
+        depths = torch.tensor([0, *(1 + r + i for r, i in cells)], device=roots.device).expand_as(tokens)
         log_values = torch.where(depths > 0, log(min(self._earned / self._num_guesses, MOST_WORTH)), 0.0)
         conditional = torch.where(depths == 1, log_values, 0.0)
         return DraftTree(tokens, parents, depths, log_values, conditional, torch.ones_like(tokens, dtype=torch.bool))

@@ -27,7 +27,7 @@ from eagle_ray.models.fit import Shape, as_ours, fitting_head
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
 Read = TypeVar("Read")
 
 
@@ -107,7 +107,10 @@ def _shapes_of_pickle(file: Path) -> dict[str, Shape]:
 
 def _load_pickle(file: Path, device: str) -> dict[str, Tensor]:
     """Weights only: whatever else a pickle would do is refused. Archives are mapped, so that shapes cost nothing."""
-    return dict(torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True))
+    loaded = torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True)
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise ValueError(f"{file.name} holds something else than named tensors")
+    return loaded
 
 
 def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

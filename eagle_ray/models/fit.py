@@ -33,6 +33,7 @@ ROPES = {  # what each way of stretching positions must say
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
+MOST_NAMED = 8  # tensors of each fault
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
 Named = TypeVar("Named")
 Shape = tuple[int, ...]
@@ -158,13 +159,19 @@ def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> N
     """Every tensor, none other, and each in its shape. The vocabulary maps may be left out where they say nothing."""
     wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     maps = {"t2d", "d2t"} if wanted.get("d2t") == wanted.get("t2d") else {"t2d"}
-    faults = [f"missing {name}" for name in sorted(wanted.keys() - found.keys() - maps)]
-    faults += [f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]
-    faults += [
-        f"{name} is {tuple(found[name])}, wanted {wanted[name]}"
-        for name in sorted(wanted.keys() & found.keys())
-        if tuple(found[name]) != wanted[name]
+    shared = sorted(wanted.keys() & found.keys())
+    misshapen = [name for name in shared if tuple(found[name]) != wanted[name]]
+    faults = [
+        *_some([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - maps)]),
+        *_some([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
+        *_some([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
     ]
     if faults:
         kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
         raise ValueError(f"not an {kind} head: {'; '.join(faults)}")
+
+
+def _some(faults: list[str]) -> list[str]:
+    """The first few: a whole language model in a head's place has hundreds."""
+    more = len(faults) - MOST_NAMED
+    return faults if more <= 0 else [*faults[:MOST_NAMED], f"and {more} more such"]

@@ -64,10 +64,11 @@ def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None
 
 
 def _plain_weight(module: nn.Module) -> nn.Parameter | None:
-    """Of a linear layer whose weight is numbers: quantisers replace either the layer or the kind of its weight."""
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+    """Of a linear layer that is just that: quantisers change its class, its forward, or its weight in kind or name."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
         return None
-    return module.weight
+    weight = module._parameters.get("weight")
+    return weight if type(weight) is nn.Parameter else None
 
 
 def _can_pack(device: str, dtype: torch.dtype) -> bool:

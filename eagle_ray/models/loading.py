@@ -51,7 +51,7 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
         raise EngineError(f"the target in {path} cannot be loaded: {in_one_line(error)}") from error
     _check_complete(path, found)
     model = model if quantisation_of(config) is not None else model.to(device)
-    return model.eval().requires_grad_(False)
+    return _finished(model.eval().requires_grad_(False))
 
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -76,6 +76,12 @@ def _check_quantiser(config: PretrainedConfig) -> None:
     if said is None:
         return
     method = said.get("quant_method")
+    if said.get("load_in_8bit") and said.get("llm_int8_threshold", 6.0):
+        raise EngineError(
+            "the target is quantised (bitsandbytes, 8 bits) with an llm_int8_threshold: which columns it keeps in 16 "
+            "bits depends on all rows of a pass, so that a row's tokens would depend on its company; take a checkpoint "
+            "of 4 bits, or set llm_int8_threshold to 0.0 in its config.json"
+        )
     try:
         quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(said), pre_quantized=True)
         quantiser.validate_environment(device_map=None)
@@ -92,6 +98,14 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+@torch.no_grad()
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    """After a token: some quantisers make their layers at the first call of the whole model, which is never ours."""
+    if model._forward_pre_hooks:
+        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    return model
 
 
 def _check_complete(path: Path, found: dict[str, Any]) -> None:

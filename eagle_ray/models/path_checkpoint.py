@@ -10,23 +10,22 @@ The file is a .pt (read as weights only) or a .safetensors. What is missing, une
 from __future__ import annotations
 
 import json
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError
+from eagle_ray.models.checkpoint import UNREADABLE
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
 IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which was saved along
-UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
 
 
 def load_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:

@@ -1,12 +1,13 @@
 """Blend: from what several drafters say of a child to how often the target picks it.
 
-The surest of them is believed, more or less so by who else offers the child and who does not:
+A drafter that is alone with a child is taken at its word; those that offer it together are weighed against each other:
 
-    P = sigmoid(a * max over drafters of logit(p) + sum of b over the drafters that lack the child + c)
+    P = sigmoid(sum over who offers it of a * logit(p) + sum over who lacks it of b + c)
 
-on conditional probabilities, with weights for each level and kind of row that are fitted to the target's picks; it
-begins as the maximum itself. At most 1, so values never rise along a path. Like Calibration it learns from every
-offered child of a node that was reached, verified or not. Does not know trees or drafters.
+on conditional probabilities, with weights for each level and kind of row that are fitted to the target's picks, those
+of drafters alone and in company apart; it begins as the mean of the logits. At most 1, so values never rise along a
+path. Like Calibration it learns from every offered child of a node that was reached, verified or not. Does not know
+trees or drafters.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ class Blend:
     """For the children that A drafters offer on up to `levels` levels."""
 
     def __init__(self, levels: int, num_drafters: int, device: torch.device | str = "cpu"):
-        others = num_drafters + 1
+        alone, together, lacks = [1.0] * num_drafters, [1 / num_drafters] * num_drafters, [0.0] * num_drafters
+        slopes, offsets = 2 * num_drafters, num_drafters + 1
         self.fit = OnlineFit(
-            [1.0] + [0.0] * others,
-            [0.1] + [-12.0] * others,
-            [6.0] + [12.0] * others,
+            [*alone, *together, *lacks, 0.0],
+            [*[0.0] * slopes, *[-12.0] * offsets],
+            [*[6.0] * slopes, *[12.0] * offsets],
             levels=levels,
             sets=KINDS,
             precision=10.0,
@@ -67,6 +69,9 @@ class Blend:
 
 
 def _features(said: Float[Tensor, "B N A"]) -> Float[Tensor, "B N P"]:
-    """The surest drafter's logit; for each drafter whether it lacks the child; 1."""
-    surest = logit(said.amax(-1, keepdim=True))
-    return torch.cat([surest, (said == -torch.inf).float(), torch.ones_like(surest)], -1)
+    """The logits of drafters that are alone, of those in company; for each drafter whether it lacks the child; 1."""
+    offers = said > -torch.inf
+    logits = torch.where(offers, logit(said), 0.0)
+    alone = offers.sum(-1, keepdim=True) == 1
+    one = torch.ones_like(logits[..., :1])
+    return torch.cat([logits * alone, logits * ~alone, (~offers).float(), one], -1)

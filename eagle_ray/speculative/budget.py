@@ -55,31 +55,29 @@ def static(paths: Iterable[tuple[int, ...]]) -> Policy:
 
     Paths are closed under prefixes here, whatever was listed. A path that the candidates lack is left out.
     """
-    wanted = {path[:end] for path in paths for end in range(1, len(path) + 1)}
-    longest = max((len(path) for path in wanted), default=0)
-    base = 2 + max((max(path) for path in wanted), default=0)
-    named = [0, *(_code(path, base) for path in wanted)]  # 0 is the root's
+    wanted = sorted({path[:end] for path in paths for end in range(len(path) + 1)} | {()})
+    longest, width = max(map(len, wanted)), 1 + max((max(path) for path in wanted if path), default=-1)
+    steps = _steps(wanted, width)
 
     def keep(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
-        sibling_ranks, parents = _sibling_ranks(tree), tree.parents.clamp(min=0)
-        codes = torch.zeros_like(tree.tokens)
+        table, parents = steps.to(tree.tokens.device), tree.parents.clamp(min=0)
+        rank, at = _sibling_ranks(tree).clamp(max=width), torch.zeros_like(tree.tokens)
         for _ in range(longest):
-            above = codes.gather(1, parents)
-            nameless = (above < 0) | (sibling_ranks >= base - 1)
-            codes = torch.where(nameless, -1, above * base + sibling_ranks + 1)
-            codes[:, 0] = 0
-        known = torch.isin(codes, torch.tensor(named, device=codes.device))
-        return known & (tree.depths <= longest) & tree.valid
+            at = table[at.gather(1, parents), rank]
+            at[:, 0] = 0
+        return (at < len(wanted)) & (tree.depths <= longest) & tree.valid
 
     return keep
 
 
-def _code(path: tuple[int, ...], base: int) -> int:
-    """A path as one number, its ranks as digits from 1."""
-    code = 0
-    for rank in path:
-        code = code * base + rank + 1
-    return code
+def _steps(paths: list[tuple[int, ...]], width: int) -> Int[Tensor, "P1 W1"]:
+    """From a path and a rank to the path that is one step longer, all by their places; len(paths) is nowhere."""
+    places = {path: place for place, path in enumerate(paths)}
+    steps = torch.full((len(paths) + 1, width + 1), len(paths))
+    for path, place in places.items():
+        if path:
+            steps[places[path[:-1]], path[-1]] = place
+    return steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
     said = [_spread(tree, _given_parents(tree), at, order) for tree, at in zip(trees, own, strict=True)]
     kept = kept.gather(1, order)
 
-    def placed(columns: list[Tensor], padding: float) -> Tensor:
+    def placed(columns: list[Tensor], padding: int | float) -> Tensor:
         return torch.where(kept, torch.cat(columns, 1).gather(1, order), padding)
 
     merged = DraftTree(

@@ -65,7 +65,7 @@ class DraftTree:
         """These M trees as trees members[m] of a batch of B, whose other trees are their roots alone."""
         batch = DraftTree.of_roots(roots)
 
-        def place(own: Tensor, alone: Tensor, padding: float) -> Tensor:
+        def place(own: Tensor, alone: Tensor, padding: int | float) -> Tensor:
             rows = own.new_full((len(roots), self.num_nodes), padding)
             rows[:, 0] = alone[:, 0]
             return rows.index_copy(0, members, own)

@@ -3,8 +3,10 @@
 import pytest
 
 from eagle_ray.benchmark.evaluation import Question, figures, rounds
+from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare
 from eagle_ray.benchmark.intervals import difference_interval
+from eagle_ray.benchmark.stretch import drained
 from eagle_ray.benchmark.ways import default_names, ways_of
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.engine.reference import decode_plainly
@@ -28,9 +30,12 @@ def same(answers, plain):
 def turns():
     model, eagle = llama(), head()
     ways = {"plain": SpeculativeConfig(method="none"), "eagle2": TREE}
-    engines = {name: build_engine(model, eagle, way, 2, max_model_len=64) for name, way in ways.items()}
     questions = [question(task, i) for i, task in enumerate(["a", "b", "a", "a"])]
-    return list(rounds(engines, questions, [0.0, 1.0]))
+    found = []
+    for temperature in (0.0, 1.0):
+        engines = {name: build_engine(model, eagle, way, 2, max_model_len=64) for name, way in ways.items()}
+        found += rounds(engines, questions, temperature)
+    return found
 
 
 def test_every_method_answers_every_question_once_at_every_temperature(turns):
@@ -41,6 +46,17 @@ def test_every_method_answers_every_question_once_at_every_temperature(turns):
         assert all(s.sampling.temperature == turn.temperature for s in turn.answers["eagle2"])
         assert same(turn.answers["eagle2"], turn.answers["plain"]).num_equal == len(asked[0])
     assert [s.request_id for turn in turns[:3] for s in turn.answers["plain"]] == ["a-0", "a-2", "a-3", "b-1"]
+
+
+def test_no_drafter_remembers_the_answers_of_the_warm_up():
+    model = llama()
+    ways = {"plain": SpeculativeConfig(method="none"), "suffix": SpeculativeConfig(method="suffix", budget="uniform")}
+    engines = {name: build_engine(model, None, way, 1, max_model_len=64) for name, way in ways.items()}
+    [turn] = rounds(engines, [question("a", 0)], 0.0)
+    again = question("a", 0).at(0.0)
+    drained(engines["suffix"], [again], ForwardMeter())
+    assert len(again.output_ids) == len(turn.answers["suffix"][0].output_ids) == 10
+    assert turn.answers["suffix"][0].stats.num_steps > again.stats.num_steps  # by now it has seen the answer
 
 
 def test_no_round_finds_its_prompts_in_the_cache(turns):

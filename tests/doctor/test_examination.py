@@ -27,15 +27,22 @@ def examined(capsys, *flags: str) -> tuple[int, dict[str, dict]]:
     return code, {finding["part"]: finding for finding in json.loads(capsys.readouterr().out)}
 
 
-@pytest.mark.parametrize("method, slots, kv_tokens", [("eagle2", 3, None), ("eagle2", 4, 700), ("none", 2, None)])
-def test_the_footprint_is_what_the_engine_takes(method, slots, kv_tokens):
+@pytest.mark.parametrize(
+    "method, part, slots, kv_tokens",
+    [
+        ("eagle2", "draft", 3, None),
+        ("eagle2", "draft", 4, 700),
+        ("draft_model", "target", 2, None),
+        ("none", None, 2, None),
+    ],
+)
+def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     settings = {"speculative.method": method, "speculative.budget": "uniform", "execution.slots": slots}
+    settings["model.draft"] = part and str(resolve("embedded:tiny", part))
     config = job(**settings, **{"execution.kv_tokens": kv_tokens, "model.max_model_len": 256})
-    target, draft = (resolve("embedded:tiny", part) for part in ("target", "draft"))
-    drafts = method != "none"
-    found = Footprint.of(
-        config, target, draft if drafts else None, target_config(target), "cpu", torch.float32, max_model_len=256
-    )
+    target, drafts = resolve("embedded:tiny", "target"), part is not None
+    draft = resolve("embedded:tiny", part) if drafts else None
+    found = Footprint.of(config, target, draft, target_config(target), "cpu", torch.float32, max_model_len=256)
     pair = build_pair(config.model, config.speculative, slots, kv_tokens)
     engine = pair.engine
     caches = [engine.target.cache] + ([engine.drafter.cache] if drafts else [])

@@ -31,7 +31,7 @@ def golden_engine(pair: str, num_slots: int) -> Engine:
     return Engine(target, drafter, UniformPlanner(MAX_NODES, MAX_DEPTH, TOP_K), 256, MAX_DEPTH)
 
 
-@pytest.mark.parametrize(("pair", "num_slots"), [("pair_fit", 1), ("pair_fit", 4), ("pair_fit", 6), ("pair_e3", 4)])
+@pytest.mark.parametrize(("pair", "num_slots"), [("pair_fit", 1), ("pair_fit", 4), ("pair_fit", 6), ("pair_e3", 6)])
 def test_outputs_and_accepted_lengths_are_the_references(pair, num_slots):
     prompts = TRACES[pair]["prompts"]
     params = [SamplingParams(max_tokens=len(p["output_ids"]) + 1) for p in prompts]

@@ -7,9 +7,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.drafting.recycling import RecyclingDrafter
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.static_planner import StaticPlanner
+from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.static_tree import MC_SIM_7B_63
 from tests.engine.test_global_planner import world
 from tests.toy import llama_engine
 
@@ -62,6 +66,18 @@ def watched_step(engine) -> tuple[list[str], list[str]]:
 
 def test_a_speculative_step_copies_once():
     assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["tolist"])
+
+
+def test_a_step_of_a_static_tree_copies_once():
+    engine = llama_engine(3, 25, 5, 4)
+    engine.planner = StaticPlanner(MC_SIM_7B_63)
+    assert watched_step(engine) == ([], ["tolist"])
+
+
+def test_recycling_what_the_target_said_asks_for_nothing_more():
+    engine = llama_engine(3, 12, 4, 4)
+    engine.drafter = RecyclingDrafter(engine.target.vocab_size, 4, calibration=Calibration(4))
+    assert watched_step(engine) == ([], ["tolist"])
 
 
 def test_a_plain_step_copies_once():

@@ -24,6 +24,7 @@ from tests.toy import LLAMA, head, llama, run
 
 METHODS = ["eagle1", "sequoia", "draft_model", "medusa", "hydra"]
 DYNAMIC = METHODS[2:]  # whose trees any plan may shape
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in METHODS[:2]]
 TREE = dict(max_nodes=20, max_depth=4, top_k=4, budget="uniform")
 
 
@@ -73,7 +74,7 @@ def alike() -> Oracle:
     return oracle_of(prompts, [replace(p, ignore_eos=True) for p in some_params(3, max_tokens=14)])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*SLOW, *DYNAMIC])
 @pytest.mark.parametrize("num_slots", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_every_method_equals_plain_decoding(oracle, method, num_slots):
     check_lossless(engine_for(method, num_slots), oracle)
@@ -156,7 +157,7 @@ def test_sequoia_learns_a_tree_of_its_own():
     """A head that is no good at random text: what it measured is not what it began with."""
     engine = engine_for("sequoia", 4, max_nodes=12)
     before = engine.planner.tree
-    run(engine, some_prompts(8), some_params(8, max_tokens=16))
+    run(engine, some_prompts(4), [SamplingParams(max_tokens=14, ignore_eos=True)] * 4)
     assert len(before.paths) == len(engine.planner.tree.paths) == 12
     assert engine.planner.tree != before
 

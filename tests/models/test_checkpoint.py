@@ -10,7 +10,7 @@ from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import blank_head, load_head, read_shapes, save_head
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 from tests.published import E3, LAYOUTS, LLAMA3_ROPE, RAW, eagle3_tensors, eagle_tensors, maps, target_config, write
-from tests.toy import head
+from tests.toy import head, llama
 
 TARGET = target_config()
 HEADS = {"EAGLE-2": (RAW, eagle_tensors), "EAGLE-3": (E3, eagle3_tensors)}
@@ -262,11 +262,8 @@ def test_a_number_that_the_config_lacks_is_named(tmp_path, key):
 
 
 def test_numbers_and_names_that_make_no_head_are_said(tmp_path):
-    assert refused(write(tmp_path, eagle_tensors(), RAW | {"vocab_size": "97"})).endswith(
-        "gives no number as vocab_size"
-    )
-    gulping = write(tmp_path, eagle_tensors(), RAW | {"hidden_act": "gulp"})
-    assert "its hidden_act is 'gulp'" in refused(gulping)
+    for wrong, says in (({"vocab_size": "97"}, "gives no number as vocab_size"), ({"hidden_act": "gulp"}, "'gulp'")):
+        assert says in refused(write(tmp_path, eagle_tensors(), RAW | wrong))
 
 
 @pytest.mark.parametrize(
@@ -297,6 +294,19 @@ def test_pickles_may_hold_weights_only(tmp_path, zipped, capsys):
         with pytest.raises(EngineError, match=r"(?is)cannot be read: .*weights.only"):
             read(tmp_path, TARGET)
     assert "ran code" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("held", [[torch.zeros(2)], {"epoch": 3}, {"model": {"fc.weight": torch.zeros(2)}}])
+def test_pickles_hold_named_tensors_and_nothing_else(tmp_path, held):
+    write(tmp_path, eagle_tensors(), RAW, "bin")
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    assert refused(tmp_path).endswith("pytorch_model.bin holds something else than named tensors")
+
+
+def test_a_language_model_in_a_heads_place_is_refused_in_a_few_names(tmp_path):
+    said = refused(write(tmp_path, dict(llama().state_dict()), RAW))
+    assert "missing fc.bias; missing fc.weight; missing layers.0.mlp" in said and "and 2 more such" in said
+    assert "unexpected lm_head.weight; unexpected model.embed_tokens.weight" in said and len(said) < 1500
 
 
 class Surprise:

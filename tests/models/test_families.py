@@ -16,6 +16,7 @@ from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.placement import spread
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.tree import DraftTree
+from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.models.families import (
     CHUNKS,
     FAMILIES,
@@ -52,6 +53,18 @@ def test_a_row_does_not_depend_on_which_experts_its_company_needs(name):
     together = _verify(target, roots, BatchSlots.of(SLOTS, lengths))
     alone = [_verify(target, roots[[b]], BatchSlots.of([SLOTS[b]], [lengths[b]])) for b in range(3)]
     torch.testing.assert_close(together, torch.cat(alone), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@torch.inference_mode()
+def test_experts_are_chosen_without_a_look_at_the_device(name):
+    """Otherwise every layer of a mixture would wait for the GPU."""
+    target = target_of(random_model(FAMILIES[name]))
+    prefill(target, None)
+    batch = BatchSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
+    with WatchOperations() as operations, WatchCopies() as copies:
+        _verify(target, torch.tensor([5, 6, 7]), batch)
+    assert operations.seen == [] and copies.seen == []
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma2", "gpt_oss"])

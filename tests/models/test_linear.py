@@ -67,6 +67,15 @@ def test_what_is_small_or_of_another_kind_stays():
     assert [type(module) for module in model] == kinds
 
 
+def test_what_a_quantiser_has_changed_stays():
+    renamed, wrapped = nn.Linear(512, 512), nn.Linear(512, 512)
+    renamed.weight_packed = renamed._parameters.pop("weight")
+    wrapped.forward = lambda inputs: inputs
+    model = nn.Sequential(renamed, wrapped)
+    pack_linears(model)
+    assert [*model] == [renamed, wrapped]
+
+
 def test_without_the_operators_everything_stays(monkeypatch):
     def missing(*_):
         raise RuntimeError("no such operator")

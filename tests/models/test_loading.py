@@ -87,6 +87,13 @@ def test_a_quantiser_whose_library_is_missing_is_refused_with_what_to_install(di
         load(directory)
 
 
+@pytest.mark.parametrize("said", [{}, {"llm_int8_threshold": 6.0}])
+def test_layers_whose_rows_depend_on_their_company_are_refused(directory, said):
+    declare(directory, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True, **said})
+    with pytest.raises(EngineError, match=r"set llm_int8_threshold to 0\.0"):
+        load_config(directory)
+
+
 def test_eos_ids_come_from_the_generation_config_first():
     model = llama()
     model.generation_config.eos_token_id = [4, 5]

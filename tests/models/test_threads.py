@@ -1,23 +1,21 @@
 """No more threads than a model is worth."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
 
-from eagle_ray.models.threads import settle_threads
+from eagle_ray.models import threads
 
 
 class Timed(nn.Module):
-    """Takes as long as the number of threads says."""
+    """Takes as long as the number of threads says, by a clock of its own."""
 
     def __init__(self, seconds: dict[int, float]):
         super().__init__()
-        self.base_model, self._seconds = self, seconds
+        self.base_model, self._seconds, self.now = self, seconds, 0.0
 
     def forward(self, input_ids, use_cache):
-        time.sleep(self._seconds[torch.get_num_threads()])
+        self.now += self._seconds[torch.get_num_threads()]
 
 
 @pytest.fixture
@@ -36,5 +34,7 @@ def eight_threads():
         ({8: 0.009, 4: 0.009, 2: 0.009, 1: 0.009}, 1),  # none helps
     ],
 )
-def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, seconds, wanted):
-    assert settle_threads(Timed(seconds), 16) == wanted == torch.get_num_threads()
+def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, monkeypatch, seconds, wanted):
+    model = Timed(seconds)
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: model.now)
+    assert threads.settle_threads(model, 16) == wanted == torch.get_num_threads()

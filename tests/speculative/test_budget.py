@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.speculative.budget import Budget, Candidates, global_, static, uniform
+from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.tree import DraftTree
 from tests.speculative.test_tree import check_laws, grown, shapes
 
@@ -86,3 +87,16 @@ def test_trees_spread_over_a_batch_leave_the_others_alone():
     assert spread.valid.sum(1).tolist() == [1, tree.num_nodes, 1, tree.num_nodes]
     assert spread.tokens[0, 0] == 90 and spread.tokens[2, 0] == 92
     assert spread.tokens[1].tolist() == tree.tokens[0].tolist()
+
+
+def test_static_paths_may_be_long_and_wide():
+    """More of them than a number of 64 bits could tell apart by its digits."""
+    deep = (0,) * 30
+    builder = TreeBuilder(torch.tensor([1]), width=1)
+    for _ in deep:
+        builder.grow(torch.zeros(1, 1, 1), torch.ones(1, 1, 1, dtype=torch.int64))
+        builder.frontier()
+    tree = builder.build()
+    assert static([deep, (99,)])(tree, Budget(100, 100)).all()
+    assert static([deep[:7], (99,)])(tree, Budget(100, 100)).sum() == 8
+    assert static([])(tree, Budget(100, 100)).sum() == 1

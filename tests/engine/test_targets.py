@@ -1,0 +1,37 @@
+"""The engine over targets of other families: outputs are transformers' own, token for token, drafts and all."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.engine.reference import decode_plainly
+from eagle_ray.models.target import Target
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
+from tests.engine.test_lossless import differing, some_params, some_prompts
+from tests.models.families import FAMILIES, plain_copy, random_model
+from tests.toy import head, run
+
+TREE = (12, 4, 4)
+OFTEN = ("gemma2", "gpt_oss", "mixtral")  # soft-caps and windows, sinks, experts; the rest with the slow tests
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
+def test_every_family_equals_plain_decoding(name):
+    """Four slots and too few blocks for them, so that some are put back; half of the prompts begin alike."""
+    model = random_model(FAMILIES[name])
+    plain = plain_copy(model)
+    target = Target(model, 4, 128 + tree_columns(*TREE), kv_tokens=288)
+    drafter = EagleDrafter(head(), target, calibration=Calibration(TREE[1]), coupling=Coupling(TREE[1]))
+    engine = Engine(target, drafter, UniformPlanner(*TREE), 128, TREE[1], prefill_tokens=24)
+    begin = list(range(3, 39))
+    prompts = [begin + ids if i % 2 else ids for i, ids in enumerate(some_prompts(10))]
+    params = some_params(10, max_tokens=14)
+    sequences = run(engine, prompts, params)
+    own = [decode_plainly(plain, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
+    assert differing([s.output_ids for s in sequences], own) == []
+    assert sum(s.output_ids == o.ids for s, o in zip(sequences, own, strict=True)) >= 9
+    assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0
