@@ -1,4 +1,4 @@
-"""The command line: eagle-ray demo | run | validate | submit | status | report | compare | export | bench | doctor.
+"""The command line: demo | run | validate | submit | status | report | compare | export | serve | bench | doctor.
 
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
@@ -20,11 +20,11 @@ import sys
 from collections.abc import Sequence
 
 from eagle_ray import __version__
-from eagle_ray.config import ConfigError, JobConfig, load_config
+from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.stops import JobStopped
 
-COMMANDS = "demo | run | validate | submit | status | report | compare | export | bench | doctor"
+COMMANDS = "demo | run | validate | submit | status | report | compare | export | serve | bench | doctor"
 METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
 
 
@@ -110,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("-o", "--output", metavar="FILE", help="where to (stdout)")
     export.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
     export.set_defaults(command=_export)
+
+    serve = commands.add_parser("serve", help="answer HTTP requests in OpenAI's protocol, until interrupted")
+    serve.add_argument("-c", "--config", metavar="FILE", help="a YAML file such as configs/serve_demo.yaml")
+    serve.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
+    serve.add_argument("--host", help="serving.host (127.0.0.1)")
+    serve.add_argument("--port", type=_positive, help="serving.port (8000)")
+    serve.set_defaults(command=_serve)
 
     bench = commands.add_parser("bench", help="measure this machine")
     benches = bench.add_subparsers(required=True, metavar="cost")
@@ -282,6 +289,15 @@ def _export(args: argparse.Namespace) -> int:
     if said := export(run_at(args.run), args.to, args.output, args.partial):
         print(said)
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    flags = {"serving.host": args.host, "serving.port": args.port}
+    given = {key: value for key, value in flags.items() if value is not None}
+    config = load_serve_config(args.config, sets=args.sets, overrides=given)
+    from eagle_ray.endpoint import run_endpoint
+
+    return run_endpoint(config)
 
 
 def _config_of_pair(args: argparse.Namespace) -> JobConfig:

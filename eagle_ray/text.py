@@ -48,9 +48,14 @@ class Text:
             raise EngineError(f"the tokenizer in {directory} cannot be read: {in_one_line(error)}") from error
         return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory))
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Raw text, with the special tokens that the tokenizer itself adds."""
-        return self._tokenizer.encode(prompt, verbose=False)
+        return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+
+    def described(self) -> dict[str, Any]:
+        """The tokenizer's class, its special tokens by role and the chat template in force, as JSON."""
+        special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
+        return {"tokenizer_class": type(self._tokenizer).__name__, **special, "chat_template": self._chat_template}
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """A conversation, ready for the answer: what the template writes and nothing more. Raises RequestError."""
@@ -92,6 +97,10 @@ class Text:
     def stop_check(self, stops: Sequence[str]) -> StopCheck | None:
         """A fresh check for one output; None where there is nothing to look for."""
         return StopCheck(self, stops) if stops else None
+
+    def growing(self, stops: Sequence[str]) -> GrowingText:
+        """A fresh reader of one output that is still being made."""
+        return GrowingText(self, stops)
 
     def text_of(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """An output's text without EOS, and without the stop string that ended it and what follows."""
@@ -136,6 +145,47 @@ class StopCheck:
             self._window, self._read = self._read, end
             self._tail = text[-max(map(len, self._stops)) :]
         return False
+
+
+class GrowingText:
+    """One output's text piece by piece: what was told is always a prefix of `text_of` of the whole output.
+
+    No piece splits a character, and what may turn out to be the beginning of a stop string is held back.
+    """
+
+    def __init__(self, text: Text, stops: Sequence[str]):
+        self._text, self._stops = text, stops
+        self._ids: list[int] = []
+        self._window = 0  # as in StopCheck
+        self._read = 0
+        self._held = ""
+        self._told = ""
+
+    def grow(self, ids: Sequence[int]) -> str:
+        """What can be told after these further ids, which do not end the output."""
+        self._ids += ids
+        old = self._text.decode(self._ids[self._window : self._read])
+        new = self._text.decode(self._ids[self._window :])
+        if new.endswith(HALF_A_CHARACTER) or len(new) <= len(old):
+            return ""
+        self._window, self._read = self._read, len(self._ids)
+        known = self._held + new[len(old) :]
+        num_safe = len(known) - _num_begun(known, self._stops)
+        self._held = known[num_safe:]
+        self._told += known[:num_safe]
+        return known[:num_safe]
+
+    def end(self, output_ids: Sequence[int]) -> str:
+        """The rest, once all ids of the output are known."""
+        whole = self._text.text_of(output_ids, self._stops)
+        return whole[len(self._told) :]
+
+
+def _num_begun(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of the text are the beginning of a stop string, at most."""
+    longest = max(map(len, stops), default=1) - 1
+    ends = range(min(longest, len(text)), 0, -1)
+    return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in stops)), 0)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:

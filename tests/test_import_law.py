@@ -29,6 +29,7 @@ LEVEL = {
     "job": 8,
     "validate": 8,
     "demo": 9,
+    "endpoint": 9,
     "review": 9,
     "doctor": 10,
     "evaluate": 10,
@@ -36,7 +37,7 @@ LEVEL = {
     "cli": 11,
 }
 HEAVY = {
-    "ray": {"data", "serve", "training", "job", "demo", "doctor", "cli"},
+    "ray": {"data", "serve", "training", "job", "demo", "endpoint", "doctor", "cli"},
     "transformers": {"models", "text", "methods", "doctor"},
     "torch": {
         "speculative",

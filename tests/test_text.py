@@ -272,3 +272,25 @@ def test_the_config_names_the_eos_where_the_generation_config_does_not(tmp_path)
     (target / "config.json").write_text('{"eos_token_id": 7}')
     text = Text.load(target)
     assert text.text_of([*ids_of(text, "cat"), 7], []) == "cat"
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, data):
+    emoji = ids_of(text, "😀é日")
+    ids = data.draw(st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(emoji), min_size=1, max_size=30))
+    spelled = text.decode(ids)
+    starts = data.draw(st.lists(st.integers(0, max(0, len(spelled) - 1)), max_size=2))
+    stops = [stop for at in starts if (stop := spelled[at : at + data.draw(st.integers(1, 5))].strip(HALF_A_CHARACTER))]
+    output = ids[: kept(text, ids, stops)] if stops else ids
+    whole, growing, told, per_step = text.text_of(output, stops), text.growing(stops), "", data.draw(st.integers(1, 6))
+    for start in range(0, len(output) - per_step, per_step):
+        told += growing.grow(output[start : start + per_step])
+        assert whole.startswith(told)
+    assert told + growing.end(output) == whole
+
+
+def test_a_growing_text_holds_back_no_more_than_it_must(text):
+    growing = text.growing(["END", "ENOUGH"])
+    assert [growing.grow(ids_of(text, part)) for part in ("a E", "N", "T", "EN")] == ["a ", "", "ENT", ""]
+    assert growing.end(ids_of(text, "a ENTEN")) == "EN"

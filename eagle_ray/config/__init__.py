@@ -1,4 +1,4 @@
-"""The configuration of a job: what its keys mean (``job``) and how they are put together (``load``, ``models``)."""
+"""The configuration of a job and of an endpoint: what keys mean (``job``, ``serve``), how they are put together."""
 
 from eagle_ray.config.job import (
     ColumnsConfig,
@@ -16,7 +16,8 @@ from eagle_ray.config.job import (
     check_row_sampling,
     config_hash,
 )
-from eagle_ray.config.load import load_config
+from eagle_ray.config.load import load_config, load_serve_config
+from eagle_ray.config.serve import ServeConfig, ServingConfig
 
 __all__ = [
     "ColumnsConfig",
@@ -29,9 +30,12 @@ __all__ = [
     "OutputConfig",
     "ReportConfig",
     "SamplingConfig",
+    "ServeConfig",
+    "ServingConfig",
     "SpeculativeConfig",
     "changed_keys",
     "check_row_sampling",
     "config_hash",
     "load_config",
+    "load_serve_config",
 ]

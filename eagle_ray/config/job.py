@@ -157,6 +157,9 @@ def _gpus(number: float) -> float:
     return number
 
 
+Gpus = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)]
+
+
 class ExecutionConfig(Section):
     """Where and how wide the job runs; none of it changes what is generated.
 
@@ -169,7 +172,7 @@ class ExecutionConfig(Section):
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
         default="auto", description="auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B"
     )
-    gpus_per_actor: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)] = Field(
+    gpus_per_actor: Literal["auto"] | Gpus = Field(
         default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
     )
     slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")

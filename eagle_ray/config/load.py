@@ -1,4 +1,4 @@
-"""load_config: from a file, the environment and the command line to one JobConfig.
+"""load_config: from a file, the environment and the command line to one JobConfig, or ServeConfig.
 
 Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value remembers where
 it came from, so that a wrong one is refused with its key, its value, its origin and what is allowed.
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -21,7 +21,9 @@ from pydantic_core import ErrorDetails
 
 from eagle_ray.config.job import ConfigError, JobConfig
 from eagle_ray.config.models import check_models, with_local_paths
+from eagle_ray.config.serve import ServeConfig
 
+Root = TypeVar("Root", JobConfig, ServeConfig)
 ENV_PREFIX = "EAGLE_RAY__"
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
@@ -51,17 +53,42 @@ def load_config(
 
     path: a YAML file, or None for none. sets: ``a.b=c`` with c in YAML. overrides: dotted key -> value of a named flag.
     """
-    flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, "the command line")]
-    settings = [*(_from_file(Path(path)) if path is not None else ()), *_from_env(env), *_from_sets(sets), *flags]
-    try:
-        config = JobConfig.model_validate(_nest(settings))
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, settings))) from None
+    settings = _settings(path, sets, env, overrides)
+    config = _validated(JobConfig, settings)
     _refuse_unbuilt(config, settings)
     config = with_local_paths(config)
+    output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
+    config = config.model_copy(update={"output": output})
     check_models(config)
     _check_report(config)
     return config
+
+
+def load_serve_config(
+    path: str | os.PathLike | None,
+    sets: Iterable[str] = (),
+    env: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+) -> ServeConfig:
+    """The same for an endpoint."""
+    config = with_local_paths(_validated(ServeConfig, _settings(path, sets, env, overrides)))
+    check_models(config)
+    return config
+
+
+def _settings(
+    path: str | os.PathLike | None, sets: Iterable[str], env: Mapping[str, str], overrides: Mapping[str, Any] | None
+) -> list[Setting]:
+    """Later ones win."""
+    flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, "the command line")]
+    return [*(_from_file(Path(path)) if path is not None else ()), *_from_env(env), *_from_sets(sets), *flags]
+
+
+def _validated(root: type[Root], settings: list[Setting]) -> Root:
+    try:
+        return root.model_validate(_nest(root, settings))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(root, error, settings))) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -130,12 +157,13 @@ def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
         yield Setting(key, value, origin)
 
 
-def _nest(settings: Iterable[Setting]) -> dict[str, Any]:
+def _nest(root: type[BaseModel], settings: Iterable[Setting]) -> dict[str, Any]:
     """Later settings win. An empty section of a YAML file (``sampling:``) leaves its defaults."""
-    tree: dict[str, Any] = {"input": {}, "output": {}}  # so that their missing keys are named
+    required = [name for name, field in root.model_fields.items() if field.is_required()]
+    tree: dict[str, Any] = {section: {} for section in required}  # so that their missing keys are named
     for setting in settings:
         *sections, name = setting.key.split(".")
-        if setting.value is None and _model_at(setting.key) is not None:
+        if setting.value is None and _model_at(root, setting.key) is not None:
             continue
         here = tree
         for section in sections:
@@ -146,9 +174,9 @@ def _nest(settings: Iterable[Setting]) -> dict[str, Any]:
     return tree
 
 
-def _model_at(key: str) -> type[BaseModel] | None:
+def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
     """The section that a dotted key names, if it names one; "" is the whole."""
-    model: type[BaseModel] = JobConfig
+    model = root
     for part in key.split(".") if key else ():
         field = model.model_fields.get(part)
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
@@ -157,20 +185,21 @@ def _model_at(key: str) -> type[BaseModel] | None:
     return model
 
 
-def _explain(error: ValidationError, settings: list[Setting]) -> list[str]:
+def _explain(root: type[BaseModel], error: ValidationError, settings: list[Setting]) -> list[str]:
     """One line per wrong key, in the schema's order, however many ways a value failed."""
     lines: dict[str, str] = {}
     for detail in error.errors():
-        key, unknown = _key_of(detail)
-        lines.setdefault(key, _unknown_key(key, settings) if unknown else _wrong_value(key, detail, settings))
+        key, unknown = _key_of(root, detail)
+        line = _unknown_key(root, key, settings) if unknown else _wrong_value(root, key, detail, settings)
+        lines.setdefault(key, line)
     return list(lines.values())
 
 
-def _key_of(detail: ErrorDetails) -> tuple[str, bool]:
+def _key_of(root: type[BaseModel], detail: ErrorDetails) -> tuple[str, bool]:
     """The configured key an error is about, and whether there is no such key."""
     key = ""
     for part in map(str, detail["loc"]):
-        model = _model_at(key)
+        model = _model_at(root, key)
         if model is None:
             return key, False
         key = f"{key}.{part}" if key else part
@@ -179,18 +208,18 @@ def _key_of(detail: ErrorDetails) -> tuple[str, bool]:
     return key, False
 
 
-def _unknown_key(key: str, settings: list[Setting]) -> str:
+def _unknown_key(root: type[BaseModel], key: str, settings: list[Setting]) -> str:
     section, _, name = key.rpartition(".")
-    here = _model_at(section) or JobConfig
+    here = _model_at(root, section) or root
     siblings = {field: f"{section}.{field}" if section else field for field in here.model_fields}
     near = [siblings[field] for field in difflib.get_close_matches(name, siblings, 1)]
-    near = near or [other for other in _all_keys() if other.rpartition(".")[2] == name][:1]
+    near = near or [other for other in _all_keys(root) if other.rpartition(".")[2] == name][:1]
     hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(siblings.values())}"
     return f"{key}: unknown key{_origin(key, settings)}; {hint}"
 
 
-def _wrong_value(key: str, detail: ErrorDetails, settings: list[Setting]) -> str:
-    allowed = _allowed(key)
+def _wrong_value(root: type[BaseModel], key: str, detail: ErrorDetails, settings: list[Setting]) -> str:
+    allowed = _allowed(root, key)
     if detail["type"] == "missing":
         return f"{key}: missing; it must be {allowed}"
     given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]
@@ -198,9 +227,9 @@ def _wrong_value(key: str, detail: ErrorDetails, settings: list[Setting]) -> str
     return f"{key}: must be {allowed}, got {value!r}{_origin(key, settings)}"
 
 
-def _allowed(key: str) -> str:
+def _allowed(root: type[BaseModel], key: str) -> str:
     section, _, name = key.rpartition(".")
-    model = _model_at(section)
+    model = _model_at(root, section)
     description = model.model_fields[name].description if model is not None else None
     return description or "a section with keys of its own"
 
@@ -210,12 +239,12 @@ def _origin(key: str, settings: list[Setting]) -> str:
     return f" (from {origins[-1]})" if origins else ""
 
 
-def _all_keys(section: str = "") -> Iterator[str]:
-    model = _model_at(section)
+def _all_keys(root: type[BaseModel], section: str = "") -> Iterator[str]:
+    model = _model_at(root, section)
     for name in model.model_fields if model is not None else ():
         key = f"{section}.{name}" if section else name
         yield key
-        yield from _all_keys(key)
+        yield from _all_keys(root, key)
 
 
 def _check_report(config: JobConfig) -> None:

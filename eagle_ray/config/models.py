@@ -12,33 +12,34 @@ import difflib
 import os
 import re
 from pathlib import Path
+from typing import TypeVar
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig
 from eagle_ray.config.methods import DATASTORE, needs
+from eagle_ray.config.serve import ServeConfig
 
 EMBEDDED = "embedded:tiny"
 NO_FILES = ("auto", "none", *NAMES)  # what model.chat_template may be beside a file
+Config = TypeVar("Config", JobConfig, ServeConfig)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def with_local_paths(config: JobConfig) -> JobConfig:
+def with_local_paths(config: Config) -> Config:
     """``~`` expanded, and local model paths made absolute: the actors that open them run in another directory."""
     model = config.model
     names = ("target", "draft") if model.chat_template in NO_FILES else ("target", "draft", "chat_template")
     found = {name: value for name in names if (value := getattr(model, name))}
     expanded = {name: os.path.expanduser(value) for name, value in found.items()}
     absolute = {name: str(Path(path).absolute()) for name, path in expanded.items() if os.path.exists(path)}
-    output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
     speculative = config.speculative
     if speculative.datastore is not None:
         datastore = str(Path(speculative.datastore).expanduser().absolute())
         speculative = speculative.model_copy(update={"datastore": datastore})
-    update = {"model": model.model_copy(update=expanded | absolute), "speculative": speculative, "output": output}
-    return config.model_copy(update=update)
+    return config.model_copy(update={"model": model.model_copy(update=expanded | absolute), "speculative": speculative})
 
 
-def check_models(config: JobConfig) -> None:
+def check_models(config: JobConfig | ServeConfig) -> None:
     """Raises ConfigError for a target, a head or a chat template that cannot be one."""
     model, method = config.model, config.speculative.method
     _check_name("target", model.target)

@@ -3,7 +3,12 @@
     engine = AsyncEngine(engine)
     sequence = await engine.generate(Sequence("a", ids, SamplingParams()))
 
-The loop never runs a step and the thread never touches the loop but to hand it finished sequences.
+or heard while it grows, the first token before any draft is verified:
+
+    async for count in engine.stream(sequence):
+        print(sequence.output_ids[:count])
+
+The loop never runs a step and the thread never touches the loop but to hand it finished sequences and counts.
 Does not know text, rows or Ray.
 """
 
@@ -12,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -72,6 +78,33 @@ class AsyncEngine:
         except asyncio.CancelledError:
             self._inbox.put(sequence)
             raise
+
+    async def stream(self, sequence: Sequence) -> AsyncIterator[int]:
+        """How many output ids there are, whenever some have come; up to then the sequence's lists may be read.
+
+        Raises as generate does. Whoever closes the iterator early frees the slot at the next step; a slow reader
+        delays nobody.
+        """
+        loop, counts = asyncio.get_running_loop(), asyncio.Queue()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(counts.put_nowait, len(sequence.output_ids))
+
+        sequence.listener = tell
+        answer = asyncio.ensure_future(self.generate(sequence))
+        answer.add_done_callback(lambda _: counts.put_nowait(None))
+        try:
+            while (count := await counts.get()) is not None:
+                yield count
+            await answer
+        finally:
+            answer.cancel()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still answers."""
+        return self._error is None
 
     def counters(self) -> EngineCounters:
         """A copy of the engine's counters."""

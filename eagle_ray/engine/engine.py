@@ -18,10 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft, Drafter, Verified
+from eagle_ray.engine.logprobs import record_outputs, tops
 from eagle_ray.engine.planner import Outcome, Planner
 from eagle_ray.engine.prefill import Prefiller
 from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
-from eagle_ray.engine.sequence import Sequence, check_fits
+from eagle_ray.engine.sequence import Ranked, Sequence, check_fits
 from eagle_ray.engine.step_record import StepRecord, step_record
 from eagle_ray.engine.stopwatch import Stopwatch
 from eagle_ray.models.target import Target
@@ -126,8 +127,7 @@ class Engine:
             self.counters.num_reused_tokens += chunk.num_reused
         for first in first_tokens:
             first.sequence.first_token_at = time.monotonic()
-            if first.sequence.sampling.logprobs:
-                first.sequence.output_logprobs.append(first.logprob)
+            record_outputs(first.sequence, [first.logprob], [first.top])
             self._append(first.sequence, [first.token])
         self.counters.prefill_s += time.monotonic() - now
 
@@ -150,7 +150,8 @@ class Engine:
         self.target.commit(batch.at, result)
         self.drafter.extend(batch.at, Verified(tree, rows, logits, features, result))
         logprobs = self._path_logprobs(batch, rows, result, logits)
-        num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs))
+        ranked = self._path_tops(batch, rows, result, logits)
+        num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs), ranked)
         watch.mark()
         sizes = (len(batch), batch.num_cached, len(draft.levels), draft.num_caught_up, len(rows.tokens))
         self._learn(Outcome(plan, *sizes, num_accepted, num_prompt_tokens, watch.read()))
@@ -163,8 +164,21 @@ class Engine:
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         return log_probs_of(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
 
-    def _take(self, batch: Batch, plan: Plan, draft: Draft, record: Int[Tensor, "B X"]) -> int:
-        """The step's only device-to-host copy, and what follows from it for each sequence; drafts accepted in all."""
+    def _path_tops(
+        self, batch: Batch, rows: VerifyRows, result: VerifyResult, logits: Float[Tensor, "R V"]
+    ) -> list[list[Ranked]]:
+        """The likeliest tokens along each path; nothing where nobody asked."""
+        most = max(s.sampling.top_logprobs for s in batch.sequences)
+        if not most:
+            return [[] for _ in batch.sequences]
+        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+        flat, width = tops(logits[path_rows.flatten()], most), path_rows.shape[1]
+        return [flat[i * width : (i + 1) * width] for i in range(len(batch))]
+
+    def _take(
+        self, batch: Batch, plan: Plan, draft: Draft, record: Int[Tensor, "B X"], ranked: list[list[Ranked]]
+    ) -> int:
+        """The step's copy to the host, and what follows from it for each sequence; drafts accepted in all."""
         members = set(range(len(batch)) if plan.members is None else plan.members)
         num_accepted = 0
         for i, (sequence, row) in enumerate(zip(batch.sequences, record.tolist(), strict=True)):
@@ -173,8 +187,7 @@ class Engine:
             sequence.draft_forwards += draft.num_passes if i in members else 0
             step.count(sequence.stats)
             num_accepted += len(step.tokens) - 1
-            if sequence.sampling.logprobs:
-                sequence.output_logprobs += step.logprobs
+            record_outputs(sequence, step.logprobs, ranked[i][: len(step.tokens)])
             self._append(sequence, step.tokens)
         return num_accepted
 

@@ -14,19 +14,21 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.engine.draft_blocks import DraftBlocks
+from eagle_ray.engine.logprobs import record_prompts, tops
 from eagle_ray.engine.scheduler import Chunk
-from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.sequence import Ranked, Sequence
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What follows a prompt. logprob: 0 where nobody asked."""
+    """What follows a prompt. logprob: 0 where nobody asked; top: empty where nobody did."""
 
     sequence: Sequence
     token: int
     logprob: float
+    top: Ranked
 
 
 class Prefiller:
@@ -48,7 +50,7 @@ class Prefiller:
             self._device,
             [c.start for c in chunks],
         )
-        logits, features = self._target.prefill(prompts)
+        logits, features = self._read(prompts, chunks)
         picking = self._tensor([i for i, c in enumerate(chunks) if c.picks])
         sampling = BatchSampling.of([c.sequence.sampling for c in chunks], self._device)
         picks = pick(logits[picking], sampling, picking, prompts.positions[prompts.last[picking]] + 1)
@@ -58,6 +60,16 @@ class Prefiller:
         self._resume(chunks, self._blocks.read(chunks, drafting))
         (self._drafter.prefill if drafting else self._drafter.observe)(prompts, next_tokens, features)
         return _first_tokens([c.sequence for c in chunks if c.picks], logits[picking], picks)
+
+    def _read(self, prompts: Prompts, chunks: list[Chunk]) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R F"]]:
+        """Target.prefill; who asks for his prompt's log-probabilities gets this chunk's."""
+        if not any(c.sequence.sampling.prompt_logprobs for c in chunks):
+            return self._target.prefill(prompts)
+        hidden, features = self._target.read(prompts)
+        for chunk, rows in zip(chunks, hidden.split(prompts.lengths), strict=True):
+            if chunk.sequence.sampling.prompt_logprobs:
+                record_prompts(chunk.sequence, chunk.start, self._target.logits(rows))
+        return self._target.logits(hidden[prompts.last]), features
 
     def _resume(self, chunks: list[Chunk], firsts: list[int]) -> None:
         """Tell the drafter whose beginnings are others', and their next pairs."""
@@ -80,4 +92,5 @@ def _first_tokens(
 ) -> list[FirstToken]:
     asked = any(s.sampling.logprobs for s in sequences)
     logprobs = log_probs_of(logits, picks).tolist() if asked else [0.0] * len(sequences)
-    return [FirstToken(*row) for row in zip(sequences, picks.tolist(), logprobs, strict=True)]
+    ranked = tops(logits, max((s.sampling.top_logprobs for s in sequences), default=0))
+    return [FirstToken(*row) for row in zip(sequences, picks.tolist(), logprobs, ranked, strict=True)]

@@ -205,7 +205,7 @@ class Scheduler:
         if not self._waiting or not self._free:
             return False
         sequence, slot = self._waiting[0], self._free[-1]
-        reused = self._blocks.adopt(slot, sequence.prompt_ids)
+        reused = 0 if sequence.sampling.prompt_logprobs else self._blocks.adopt(slot, sequence.prompt_ids)
         columns = sequence.num_to_prefill + self._tree_columns
         spare = sum(self._blocks.num_missing(other, self._blocks.capacity) > 0 for other in self._running)
         if self._blocks.num_missing(slot, columns) + spare <= self._blocks.num_available:

@@ -15,6 +15,8 @@ from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 
 StopCheck = Callable[[list[int]], "int | None"]
+Ranked = list[tuple[int, float]]
+"""Token ids and their log-probabilities at one place, the likeliest first."""
 FinishReason = Literal["stop", "length"]
 
 
@@ -34,6 +36,10 @@ class Sequence:
         token that completes a stop string), or None to go on.
     num_reused: tokens found in the cache when it was last admitted. num_prefilled: those, and those computed since.
     output_logprobs: log-probability of each output id under the unprocessed logits, where sampling.logprobs asks.
+    output_tops: the likeliest tokens at each output id's place, where sampling.top_logprobs asks.
+    prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
+        stands nothing, so that has None and no tops.
+    listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """
 
@@ -43,6 +49,10 @@ class Sequence:
     stop_check: StopCheck | None = None
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
+    output_tops: list[Ranked] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_tops: list[Ranked] = field(default_factory=list)
+    listener: Callable[[], None] | None = None
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     slot: int | None = None
@@ -86,12 +96,14 @@ class Sequence:
         """Commit new tokens and finish at the first EOS, stop string or max_tokens; returns how many were cut off."""
         self.output_ids += tokens
         keep, reason = self._cut(len(self.output_ids) - len(tokens), eos_ids)
-        if reason is None:
-            return 0
         num_discarded = len(self.output_ids) - keep
-        del self.output_ids[keep:]
-        del self.output_logprobs[keep:]
-        self.status, self.finish_reason = Status.FINISHED, reason
+        if reason is not None:
+            del self.output_ids[keep:]
+            del self.output_logprobs[keep:]
+            del self.output_tops[keep:]
+            self.status, self.finish_reason = Status.FINISHED, reason
+        if self.listener is not None:
+            self.listener()
         return num_discarded
 
     def _cut(self, start: int, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:

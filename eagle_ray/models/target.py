@@ -107,9 +107,13 @@ class Target:
 
     def prefill(self, prompts: Prompts) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R H"]]:
         """Fill the slots with the chunks; logits after each one's last token, features of every row."""
-        layout = PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
-        hidden, features = self._run(prompts.tokens, prompts.positions, layout)
+        hidden, features = self.read(prompts)
         return self.logits(hidden[prompts.last]), features
+
+    def read(self, prompts: Prompts) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
+        """Fill the slots with the chunks; what the lm_head reads after every row, and the features."""
+        layout = PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
+        return self._run(prompts.tokens, prompts.positions, layout)
 
     def verify(
         self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int

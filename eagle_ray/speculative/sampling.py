@@ -31,6 +31,8 @@ class SamplingParams:
     max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
     seed: any 64-bit integer, the key of this sequence's noise.
     ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.
+    top_logprobs: with logprobs, record so many of the likeliest tokens at each place too. prompt_logprobs: with
+    logprobs, record all this for the prompt's tokens as well, which then are all computed, also where they are known.
     """
 
     temperature: float = 0.0
@@ -41,6 +43,8 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _require(
@@ -51,6 +55,7 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+        _require(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "0 or more")
 
     @property
     def is_greedy(self) -> bool:

@@ -85,3 +85,37 @@ def test_closing_answers_what_is_in_flight():
             await call
 
     asyncio.run(main())
+
+
+def test_a_stream_tells_every_step_and_its_first_token_before_a_tree_is_verified():
+    async def main():
+        inner = llama_engine(1, 8, 3, 3)
+        verify, seen, verified_at = inner.target.verify, [], []
+        inner.target.verify = lambda *args: verified_at.append(len(sequence.output_ids)) or verify(*args)
+        engine = AsyncEngine(inner)
+        sequence = Sequence("a", [5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
+        async for count in engine.stream(sequence):
+            seen.append((count, sequence.output_ids[:count]))
+        engine.close()
+        return sequence, seen, verified_at
+
+    sequence, seen, verified_at = asyncio.run(main())
+    assert [count for count, _ in seen] == [*verified_at, 20] and verified_at[0] == 1
+    assert all(ids == sequence.output_ids[:count] for count, ids in seen)
+
+
+def test_a_stream_that_is_left_frees_its_slot_and_a_refused_one_says_why():
+    async def main():
+        inner = llama_engine(1)
+        engine = AsyncEngine(inner)
+        stream = engine.stream(Sequence("a", [5], SamplingParams(max_tokens=120, ignore_eos=True)))
+        assert await anext(stream) == 1
+        await stream.aclose()
+        other = await engine.generate(Sequence("b", [6], SamplingParams(max_tokens=3)))
+        with pytest.raises(RequestError, match="500 tokens"):
+            await anext(engine.stream(Sequence("c", [5] * 500, SamplingParams())))
+        engine.close()
+        return other, inner.scheduler.num_running
+
+    other, running = asyncio.run(main())
+    assert len(other.output_ids) <= 3 and running == 0

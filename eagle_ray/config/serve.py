@@ -1,0 +1,72 @@
+"""ServeConfig: everything an endpoint is told. The pair and its sampling are configured as for a job.
+
+`sampling` holds what a request that says nothing gets. Does not know HTTP, Ray or where values come from (``load``).
+
+    >>> load_serve_config(None, sets=["serving.port=9000"]).serving.port
+    9000
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from eagle_ray.config.job import (
+    ActorRange,
+    Gpus,
+    LoggingConfig,
+    ModelConfig,
+    Name,
+    Names,
+    PositiveFloat,
+    PositiveInt,
+    SamplingConfig,
+    Section,
+    SpeculativeConfig,
+)
+
+
+class ServingConfig(Section):
+    """Where requests come in, and what answers them.
+
+    api_keys: who may ask under /v1; empty is everybody. replicas: engines; auto is one for each GPU, or one on the CPU;
+    a range grows and shrinks with the requests in flight. slots, kv_tokens: of each replica, as in a job's execution.
+    max_queued: sequences that may wait for a slot of a replica before it answers 429. drain_s: how long a replica that
+    is told to end goes on with what it has begun.
+    """
+
+    host: Name = Field(default="127.0.0.1", description="an address of this machine, such as 127.0.0.1 or 0.0.0.0")
+    port: Annotated[int, Field(ge=1, le=65535)] = Field(default=8000, description="a port, 1 to 65535")
+    model_name: Name | None = Field(default=None, description="the model's name to clients, or null for model.target")
+    api_keys: Names = Field(default=[], description="a list of texts, none of them empty")
+    ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
+    replicas: Literal["auto"] | PositiveInt | ActorRange = Field(
+        default="auto", description="auto, a number, 1 or more, or {min: A, max: B} with A at most B"
+    )
+    gpus_per_replica: Literal["auto"] | Gpus = Field(
+        default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
+    )
+    slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
+    kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
+        default=None, description="a number of tokens, 64 or more, or null for every slot at full length"
+    )
+    max_queued: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=256, description="a number of sequences, 0 or more"
+    )
+    max_body_bytes: PositiveInt = Field(default=8 << 20, description="a number of bytes, 1 or more")
+    drain_s: PositiveFloat = Field(default=30.0, description="a number of seconds, above 0")
+
+
+class ServeConfig(Section):
+    name: Name = Field(default="eagle-ray", description="a text that is not empty")
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig())
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    serving: ServingConfig = ServingConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.serving.model_name or self.model.target

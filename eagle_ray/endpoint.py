@@ -1,0 +1,87 @@
+"""The endpoint: from a configuration to an address that answers, until it is told to end.
+
+It stands beside the command line, above the rooms it joins: ``data`` joins or starts a cluster, ``serve`` runs on it.
+
+    >>> run_endpoint(load_serve_config("configs/serve_demo.yaml"))
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+
+from eagle_ray.config import ConfigError, ServeConfig
+from eagle_ray.data.ray_environment import LOCAL, prepare
+from eagle_ray.data.stops import ClusterError
+from eagle_ray.job import show_log
+
+log = logging.getLogger("eagle_ray")
+PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+QUIET = {PROXY: "eagle_ray.serve.proxy.middlewares", "RAY_SERVE_LOG_TO_STDERR": "0"}
+LOOK_EVERY_S = 1.0
+
+
+def run_endpoint(config: ServeConfig) -> int:
+    """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
+    show_log(config.logging.level)
+    from eagle_ray.pair import check_pair  # torch
+
+    check_pair(config.model, config.speculative)
+    serving = config.serving
+    _check_free(serving.host, serving.port)
+    address = prepare(serving.ray_address)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    log.info("getting Ray ready")
+    from eagle_ray.data.cluster import connect, threads_wanted
+
+    connect(address)
+    try:
+        _serve(config, threads_wanted(os.environ))
+    finally:
+        if address == LOCAL:
+            import ray
+
+            ray.shutdown()
+    return 0
+
+
+def _serve(config: ServeConfig, most_threads: int | None) -> None:
+    import ray
+    from ray import serve
+
+    from eagle_ray.serve.deployment import application_of, shape_of
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    resources = ray.cluster_resources()
+    shape = shape_of(config, resources.get("GPU", 0), resources.get("CPU", 1), most_threads)
+    serving, began = config.serving, time.monotonic()
+    serve.start(proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port})
+    try:
+        log.info("loading %s", config.model.target)
+        try:
+            serve.run(application_of(config, shape), name=config.name)
+        except RuntimeError as error:
+            raise ClusterError(f"the replicas did not start: {' '.join(str(error).split())}") from error
+        log.info("ready after %.0f s: http://%s:%d/v1", time.monotonic() - began, serving.host, serving.port)
+        while True:
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
+    finally:
+        serve.delete(config.name)  # other applications of the cluster's Serve stay
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises ConfigError where the address cannot be had: Serve's proxy would try for minutes."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"serving.port: {host}:{port} cannot be had ({error.strerror}): set serving.host or serving.port "
+                "(--port) to another"
+            ) from None

@@ -1,0 +1,220 @@
+"""The ASGI application: OpenAI's routes over one Service.
+
+Every refusal has OpenAI's form. A client that leaves ends its request. Does not know Ray: how replicas add up is told
+by whoever builds it.
+
+    app = build_app(service)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from eagle_ray import __version__
+from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.serve.errors import ApiError, api_error
+from eagle_ray.serve.openapi import openapi
+from eagle_ray.serve.protocol import (
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from eagle_ray.serve.service import Service
+from eagle_ray.serve.snapshot import Snapshot, prometheus_text
+
+Publish = Callable[[Snapshot], Awaitable[Snapshot]]
+"""Tells the others this replica's snapshot; returns everybody's."""
+Result = TypeVar("Result")
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+LEFT = 499  # nobody reads it: the client closed the connection
+
+
+async def alone(snapshot: Snapshot) -> Snapshot:
+    """How one replica without others publishes."""
+    return snapshot
+
+
+def build_app(service: Service, publish: Publish = alone) -> Starlette:
+    door = Door(service, publish)
+    routes = [
+        Route("/v1/chat/completions", door.chat, methods=["POST"]),
+        Route("/v1/completions", door.completions, methods=["POST"]),
+        Route("/v1/models", door.models),
+        Route("/v1/models/{name:path}", door.model),
+        Route("/tokenize", door.tokenize, methods=["POST"]),
+        Route("/detokenize", door.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", door.tokenizer_info),
+        Route("/health", door.health),
+        Route("/metrics", door.metrics),
+        Route("/version", door.version),
+        Route("/openapi.json", door.openapi),
+    ]
+    errors = (ApiError, RequestError, EngineError, HTTPException, Exception)
+    return Starlette(routes=routes, exception_handlers={error: door.refuse for error in errors})
+
+
+class Door:
+    """What each route does."""
+
+    def __init__(self, service: Service, publish: Publish):
+        self._service, self._publish = service, publish
+        self._keys = [key.encode() for key in service.config.serving.api_keys]
+
+    async def chat(self, request: Request) -> Response:
+        return await self._complete(request, ChatRequest)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._complete(request, CompletionRequest)
+
+    async def _complete(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+        asked = self._service.read(await self._body(request, kind))
+        try:
+            if not asked.request.stream:
+                return JSONResponse(await _while_there(request.receive, self._service.answer(asked)))
+            events = self._service.events(asked)
+            return EventStream(await _while_there(request.receive, anext(events)), events)
+        except ClientLeft:
+            return Response(status_code=LEFT)
+
+    async def models(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_key(request)
+        self._service.check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self._body(request, TokenizeRequest)
+        self._service.check_model(asked.model)
+        text = self._service.text
+        if asked.messages is not None:
+            ids = text.encode_chat([message.plain() for message in asked.messages])
+        else:
+            ids = text.encode(asked.prompt, asked.add_special_tokens)
+        return JSONResponse({"count": len(ids), "max_model_len": self._service.max_model_len, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self._body(request, DetokenizeRequest)
+        self._service.check_model(asked.model)
+        if (most := max(asked.tokens, default=0)) >= self._service.vocab_size:
+            raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
+        return JSONResponse({"prompt": self._service.text.spell(asked.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse(self._service.text.described())
+
+    async def health(self, request: Request) -> Response:
+        if not self._service.is_alive:
+            raise ApiError(503, "this replica's engine has ended", code="engine_dead")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        together = await self._publish(self._service.snapshot())
+        return PlainTextResponse(prometheus_text(together), media_type=PROMETHEUS)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi())
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_route")
+        said = api_error(error)
+        self._service.meter.refused(said.code)
+        return JSONResponse(said.body(), said.status, said.headers)
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        return {
+            "id": service.config.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "eagle-ray",
+            "root": service.config.model.target,
+            "max_model_len": service.max_model_len,
+        }
+
+    async def _body(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
+        """The request, once its key is good; a body is never read past its limit."""
+        self._check_key(request)
+        most, body = self._service.config.serving.max_body_bytes, bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+        return parse(kind, bytes(body))
+
+    def _check_key(self, request: Request) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        known = [hmac.compare_digest(key.strip().encode(), other) for other in self._keys]
+        if scheme.lower() != "bearer" or not any(known):
+            raise ApiError(401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class EventStream(Response):
+    """Server-sent events, for as long as somebody reads them. first: an event that is there already."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: str, rest: AsyncIterator[str]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _while_there(receive, self._send(send))
+        except ClientLeft:
+            return
+        finally:
+            await self._rest.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
+        async for event in self._rest:
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """What the work returns. Raises ClientLeft, the work cancelled, as soon as the client has gone."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

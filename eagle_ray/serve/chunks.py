@@ -1,0 +1,94 @@
+"""What a stream carries, each event a chunk of one choice, as its sequence grows.
+
+    chunks = ChoiceChunks(asked, choice, text)
+    for count in counts:                        # of output ids, as the engine tells them
+        yield from chunks.until(count)
+
+A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. Does
+not know engines or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from eagle_ray.serve.answers import Json, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
+from eagle_ray.serve.asked import Asked, Choice
+from eagle_ray.serve.logprobs import chat_logprobs, output_places, text_logprobs
+from eagle_ray.serve.no_text import NoText
+from eagle_ray.text import Text
+
+
+def last_chunk(asked: Asked) -> Json:
+    """Usage, and how the drafts fared, behind all choices."""
+    return _head(asked) | {"choices": [], "usage": usage_of(asked), "metrics": metrics_of(asked)}
+
+
+def wants_usage(asked: Asked) -> bool:
+    options = asked.request.stream_options
+    return options is not None and options.include_usage
+
+
+def _head(asked: Asked) -> Json:
+    return head(asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
+
+
+class ChoiceChunks:
+    """One choice of a stream. Its texts together are the text it would have without streaming."""
+
+    def __init__(self, asked: Asked, choice: Choice, text: Text | NoText):
+        self._asked, self._choice, self._text = asked, choice, text
+        self._growing = text.growing(asked.stops)
+        self._num_told = 0
+        self._is_begun = False
+        self._offset = 0  # characters of the tokens whose log-probabilities were told
+
+    def until(self, count: int) -> Iterator[Json]:
+        """The chunks that the first `count` output ids bring; the last ones once the sequence is finished."""
+        sequence = self._choice.sequence
+        if not self._is_begun:
+            self._is_begun = True
+            yield from self._beginning()
+        is_end = sequence.finish_reason is not None and count == len(sequence.output_ids)
+        if self._choice.num_wanted is not None:
+            count = min(count, self._choice.num_wanted)
+        if is_end:
+            piece = self._growing.end(shown_ids(self._asked, self._choice))
+        else:
+            piece = self._growing.grow(sequence.output_ids[self._num_told : count])
+        start, self._num_told = self._num_told, count
+        yield from self._chunk(piece, start, count, is_end)
+
+    def _beginning(self) -> Iterator[Json]:
+        """The role of a chat's answer; the prompt, where it is to be echoed."""
+        if self._asked.is_chat:
+            yield self._with({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+        elif self._asked.echo:
+            echo, logprobs = prompt_part(self._asked, self._choice, self._text)
+            self._offset = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
+            yield self._with({"text": echo, "logprobs": logprobs, "finish_reason": None})
+
+    def _chunk(self, piece: str, start: int, end: int, is_end: bool) -> Iterator[Json]:
+        logprobs = self._logprobs(start, end)
+        if not (piece or is_end or logprobs or (self._asked.request.return_token_ids and end > start)):
+            return
+        reason = finish_reason(self._choice) if is_end else None
+        said: Json = {"delta": {"content": piece} if piece else {}} if self._asked.is_chat else {"text": piece}
+        if self._asked.request.return_token_ids:
+            said["token_ids"] = self._choice.sequence.output_ids[start:end]
+        yield self._with(said | {"logprobs": logprobs, "finish_reason": reason})
+
+    def _logprobs(self, start: int, end: int) -> Json | None:
+        if self._asked.request.tops is None or start == end:
+            return None
+        places = output_places(self._choice.sequence, start, end)
+        if self._asked.is_chat:
+            return {"content": chat_logprobs(places, self._text), "refusal": None}
+        logprobs = text_logprobs(places, self._text, self._asked.request.tops > 0, self._offset)
+        self._offset += sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+    def _with(self, said: dict[str, Any]) -> Json:
+        chunk = _head(self._asked) | {"choices": [{"index": self._choice.index} | said]}
+        return chunk | {"usage": None} if wants_usage(self._asked) else chunk

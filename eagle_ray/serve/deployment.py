@@ -1,0 +1,121 @@
+"""The Ray Serve application: one replica per engine, all behind one proxy, and a Board on which they add up.
+
+``eagle-ray serve`` runs it here; a cluster is given a YAML that names ``application`` (configs/serve_deploy.yaml).
+Autoscaling goes by the requests in flight. Does not know HTTP beyond that an ASGI application answers.
+
+    handle = serve.run(application_of(config, shape), name=config.name)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from eagle_ray.config import ServeConfig, load_serve_config
+from eagle_ray.config.job import ActorRange
+from eagle_ray.serve.app import build_app
+from eagle_ray.serve.board import Board
+from eagle_ray.serve.service import Service
+from eagle_ray.serve.snapshot import Snapshot
+
+PUBLISH_EVERY_S = 2.0
+MANY = 10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many replicas, between fewest and most; GPUs and CPU threads of each."""
+
+    fewest: int
+    most: int
+    num_gpus: float
+    threads: int
+
+
+class Replica:
+    """A Service in a process of its own. Serve asks check_health and starts it anew where that raises."""
+
+    def __init__(self, config: ServeConfig, threads: int, board: DeploymentHandle):
+        self._service = Service.start(config, threads)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._board = board
+        self._publishing = asyncio.ensure_future(self._publish_again())
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return build_app(self._service, self._publish)
+
+    def check_health(self) -> None:
+        if not self._service.is_alive:
+            raise RuntimeError("the engine has ended")
+
+    async def _publish(self, snapshot: Snapshot) -> Snapshot:
+        return await self._board.put.remote(self._name, snapshot)
+
+    async def _publish_again(self) -> None:
+        """Others see this replica without having to ask it."""
+        while True:
+            with suppress(RayError, RayServeException):  # the board may be on its way back
+                await self._publish(self._service.snapshot())
+            await asyncio.sleep(PUBLISH_EVERY_S)
+
+
+def application(args: dict[str, Any]) -> Application:
+    """For ``serve deploy``. args: a ServeConfig's keys, or `config: FILE` and keys that override it.
+
+    Raises ConfigError with a line per wrong key.
+    """
+    rest = dict(args)
+    path = rest.pop("config", None)
+    config = load_serve_config(path, env=os.environ, overrides=rest)
+    resources = ray.cluster_resources()
+    return application_of(config, shape_of(config, resources.get("GPU", 0), resources.get("CPU", 1)))
+
+
+def application_of(config: ServeConfig, shape: Shape) -> Application:
+    serving = config.serving
+    options: dict[str, Any] = {
+        "name": "engine",
+        "ray_actor_options": {"num_cpus": 0 if shape.num_gpus else 1, "num_gpus": shape.num_gpus},
+        "max_ongoing_requests": MANY,
+        "graceful_shutdown_timeout_s": serving.drain_s,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 30.0,
+    }
+    if shape.fewest == shape.most:
+        options["num_replicas"] = shape.most
+    else:
+        options["autoscaling_config"] = {
+            "min_replicas": shape.fewest,
+            "max_replicas": shape.most,
+            "target_ongoing_requests": serving.slots,
+        }
+    board = serve.deployment(Board, name="board", ray_actor_options={"num_cpus": 0}).bind()
+    return serve.deployment(serve.ingress()(Replica), **options).bind(config, shape.threads, board)
+
+
+def shape_of(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> Shape:
+    """gpus, cpus: of the whole cluster. auto is one replica for each GPU there is, or one on the CPU."""
+    serving = config.serving
+    num_gpus = float(serving.gpus_per_replica != 0 and gpus > 0 and config.model.device != "cpu")
+    if serving.gpus_per_replica != "auto":
+        num_gpus = serving.gpus_per_replica
+    if isinstance(serving.replicas, ActorRange):
+        fewest, most = serving.replicas.min, serving.replicas.max
+    elif serving.replicas == "auto":
+        fewest = most = max(1, int(gpus // num_gpus)) if num_gpus else 1
+    else:
+        fewest = most = serving.replicas
+    threads = max(1, int(cpus) // most)
+    return Shape(fewest, most, num_gpus, min(threads, most_threads or threads))

@@ -1,0 +1,67 @@
+"""Refusals in OpenAI's form: ``{"error": {message, type, param, code}}`` and the status that goes with it.
+
+Does not know requests, engines or HTTP servers.
+
+    >>> ApiError(404, "there is no model 'x'", param="model", code="model_not_found").body()["error"]["code"]
+    'model_not_found'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle_ray.errors import EngineError, RequestError
+
+RETRY_AFTER_S = "1"
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+PARAMS = {
+    "prompt_empty": "prompt",
+    "prompt_too_long": "prompt",
+    "bad_token_id": "prompt",
+    "no_tokenizer": "prompt",
+    "no_chat_template": "messages",
+    "bad_messages": "messages",
+    "kv_space": "max_tokens",
+}  # of a RequestError's code: the parameter that brings it about
+
+
+class ApiError(Exception):
+    """One request is answered with this status. param: the parameter at fault; code: a short stable name."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of any error: its own mistakes in full, ours without our insides."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), PARAMS.get(error.code), error.code)
+    if isinstance(error, EngineError):
+        return ApiError(503, "this replica's engine has ended; ask again, another one answers", code="engine_dead")
+    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has more", code="internal_error")
+
+
+def unsupported(param: str, fix: str) -> ApiError:
+    return ApiError(400, f"{param} is not supported: {fix}", param, "unsupported_parameter")

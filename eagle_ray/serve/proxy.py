@@ -1,0 +1,88 @@
+"""What Ray Serve's proxy itself answers, in OpenAI's form: a replica that died, none there, none in time.
+
+Serve asks the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must stand in the environment in
+which Ray is started. Does not know replicas: it only sees answers that are not JSON.
+
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy.middlewares ray start --head
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from eagle_ray.serve.errors import ApiError
+from eagle_ray.serve.events import error_event
+
+log = logging.getLogger("eagle_ray")
+HEALTH_ANSWERS_WITHIN_S = 5.0
+UNAVAILABLE = 503
+
+
+def middlewares() -> list[Middleware]:
+    """For Ray Serve's proxy."""
+    return [Middleware(ErrorForm)]
+
+
+class ErrorForm:
+    """A refusal of the proxy's own becomes one of ours; a stream that breaks off ends with an error event."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(scope, receive, send)
+        limit = HEALTH_ANSWERS_WITHIN_S if answer.is_health else None  # Serve waits for a replica as long as it takes
+        try:
+            await asyncio.wait_for(self._app(scope, receive, answer.send), limit)
+        except Exception:  # whatever Serve raises for a replica that died, its client waits for an answer
+            log.exception("no answer to %s", scope["path"])
+        await answer.end()  # Serve also leaves it at nothing, or in the middle
+
+
+class _Answer:
+    """What is sent to one client, but for what the proxy says in plain text."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        self._scope, self._receive, self._send = scope, receive, send
+        self.is_health = scope["path"] == "/health"
+        self._has_begun = self._is_refused = self._is_stream = self._is_whole = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._is_stream = kind.startswith(b"text/event-stream")
+            self._is_refused = message["status"] >= 400 and not kind.startswith(b"application/json")
+            if self._is_refused:
+                await self._refuse(message["status"])
+        if not self._is_refused:
+            self._has_begun = True
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            self._is_whole = self._is_whole or is_last
+            await self._send(message)
+
+    async def end(self) -> None:
+        """Nothing more will come: where it is not whole the client is told."""
+        if not self._has_begun:
+            await self._refuse(UNAVAILABLE)
+        elif self._is_stream and not self._is_whole:
+            last = error_event(_error(UNAVAILABLE)).encode()
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _refuse(self, status: int) -> None:
+        self._has_begun, error = True, _error(status)
+        await JSONResponse(error.body(), error.status, error.headers)(self._scope, self._receive, self._send)
+
+
+def _error(status: int) -> ApiError:
+    """The proxy's 404 is for applications that are not there yet or no more, its 500 for replicas that died."""
+    if status == 408:
+        return ApiError(408, "not answered in time", code="timeout")
+    return ApiError(UNAVAILABLE, "no replica can answer now: try again", code="no_replica")

@@ -1,0 +1,161 @@
+"""Service: one engine and its words, behind the requests of many clients.
+
+All of them share the engine's one batch. A full queue refuses at once; whoever leaves gives his slots back at the
+engine's next step. Does not know HTTP or Ray.
+
+    service = Service.start(config, threads=2)
+    body = await service.answer(service.read(request))
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from eagle_ray.config import ServeConfig
+from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.pair import build_pair
+from eagle_ray.serve.answers import Json, answer_of
+from eagle_ray.serve.asked import Asked, Choice, asked_of
+from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, wants_usage
+from eagle_ray.serve.errors import ApiError, api_error
+from eagle_ray.serve.events import DONE, error_event, event
+from eagle_ray.serve.meter import Meter
+from eagle_ray.serve.no_text import NoText
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
+from eagle_ray.serve.snapshot import Snapshot
+from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.text import Text
+
+WARM_UP_TOKENS = 16
+Said = "Json | Exception | None"
+
+
+class Service:
+    """Takes the engine over. close() ends it."""
+
+    def __init__(self, config: ServeConfig, engine: Engine, text: Text | None):
+        self.config, self.text = config, text or NoText()
+        self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
+        self.meter = Meter()
+        self._room = engine.scheduler.num_slots + config.serving.max_queued
+        self._num_in_flight = 0
+        _warm_up(engine)
+        self._engine = AsyncEngine(engine)
+
+    @classmethod
+    def start(cls, config: ServeConfig, threads: int) -> Service:
+        """Load the pair. Raises ConfigError and EngineError as build_pair does."""
+        torch.set_num_threads(threads)
+        serving = config.serving
+        gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
+        pair = build_pair(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus)
+        return cls(config, pair.engine, pair.text)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._engine.is_alive
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def snapshot(self) -> Snapshot:
+        return self.meter.snapshot(self._engine.counters(), self._num_in_flight)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for another model than the one that is here; no name is this one."""
+        if name is not None and name != self.config.model_name:
+            raise ApiError(
+                404, f"there is no model {name!r} here; there is {self.config.model_name!r}", "model", "model_not_found"
+            )
+
+    def read(self, request: ChatRequest | CompletionRequest) -> Asked:
+        """Raises ApiError and RequestError."""
+        self.check_model(request.model)
+        return asked_of(request, self.config, self.text)
+
+    async def answer(self, asked: Asked) -> Json:
+        """All choices, or none: one that fails ends the others. Raises ApiError, RequestError, EngineError."""
+        with self._admitted(asked):
+            tasks = [asyncio.ensure_future(self._engine.generate(choice.sequence)) for choice in asked.choices]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            return answer_of(asked, self.text)
+
+    async def events(self, asked: Asked) -> AsyncIterator[str]:
+        """The stream's events, in the order in which the engine brings them. Raises as answer does, before the first.
+
+        An error after that is an event itself, the last one.
+        """
+        with self._admitted(asked):
+            said: asyncio.Queue[Said] = asyncio.Queue()  # holds text alone: a slow reader holds nobody else up
+            tasks = [asyncio.ensure_future(self._follow(asked, choice, said)) for choice in asked.choices]
+            num_left, is_begun = len(tasks), False
+            try:
+                while num_left:
+                    item = await said.get()
+                    num_left -= item is None
+                    if isinstance(item, Exception):
+                        if not is_begun:
+                            raise item
+                        yield error_event(api_error(item))
+                        return
+                    if item is not None:
+                        is_begun = True
+                        yield event(item if num_left > 1 or wants_usage(asked) else self._with_metrics(asked, item))
+                if wants_usage(asked):
+                    yield event(last_chunk(asked))
+                yield DONE
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _follow(self, asked: Asked, choice: Choice, said: asyncio.Queue) -> None:
+        """Put one choice's chunks into the queue, and None or its error behind them."""
+        chunks = ChoiceChunks(asked, choice, self.text)
+        try:
+            async for count in self._engine.stream(choice.sequence):
+                for chunk in chunks.until(count):
+                    said.put_nowait(chunk)
+            said.put_nowait(None)
+        except Exception as error:  # the one who reads raises it, or tells the client
+            said.put_nowait(error)
+
+    def _with_metrics(self, asked: Asked, chunk: Json) -> Json:
+        """The last chunk of the last choice says how the drafts fared, where no usage follows."""
+        is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in asked.choices)
+        return chunk | {"metrics": last_chunk(asked)["metrics"]} if is_last else chunk
+
+    @contextmanager
+    def _admitted(self, asked: Asked) -> Iterator[None]:
+        """Room for all choices of a request while they are in flight. Raises ApiError where the queue is full."""
+        if self._num_in_flight >= self._room:
+            raise ApiError(429, f"{self._num_in_flight} sequences are in flight: try again", code="queue_full")
+        sequences = [choice.sequence for choice in asked.choices]
+        self._num_in_flight += len(sequences)
+        try:
+            yield
+        finally:
+            self._num_in_flight -= len(sequences)
+            self._count(sequences)
+
+    def _count(self, sequences: list[Sequence]) -> None:
+        finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
+        for sequence in finished:
+            self.meter.answered(sequence)
+        self.meter.aborted(len(sequences) - len(finished))
+
+
+def _warm_up(engine: Engine) -> None:
+    """The first steps pay for what is made once; no client should."""
+    engine.add(Sequence("warm-up", [0], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()

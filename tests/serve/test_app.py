@@ -1,0 +1,300 @@
+"""The application over a real engine: answers, streams, refusals, and who leaves."""
+
+import asyncio
+import copy
+import json
+
+import pyarrow as pa
+import pytest
+
+from eagle_ray.config import ServeConfig
+from eagle_ray.data.input.plan import plan_input, requests_of
+from eagle_ray.data.record import Run
+from eagle_ray.data.schema import request_schema, table_of
+from eagle_ray.data.storage import Location
+from eagle_ray.data.worker import Worker
+from eagle_ray.serve.app import build_app
+from eagle_ray.serve.service import Service
+from tests.conftest import small_job
+from tests.serve.client import exchange, get, parsed, post, request
+from tests.serve.conftest import SETTINGS
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+ENDLESS = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+
+
+def ask(app, path, body, **headers):
+    return asyncio.run(post(app, path, body, headers))
+
+
+def batch_rows(tmp_path, rows):
+    """What a batch job makes of the rows, with the same pair."""
+    pair = {name: SETTINGS[name] for name in SETTINGS if name.startswith(("model", "speculative", "sampling"))}
+    config = small_job(tmp_path, rows, **{"model.target": "embedded:tiny", "model.draft": "embedded:tiny", **pair})
+    plan = plan_input(config)
+    worker = Worker(config, Run(Location.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+    try:
+        requests = table_of(list(requests_of(plan)), request_schema(plan.passthrough))
+        answers: pa.Table = asyncio.run(worker.answer(requests))
+        return answers.to_pylist()
+    finally:
+        worker.close()
+
+
+def test_seeded_answers_are_the_batch_jobs(app, tmp_path):
+    """Greedy and sampled, chats and texts, several samples, all in flight together, streamed or not."""
+    sampling = [{}, {"temperature": 0.8, "seed": 5, "n": 3}, {"temperature": 1.2, "top_p": 0.9, "seed": -7}]
+    asked = [(CHAT, FRANCE | extra) for extra in sampling] + [(TEXT, {"prompt": "Once"} | extra) for extra in sampling]
+    rows = batch_rows(tmp_path, [{"id": f"{i}", **body} for i, (_, body) in enumerate(asked)])
+
+    async def all_at_once(more):
+        return await asyncio.gather(*(post(app, path, body | more) for path, body in asked))
+
+    plain = [answer.json for answer in asyncio.run(all_at_once({"return_token_ids": True}))]
+    choices = [choice for body in plain for choice in body["choices"]]
+    assert [c["token_ids"] for c in choices] == [row["output_token_ids"] for row in rows]
+    assert [c["message"]["content"] if "message" in c else c["text"] for c in choices] == [r["text"] for r in rows]
+    assert [c["finish_reason"] for c in choices] == [row["finish_reason"] for row in rows]
+    streams = asyncio.run(all_at_once({"stream": True}))
+    told = [text for answer in streams for text in texts(answer.events)]
+    assert told == [row["text"] for row in rows]
+
+
+def texts(events):
+    """Of each choice of a stream, by index; what every stream must keep to is checked on the way."""
+    assert events[-1] == "[DONE]"
+    found, ended = {}, {}
+    for choice in (choice for event in events[:-1] for choice in event["choices"]):
+        piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        assert choice["index"] not in ended and "\ufffd" not in piece
+        found[choice["index"]] = found.get(choice["index"], "") + piece
+        if choice["finish_reason"]:
+            ended[choice["index"]] = choice["finish_reason"]
+    assert ended.keys() == found.keys()
+    return [found[index] for index in sorted(found)]
+
+
+def test_usage_and_metrics_add_up(app):
+    body = ask(app, CHAT, FRANCE | {"max_tokens": 30, "ignore_eos": True}).json
+    usage, spec = body["usage"], body["metrics"]["speculative_decoding"]
+    assert usage["completion_tokens"] == 30 and usage["total_tokens"] == 30 + usage["prompt_tokens"]
+    assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] > 0
+    accepted = sum(j * count for j, count in enumerate(spec["acceptance_histogram"]))
+    assert accepted == spec["num_accepted_draft_tokens"] and len(spec["acceptance_histogram"]) == 4
+    assert spec["mean_acceptance_length"] == 1 + accepted / spec["num_spec_steps"] > 1
+    assert spec["num_spec_tokens"] == 3 and spec["num_draft_tokens"] > accepted
+
+    stream = {"stream": True, "max_tokens": 30, "ignore_eos": True}
+    events = ask(app, CHAT, FRANCE | stream | {"stream_options": {"include_usage": True}}).events
+    assert events[-2]["choices"] == [] and events[-2]["usage"] == usage
+    assert events[-2]["metrics"]["speculative_decoding"] == spec
+    assert all(event["usage"] is None for event in events[:-2])
+    bare = ask(app, CHAT, FRANCE | stream).events
+    assert bare[-2]["metrics"]["speculative_decoding"] == spec and "usage" not in bare[-2]
+
+
+def test_a_stream_brings_the_first_token_alone_and_a_step_at_most_at_a_time(app):
+    ids = ask(app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True}).json["choices"][0]["token_ids"]
+    events = ask(app, TEXT, {"prompt": "Once", "max_tokens": 20, "return_token_ids": True, "stream": True}).events
+    steps = [event["choices"][0]["token_ids"] for event in events[:-1]]
+    assert [token for step in steps for token in step] == ids
+    assert len(steps[0]) == 1 and max(map(len, steps)) > 1
+
+
+@pytest.mark.parametrize("stop", ["Paris", ["is Paris. T", "zzz", "is Pa"]])
+def test_a_stop_string_and_what_may_become_one_is_never_told(app, stop):
+    whole = ask(app, CHAT, FRANCE | {"stop": []}).json["choices"][0]["message"]["content"]
+    choice = ask(app, CHAT, FRANCE | {"stop": stop}).json["choices"][0]
+    stops = [stop] if isinstance(stop, str) else stop
+    first = min(whole.find(stop) for stop in stops if stop in whole)
+    assert choice["message"]["content"] == whole[:first] and choice["finish_reason"] == "stop"
+    assert texts(ask(app, CHAT, FRANCE | {"stop": stop, "stream": True}).events) == [whole[:first]]
+
+
+def test_a_stop_token_ends_a_choice_and_is_not_in_its_text(app, service):
+    ids = ask(app, CHAT, FRANCE | {"return_token_ids": True}).json["choices"][0]["token_ids"]
+    body = FRANCE | {"stop_token_ids": [ids[4]], "return_token_ids": True}
+    choice = ask(app, CHAT, body).json["choices"][0]
+    end = ids.index(ids[4]) + 1
+    assert choice["token_ids"] == ids[:end] and choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == service.text.decode(ids[: end - 1])
+    assert texts(ask(app, CHAT, body | {"stream": True}).events) == [choice["message"]["content"]]
+
+
+def test_echo_shows_prompt_and_log_probabilities_as_evaluations_read_them(app, service):
+    ids = service.text.encode("The capital of France is Paris.")
+    body = {"prompt": [ids, ids[:3]], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    choices = ask(app, TEXT, body).json["choices"]
+    for choice, prompt in zip(choices, (ids, ids[:3]), strict=True):
+        found = choice["logprobs"]
+        assert found["tokens"][: len(prompt)] == [service.text.spell([i]) for i in prompt]
+        assert len(found["tokens"]) == len(prompt) + 1
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        starts = found["text_offset"]
+        assert [starts[i] + len(t) for i, t in enumerate(found["tokens"])][:-1] == starts[1:]
+        for token, logprob, top in list(
+            zip(*(found[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+        )[1:]:
+            assert top[token] == logprob <= max(top.values()) <= 0 and len(top) <= 2
+    shared = [choice["logprobs"]["token_logprobs"][1:3] for choice in choices]
+    assert shared[0] == pytest.approx(shared[1], abs=1e-4)
+    nothing = ask(app, TEXT, body | {"max_tokens": 0}).json
+    assert nothing["usage"]["completion_tokens"] == 0
+    assert len(nothing["choices"][0]["logprobs"]["tokens"]) == len(ids)
+    pieces = ask(app, TEXT, body | {"max_tokens": 9, "stream": True}).events
+    assert texts(pieces) == [c["text"] for c in ask(app, TEXT, body | {"max_tokens": 9}).json["choices"]]
+
+
+def test_chat_logprobs_are_of_every_token(app):
+    body = FRANCE | {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
+    found = ask(app, CHAT, body).json["choices"][0]["logprobs"]["content"]
+    assert len(found) == 8 and all(len(place["top_logprobs"]) == 2 for place in found)
+    assert all(place["logprob"] == place["top_logprobs"][0]["logprob"] for place in found)  # greedy
+    events = ask(app, CHAT, body | {"stream": True}).events[:-1]
+    streamed = [c["logprobs"]["content"] for event in events for c in event["choices"] if c["logprobs"]]
+    assert [place["token"] for part in streamed for place in part] == [place["token"] for place in found]
+
+
+def test_refusals_have_openais_form_and_their_own_status(app):
+    long = {"prompt": [5] * 5000}
+    cases = [
+        (ask(app, TEXT, long), 400, "prompt_too_long", "prompt"),
+        (ask(app, TEXT, long | {"stream": True}), 400, "prompt_too_long", "prompt"),
+        (ask(app, TEXT, {"prompt": [10**6]}), 400, "bad_token_id", "prompt"),
+        (ask(app, TEXT, {"prompt": ""}), 400, "prompt_empty", "prompt"),
+        (ask(app, CHAT, FRANCE | {"model": "gpt"}), 404, "model_not_found", "model"),
+        (ask(app, TEXT, {"prompt": "a" * 200_000}), 413, "body_too_large", None),
+        (asyncio.run(request(app, "POST", TEXT, b"{")), 400, "bad_json", None),
+        (asyncio.run(get(app, "/nowhere")), 404, "no_route", None),
+        (asyncio.run(get(app, TEXT)), 405, "no_route", None),
+        (asyncio.run(get(app, "/v1/models/gpt")), 404, "model_not_found", "model"),
+        (ask(app, "/detokenize", {"tokens": [10**6]}), 400, "bad_token_id", "tokens"),
+    ]
+    for answer, status, code, param in cases:
+        error = answer.json["error"]
+        assert (answer.status, error["code"], error["param"]) == (status, code, param)
+        assert (
+            error.keys() == {"message", "type", "param", "code"}
+            and answer.headers["content-type"] == "application/json"
+        )
+
+
+def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
+    async def leave(body):
+        steps = service._engine.counters().num_steps
+        async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | body).encode()) as talk:
+            while service._engine.counters().num_steps < steps + 3:
+                await asyncio.sleep(0.005)
+            if body.get("stream"):
+                assert parsed((await talk.parts.get()).decode())["choices"]
+        answer = await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
+        return (
+            answer.status,
+            service.snapshot().gauges["num_requests_running"],
+            service._engine._engine.scheduler.num_running,
+        )
+
+    for body in ({"stream": True}, {"stream": False}, {"n": 4}):
+        assert asyncio.run(leave(body)) == (200, 0, 0)
+
+
+def test_a_full_queue_refuses_at_once_and_has_room_again(app, service):
+    async def main():
+        async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
+            while service._num_in_flight < 16:
+                await asyncio.sleep(0.005)
+            refused = [await post(app, TEXT, {"prompt": "a"} | extra) for extra in ({}, {"stream": True})]
+        return refused, await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
+
+    refused, later = asyncio.run(main())
+    for answer in refused:
+        assert answer.status == 429 and answer.json["error"]["code"] == "queue_full"
+        assert int(answer.headers["retry-after"]) >= 1
+    assert later.status == 200
+
+
+def test_a_slow_reader_holds_nobody_up_and_gets_everything(app):
+    body = {"prompt": "Once", "max_tokens": 40, "stream": True}
+
+    async def main():
+        async with exchange(app, "POST", TEXT, json.dumps(body).encode()) as slow:
+            slow.reads.clear()
+            other = await post(app, TEXT, body)
+            slow.reads.set()
+            parts = []
+            while (part := await slow.parts.get()) is not None:
+                parts.append(part)
+        return other, [parsed(part) for part in b"".join(parts).decode().split("\n\n") if part]
+
+    other, events = asyncio.run(main())
+    assert texts(events) == texts(other.events)
+
+
+def test_api_keys_guard_what_costs_and_nothing_else(service):
+    guarded = copy.copy(service)
+    serving = service.config.serving.model_copy(update={"api_keys": ["one", "two"]})
+    guarded.config = service.config.model_copy(update={"serving": serving})
+    app = build_app(guarded)
+    for key in ({}, {"Authorization": "Bearer three"}, {"Authorization": "two"}, {"Authorization": "Bearer é"}):
+        answer = asyncio.run(post(app, TEXT, {"prompt": "a"}, key))
+        assert answer.status == 401 and answer.json["error"]["code"] == "invalid_api_key"
+    assert ask(app, TEXT, {"prompt": "a", "max_tokens": 1}, Authorization="Bearer two").status == 200
+    assert asyncio.run(get(app, "/v1/models")).status == 401
+    assert asyncio.run(get(app, "/health")).status == 200 and asyncio.run(get(app, "/metrics")).status == 200
+
+
+def test_the_tokenizer_can_be_asked(app, service):
+    found = ask(app, "/tokenize", {"prompt": "Hello there"}).json
+    assert found["tokens"] == service.text.encode("Hello there") and found["count"] == len(found["tokens"])
+    assert ask(app, "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": service.text.spell(found["tokens"])}
+    chat = ask(app, "/tokenize", FRANCE).json["tokens"]
+    assert chat == service.text.encode_chat(FRANCE["messages"])
+    assert asyncio.run(get(app, "/tokenizer_info")).json["eos_token"] == "<|end|>"
+    assert asyncio.run(get(app, "/v1/models")).json["data"][0]["max_model_len"] == service.max_model_len
+
+
+def test_metrics_count_what_was_answered(app, service):
+    def counted():
+        lines = asyncio.run(get(app, "/metrics")).body.decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+    before = counted()
+    body = ask(app, TEXT, {"prompt": "Once", "max_tokens": 9, "n": 2, "ignore_eos": True}).json
+    after = counted()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["eagle_ray_generation_tokens_total"] == 18 == body["usage"]["completion_tokens"]
+    spec = body["metrics"]["speculative_decoding"]
+    assert grown["eagle_ray_spec_decode_num_drafts_total"] == spec["num_spec_steps"]
+    assert grown["eagle_ray_spec_decode_num_accepted_tokens_total"] == spec["num_accepted_draft_tokens"]
+    per_place = [v for k, v in grown.items() if k.startswith("eagle_ray_spec_decode_num_accepted_tokens_per_pos")]
+    assert sum(per_place) == spec["num_accepted_draft_tokens"]
+    assert grown["eagle_ray_time_to_first_token_seconds_count"] == 2
+    assert after["eagle_ray_num_slots"] == 4 and after["eagle_ray_num_requests_running"] == 0
+
+
+def test_a_dead_engine_is_no_health(service):
+    from tests.toy import llama_engine
+
+    engine = llama_engine(1)
+    ended = Service(ServeConfig(), engine, None)
+    ended.close()
+    app = build_app(ended)
+    for answer in (asyncio.run(get(app, "/health")), ask(app, TEXT, {"prompt": [5]})):
+        assert answer.status == 503 and answer.json["error"]["code"] == "engine_dead"
+
+
+def test_a_target_without_words_takes_and_gives_token_ids():
+    from tests.toy import llama_engine
+
+    mute = Service(ServeConfig(), llama_engine(2, 8, 3, 3), None)
+    app = build_app(mute)
+    body = {"prompt": [5, 6], "max_tokens": 7, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}
+    choice = ask(app, TEXT, body).json["choices"][0]
+    assert len(choice["token_ids"]) == 7 and choice["text"] == ""
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    events = ask(app, TEXT, body | {"stream": True}).events[:-1]
+    assert [i for event in events for i in event["choices"][0]["token_ids"]] == choice["token_ids"]
+    for refused in (ask(app, TEXT, {"prompt": "a"}), ask(app, CHAT, FRANCE), ask(app, TEXT, body | {"stop": "a"})):
+        assert refused.status == 400 and refused.json["error"]["code"] == "no_tokenizer"
+    mute.close()

@@ -1,0 +1,128 @@
+"""What clients may send, and what each wrong thing is told."""
+
+import json
+
+import pytest
+
+from eagle_ray.serve.errors import ApiError
+from eagle_ray.serve.openapi import openapi
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def refused(kind, body):
+    with pytest.raises(ApiError) as found:
+        parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 2.5}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"model": 7}, "model"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_a_wrong_value_is_refused_by_its_parameter(kind, extra, param):
+    prompt = {"messages": HI} if kind is ChatRequest else {"prompt": "Hi"}
+    error = refused(kind, prompt | extra)
+    assert (error.status, error.param, error.code) == (400, param, "bad_value")
+    assert error.body()["error"]["type"] == "invalid_request_error" and param.partition("[")[0] in str(error)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [{"type": "function"}]},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {"5": 1}},
+        {"response_format": {"type": "json_object"}},
+        {"nonsense": 1},
+        {"best_of": 3},
+        {"suffix": "x"},
+    ],
+)
+def test_what_is_not_built_is_refused_by_name_and_never_ignored(extra):
+    [name] = extra
+    error = refused(CompletionRequest, {"prompt": "Hi"} | extra)
+    assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+
+
+def test_what_asks_for_nothing_is_taken():
+    nothing = {"tools": None, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me", "best_of": 1, "stop": None}
+    request = parse(CompletionRequest, json.dumps({"prompt": "Hi", "top_k": -1, "seed": 2**64 - 1} | nothing).encode())
+    assert request.stops is None and request.tops is None
+
+
+@pytest.mark.parametrize("prompt", [None, [], [[]], 5, ["a", 5], [[1], "a"], [1, -2], {"a": 1}, "\ud800"])
+def test_what_is_no_prompt_is_refused(prompt):
+    error = refused(CompletionRequest, {"prompt": prompt})
+    assert error.status == 400 and error.param.startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])]
+)
+def test_a_prompt_has_four_forms(prompt, prompts):
+    assert parse(CompletionRequest, json.dumps({"prompt": prompt}).encode()).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "Hi",
+        [{"role": "robot", "content": "Hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": 5}],
+    ],
+)
+def test_what_are_no_messages_is_refused(messages):
+    error = refused(ChatRequest, {"messages": messages})
+    assert error.status == 400 and error.param.startswith("messages")
+
+
+def test_text_parts_are_one_text_and_other_keys_are_the_templates():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "user", "content": parts, "name": "me", "refusal": None}]}
+    [message] = parse(ChatRequest, json.dumps(body).encode()).messages
+    assert message.plain() == {"role": "user", "content": "ab", "name": "me"}
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"Hi"', b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 9999])
+def test_a_body_that_is_no_object_is_refused(body):
+    error = refused(CompletionRequest, body)
+    assert (error.status, error.code) == (400, "bad_json")
+
+
+def test_parameters_that_contradict_each_other_are_refused():
+    assert refused(ChatRequest, {"messages": HI, "top_logprobs": 2}).param == "top_logprobs"
+    assert refused(ChatRequest, {"messages": HI, "max_tokens": 2, "max_completion_tokens": 3}).code == "bad_value"
+    assert refused(CompletionRequest, {"prompt": "a", "max_tokens": 0}).param == "max_tokens"
+    assert refused(CompletionRequest, {"prompt": ["a"] * 100, "n": 20}).code == "too_many_choices"
+    assert refused(TokenizeRequest, {"prompt": "a", "messages": HI}).code == "prompt_missing"
+    assert refused(DetokenizeRequest, {"tokens": "a"}).param == "tokens"
+
+
+def test_every_reference_of_the_openapi_document_is_there():
+    document = openapi()
+    names = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert names <= document["components"]["schemas"].keys() and "ChatRequest" in names
