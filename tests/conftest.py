@@ -17,7 +17,7 @@ from eagle_ray.config import JobConfig, load_config
 from eagle_ray.data.ray_environment import LOCAL, prepare
 
 TESTS = Path(__file__).parent
-WITH_RAY = ("data/", "test_cli.py", "test_demo.py", "test_export.py", "test_review.py")
+WITH_RAY = ("data/", "serve/test_endpoint.py", "test_cli.py", "test_demo.py", "test_export.py", "test_review.py")
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
 MakeJob = Callable[..., JobConfig]
