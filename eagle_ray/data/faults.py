@@ -33,12 +33,17 @@ class Fault:
 
 
 def fault_of(error: Exception) -> Fault:
-    """From whatever a worker's start or its engine raised, with the engine's own cause where it has one."""
+    """From whatever a worker's start or its engine raised; a device speaks in the cause of the engine's own error."""
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
-    reason = str(cause).strip().partition("\n")[0]
-    told = reason if isinstance(cause, EngineError) else f"{type(cause).__name__}: {reason}".rstrip(": ")
+    told = _told(cause)
     if OUT_OF_MEMORY.search(told):
         return Fault(f"its memory is too small ({told}): {SMALLER}", is_own=True)
     if DEVICE.search(told):
         return Fault(f"device fault ({told}): {LOOK}", is_own=True)
-    return Fault(told, is_own=False)
+    return Fault(_told(error), is_own=False)
+
+
+def _told(error: BaseException) -> str:
+    """The first line; of somebody else's error with its name."""
+    reason = str(error).strip().partition("\n")[0]
+    return reason if isinstance(error, EngineError) else f"{type(error).__name__}: {reason}".rstrip(": ")

@@ -89,6 +89,7 @@ class Ranking:
             coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, noise)
             ranked = own.index_copy(0, rows, coupled)
         scores, index = ranked.topk(min(width, ranked.shape[-1]), -1)
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows offers nothing
         tokens = index if self._token_ids is None else self._token_ids[index]
         self._features.append(features)
         return Children(tokens, self._offers.add(frontier, tokens, scores), own.gather(-1, index))
@@ -116,7 +117,8 @@ class Ranking:
         logits = self._logits_of(self._features[level][rows, node[rows]]).float()
         places, known = self._places(picks[rows])
         noise = self._noise(level, rows, logits.shape[-1])
-        self.coupling.learn(level, logits, self._sampling, rows, noise, places, reached[rows] & known)
+        known = known & logits.isfinite().all(-1)
+        self.coupling.learn(level, logits.nan_to_num(), self._sampling, rows, noise, places, reached[rows] & known)
 
     def _places(self, picks: Int[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Bool[Tensor, " S"]]:
         """Where the picks stand among the tokens that can be drafted, and whether they do."""

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from eagle_ray.errors import EngineError
+from eagle_ray.errors import EngineError, in_one_line
 from eagle_ray.models.fit import Shape, as_ours, fitting_head
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 
@@ -62,8 +62,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json as it is written. Raises EngineError."""
     try:
         return dict(json.loads((path / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise EngineError(f"the head's config in {path} cannot be read: {error}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise EngineError(f"the head's config in {path} cannot be read: {in_one_line(error)}") from error
 
 
 def read_shapes(path: Path) -> dict[str, Shape]:
@@ -73,19 +73,31 @@ def read_shapes(path: Path) -> dict[str, Shape]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor by its name. Raises EngineError."""
-    return _read(path, load_file, lambda file: _load_pickle(file, "cpu"))
+    return _read(path, load_file, lambda file: load_pickle(file, "cpu"))
 
 
 def _read(
     path: Path, safetensors: Callable[[Path], Mapping[str, Read]], pickled: Callable[[Path], Mapping[str, Read]]
 ) -> dict[str, Read]:
-    try:
-        for name, read in ((SAFETENSORS, safetensors), (PICKLE, pickled)):
-            if files := _files(path, name):
-                return {key: value for file in files for key, value in read(file).items()}
-    except UNREADABLE as error:
-        raise EngineError(f"the head's weights in {path} cannot be read: {error}") from error
+    for name, read in ((SAFETENSORS, safetensors), (PICKLE, pickled)):
+        if files := _files(path, name):
+            return {key: value for file in files for key, value in read_file(file, read).items()}
     raise EngineError(f"the head's weights in {path} cannot be read: there is neither {SAFETENSORS} nor {PICKLE}")
+
+
+def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
+    """What `read` makes of a file of weights. Raises EngineError with the file and what to do about it."""
+    try:
+        return read(file)
+    except pickle.UnpicklingError as error:
+        raise EngineError(
+            f"the head's weights in {file} cannot be read: it is damaged, or holds more than weights, which is never "
+            "run here; convert it to safetensors"
+        ) from error
+    except UNREADABLE as error:
+        remedy = "" if isinstance(error, ValueError) else "; if it was cut off, fetch it again"
+        reason = in_one_line(error) or type(error).__name__
+        raise EngineError(f"the head's weights in {file} cannot be read: {reason}{remedy}") from error
 
 
 def _files(path: Path, name: str) -> list[Path]:
@@ -93,7 +105,13 @@ def _files(path: Path, name: str) -> list[Path]:
     index = path / f"{name}.index.json"
     if (path / name).exists() or not index.exists():
         return [path / name] if (path / name).exists() else []
-    return [path / shard for shard in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+    try:
+        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        if all(Path(shard).name == shard for shard in shards):
+            return [path / shard for shard in shards]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise EngineError(f"{index} is no index of weights: {in_one_line(error)}") from error
+    raise EngineError(f"{index} names shards that do not stand beside it")
 
 
 def _shapes_of_safetensors(file: Path) -> dict[str, Shape]:
@@ -102,13 +120,14 @@ def _shapes_of_safetensors(file: Path) -> dict[str, Shape]:
 
 
 def _shapes_of_pickle(file: Path) -> dict[str, Shape]:
-    return {key: tuple(value.shape) for key, value in _load_pickle(file, "meta").items()}
+    return {key: tuple(value.shape) for key, value in load_pickle(file, "meta").items()}
 
 
-def _load_pickle(file: Path, device: str) -> dict[str, Tensor]:
+def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
     """Weights only: whatever else a pickle would do is refused. Archives are mapped, so that shapes cost nothing."""
     loaded = torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True)
-    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+    named = isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)
+    if not (named and all(isinstance(value, Tensor) for value in loaded.values())):
         raise ValueError(f"{file.name} holds something else than named tensors")
     return loaded
 
@@ -119,6 +138,8 @@ def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[st
     Raises ValueError where d2t is no choice of the target's tokens.
     """
     count, vocab_size = len(head.d2t), head.config.vocab_size
+    if tensors.get("d2t", head.d2t).is_floating_point():
+        raise ValueError("d2t holds no whole numbers")
     ids = torch.arange(count) + (0 if count == vocab_size else tensors["d2t"].long())
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"d2t maps to tokens {int(ids.min())} to {int(ids.max())}, and the target has {vocab_size}")

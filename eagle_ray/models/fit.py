@@ -21,9 +21,11 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
+from eagle_ray.errors import in_one_line
 from eagle_ray.models.heads import LEAST_LAYERS, Eagle3Head, EagleHead
 
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
+OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
 PUBLISHED_ROPE_THETA = 10000.0
 ROPES = {  # what each way of stretching positions must say
     "default": (),
@@ -48,10 +50,14 @@ def fitting_head(
     two numbers that keep it from being a head of this target.
     """
     raw = _flat(raw)
-    if missing := [key for key in NEEDED if not isinstance(raw.get(key), int)]:
-        raise ValueError(f"its config.json gives no number as {', '.join(missing)}")
-    with torch.device("meta"):
-        head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, as_ours(shapes), target)
+    _check_numbers(raw)
+    try:
+        with torch.device("meta"):
+            head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, as_ours(shapes), target)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever transformers' own classes make of values that they were not made for
+        raise ValueError(f"its config.json makes no head: {in_one_line(error)}") from error
     _check_shapes(head, as_ours(shapes))
     return head
 
@@ -69,6 +75,7 @@ def as_ours(published: Mapping[str, Named]) -> dict[str, Named]:
 
 def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """The head's Llama shape from its raw config.json; it has one layer whatever num_hidden_layers says."""
+    _check_heads(raw)
     heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
     if activation not in ACT2FN:
         raise ValueError(f"its hidden_act is {activation!r}, which transformers does not know")
@@ -91,10 +98,38 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """speculators' config, written as the others are; without the key its heads norm before the residual."""
-    if "transformer_layer_config" not in raw:
-        return raw
-    return {"norm_before_residual": True, **raw["transformer_layer_config"], **raw}
+    """Without nulls, and speculators' config as the others are: without the key its heads norm before the residual."""
+    said, layer = _said(raw), raw.get("transformer_layer_config")
+    if layer is None:
+        return said
+    if not isinstance(layer, dict):
+        raise ValueError("its config.json has a transformer_layer_config that is no section")
+    return {"norm_before_residual": True, **_said(layer), **said}
+
+
+def _said(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _check_numbers(raw: Mapping[str, Any]) -> None:
+    """Whole numbers, 1 or more."""
+    wrong = [key for key in NEEDED if not _counts(raw.get(key))]
+    wrong += [key for key in OPTIONAL if key in raw and not _counts(raw[key])]
+    if wrong:
+        raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
+
+
+def _check_heads(raw: Mapping[str, Any]) -> None:
+    heads = raw["num_attention_heads"]
+    head_dim, kv_heads = raw.get("head_dim", raw["hidden_size"] // heads), raw.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"its {heads} attention heads cannot share {kv_heads} key/value heads (num_key_value_heads)")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead:
@@ -136,16 +171,18 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """As transformers 5 writes it (rope_parameters), or older ones (rope_theta, rope_scaling, its `type`)."""
-    said = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    said = {key: value for key, value in said.items() if value is not None}
+    said = _said({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
     kind = said.pop("type", "default")
-    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta") or PUBLISHED_ROPE_THETA, **said}
+    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
     if rope["rope_type"] not in ROPES:
         raise ValueError(
             f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
         )
     if missing := [key for key in ROPES[rope["rope_type"]] if rope.get(key) is None]:
         raise ValueError(f"its rope of type {rope['rope_type']} has no {', '.join(missing)}")
+    for key in ("rope_theta", "factor"):
+        if not (isinstance(rope.get(key, 1), int | float) and rope.get(key, 1) > 0):
+            raise ValueError(f"its {key} is {rope[key]!r}; it must be a number above 0")
     return rope
 
 

@@ -63,8 +63,8 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
 def _read_config(path: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"the target's config in {path} cannot be read: {in_one_line(error)}") from error
+    except Exception as error:  # whatever the family's own class makes of values that it was not made for
+        raise EngineError(f"the config in {path} cannot be read: {in_one_line(error)}") from error
 
 
 def _check_quantiser(config: PretrainedConfig) -> None:

@@ -10,7 +10,6 @@ The file is a .pt (read as weights only) or a .safetensors. What is missing, une
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.checkpoint import UNREADABLE
+from eagle_ray.models.checkpoint import load_pickle, read_config, read_file
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
@@ -55,9 +54,9 @@ def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
 
     Their number is the file's, as published configs do not always say it.
     """
-    raw, shapes = _config(path), _shapes(path, MEDUSA)
+    raw, shapes = read_config(path), _shapes(path, MEDUSA)
     num_layers = _number(path, raw, "medusa_num_layers")
-    num_heads = 1 + max((int(key.split(".")[0]) for key in shapes if key.split(".")[0].isdigit()), default=-1)
+    num_heads = 1 + max((int(key.split(".")[0]) for key in shapes if key.split(".")[0].isdecimal()), default=-1)
     own_lm_head = f"0.{num_layers}.weight" in shapes
     sizes = max(num_heads, 1), num_layers, target.hidden_size, target.vocab_size
     with torch.device("meta"):
@@ -68,7 +67,7 @@ def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
 
 def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     """The same for Hydra's. Raises EngineError for its other architectures, which read more than the last feature."""
-    raw, shapes = _config(path), _shapes(path, HYDRA)
+    raw, shapes = read_config(path), _shapes(path, HYDRA)
     for key, wanted in (("hydra_head_arch", "mlp"), ("grounded_heads", True), ("hidden_state_offset", 0)):
         if raw.get(key, wanted) != wanted:
             raise EngineError(f"{path}: Hydra heads with {key} {raw[key]!r} are not run here, only with {wanted!r}")
@@ -90,13 +89,6 @@ def _number(path: Path, raw: dict[str, Any], key: str) -> int:
     return raw[key]
 
 
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((path / "config.json").read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise EngineError(f"the heads' config in {path} cannot be read: {error}") from error
-
-
 def _shapes(path: Path, name: str) -> dict[str, tuple[int, ...]]:
     return {key: tuple(value.shape) for key, value in _read(path, name, "meta").items()}
 
@@ -108,13 +100,10 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
 def _read(path: Path, name: str, device: str) -> dict[str, Tensor]:
     """On the meta device: shapes, without reading the numbers."""
     safetensors, pickled = path / f"{name}.safetensors", path / f"{name}.pt"
-    try:
-        if safetensors.exists():
-            tensors = load_file(safetensors) if device == "cpu" else _headers(safetensors)
-        else:
-            tensors = torch.load(pickled, map_location=device, mmap=zipfile.is_zipfile(pickled), weights_only=True)
-    except UNREADABLE as error:
-        raise EngineError(f"the heads' weights in {path} ({name}) cannot be read: {error}") from error
+    if safetensors.exists():
+        tensors = read_file(safetensors, load_file if device == "cpu" else _headers)
+    else:
+        tensors = read_file(pickled, lambda file: load_pickle(file, device))
     return {key: value for key, value in tensors.items() if key not in IGNORED_KEYS}
 
 

@@ -67,11 +67,12 @@ class TreeBuilder:
 
         draft_log_probs: what the drafter itself said, where log_probs are calibrated.
         """
-        values = self._frontier_values[:, :, None] + log_probs
+        values = _offered(self._frontier_values[:, :, None] + log_probs)
         parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
         self.levels.append(values)
         self._log_values.append(values.flatten(1))
-        self._draft_log_probs.append((log_probs if draft_log_probs is None else draft_log_probs).flatten(1))
+        said = log_probs if draft_log_probs is None else draft_log_probs
+        self._draft_log_probs.append(_offered(said).flatten(1))
         self._tokens.append(tokens.flatten(1))
         self._parents.append(parents.flatten(1))
         self._num_nodes += tokens[0].numel()
@@ -109,3 +110,8 @@ class TreeBuilder:
             draft_log_probs=torch.cat(self._draft_log_probs, 1),
             valid=log_values > -torch.inf,
         )
+
+
+def _offered(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
+    """What a drafter cannot put a number on, in half precision say, it does not offer: NaN would outrank the root."""
+    return log_probs.masked_fill(log_probs.isnan(), -torch.inf)

@@ -192,3 +192,18 @@ def test_hundreds_of_prompts_in_every_cell():
             print(f"{num_slots} slots, {tree}: {exact} of {len(plain)} identical")
             assert differing(outputs, plain) == []
             assert exact >= len(plain) - 1
+
+
+@pytest.mark.parametrize("overflows", ["always", "now and then"])
+def test_a_head_that_overflows_offers_nothing_and_changes_nothing(oracle, overflows):
+    """NaN is greater than any number, and would outrank the root."""
+    engine = llama_engine(4, 8, 3, 4)
+    with torch.no_grad():
+        if overflows == "always":
+            engine.drafter.head.fc.bias.fill_(torch.nan)
+        else:
+            engine.drafter._embed = torch.nn.Embedding.from_pretrained(engine.drafter._embed.weight.clone())
+            engine.drafter._embed.weight[::3] = torch.inf
+    prompts, params, plain = (some[:12] for some in oracle)
+    outputs = [s.output_ids for s in run(engine, prompts, params)]
+    assert differing(outputs, plain) == []

@@ -258,11 +258,16 @@ def test_a_directory_without_weights_says_so(tmp_path):
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"])
 def test_a_number_that_the_config_lacks_is_named(tmp_path, key):
     raw = {name: value for name, value in RAW.items() if name != key}
-    assert refused(write(tmp_path, eagle_tensors(), raw)).endswith(f"its config.json gives no number as {key}")
+    assert refused(write(tmp_path, eagle_tensors(), raw)).endswith(
+        f"its config.json gives no whole number, 1 or more, as {key}"
+    )
 
 
 def test_numbers_and_names_that_make_no_head_are_said(tmp_path):
-    for wrong, says in (({"vocab_size": "97"}, "gives no number as vocab_size"), ({"hidden_act": "gulp"}, "'gulp'")):
+    for wrong, says in (
+        ({"vocab_size": "97"}, "gives no whole number, 1 or more, as vocab_size"),
+        ({"hidden_act": "gulp"}, "'gulp'"),
+    ):
         assert says in refused(write(tmp_path, eagle_tensors(), RAW | wrong))
 
 
@@ -280,7 +285,7 @@ def test_damaged_and_missing_files_are_refused_in_one_line(tmp_path, layout, fil
     path = write(tmp_path, eagle_tensors(), RAW, layout)
     whole = (path / file).read_bytes()
     (path / file).write_bytes(whole[: len(whole) // 3])
-    assert "the head's weights in" in refused(path) and "cannot be read" in refused(path)
+    assert "the head's weights in" in refused(path) or "is no index of weights" in refused(path)
     if "part" in file:
         (path / file).unlink()
         assert re.search(r"cannot be read: .*No such file", refused(path))
@@ -291,7 +296,9 @@ def test_pickles_may_hold_weights_only(tmp_path, zipped, capsys):
     write(tmp_path, eagle_tensors(), RAW, "bin")
     torch.save({"fc.weight": Surprise()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     for read in (blank_head, load_head):
-        with pytest.raises(EngineError, match=r"(?is)cannot be read: .*weights.only"):
+        with pytest.raises(
+            EngineError, match=r"cannot be read: it is damaged, or holds more than weights, which is never run"
+        ):
             read(tmp_path, TARGET)
     assert "ran code" not in capsys.readouterr().out
 
@@ -321,3 +328,37 @@ def test_what_is_saved_loads_again(tmp_path):
         loaded = load_head(tmp_path / "out", TARGET).state_dict()
         for key, value in saved.state_dict().items():
             assert torch.equal(loaded[key], value.bfloat16().float() if value.is_floating_point() else value)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"num_attention_heads": 0}, "no whole number, 1 or more, as num_attention_heads"),
+        ({"num_key_value_heads": True}, "no whole number, 1 or more, as num_key_value_heads"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
+        ({"head_dim": 7}, "its head_dim is 7"),
+        ({"rope_theta": -1.0}, "its rope_theta is -1.0; it must be a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "its factor is 0"),
+        ({"rope_scaling": "linear"}, "its config.json makes no head"),
+        ({"rms_norm_eps": "1e-6"}, "its config.json makes no head"),
+        ({"transformer_layer_config": [1]}, "transformer_layer_config that is no section"),
+    ],
+)
+def test_values_that_make_no_head_are_said_in_one_line(tmp_path, said, told):
+    line = refused(write(tmp_path, eagle_tensors(), RAW | said))
+    assert told in line and "\n" not in line
+
+
+def test_a_null_is_as_good_as_nothing(tmp_path):
+    nulls = dict.fromkeys(["attention_bias", "qkv_bias", "max_position_embeddings", "rms_norm_eps", "rope_theta"])
+    load_head(write(tmp_path, eagle_tensors(), RAW | nulls), TARGET)
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../x"}}']
+)
+def test_an_index_that_names_no_shards_is_named(tmp_path, index):
+    path = write(tmp_path, eagle_tensors(), RAW)
+    (path / "model.safetensors").rename(path / "model.safetensors.index.json")
+    (path / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in refused(path)
