@@ -1,6 +1,6 @@
 """The Ray Serve application: one replica per engine, all behind one proxy, and a Board on which they add up.
 
-``eagle-ray serve`` runs it here; a cluster is given a YAML that names ``application`` (configs/serve_deploy.yaml).
+``eagle-ray serve`` runs it here; a cluster is given a YAML that names ``application`` (infra/serve/deploy.yaml).
 Autoscaling goes by the requests in flight. Does not know HTTP beyond that an ASGI application answers.
 
     handle = serve.run(application_of(config, shape), name=config.name)

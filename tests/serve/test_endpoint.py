@@ -47,7 +47,7 @@ def test_one_replica_for_each_gpu_or_as_many_as_are_asked_for(settings, gpus, sh
 def test_what_users_are_given_is_valid():
     demo = load_serve_config(ROOT / "configs" / "serve_demo.yaml", env={})
     assert demo.serving.host == "127.0.0.1" and demo.model_name == "embedded:tiny"
-    deployed = yaml.safe_load((ROOT / "configs" / "serve_deploy.yaml").read_text())
+    deployed = yaml.safe_load((ROOT / "infra" / "serve" / "deploy.yaml").read_text())
     assert ServeDeploySchema.model_validate(deployed).http_options.host == "127.0.0.1"
     [application] = deployed["applications"]
     assert application["import_path"] == "eagle_ray.serve.deployment:application"
