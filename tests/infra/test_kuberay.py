@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,7 @@ def test_every_mount_has_its_volume_and_every_pod_its_metrics(file):
         assert "metrics" in {port["name"] for port in container["ports"]}
 
 
-def test_the_service_says_that_it_waits_until_there_is_an_endpoint():
-    text = RAYSERVICE.read_text()
+def test_the_service_is_an_application_of_ours():
     (application,) = yaml.safe_load(documents(RAYSERVICE)[0]["spec"]["serveConfigV2"])["applications"]
     module, _, name = application["import_path"].partition(":")
-    if find_spec("eagle_ray.serve") is None:
-        assert text.startswith("# WAITS FOR THE SERVE ENDPOINT")
-    else:
-        assert hasattr(__import__(module, fromlist=[name]), name)
-        assert "WAITS" not in text
+    assert callable(getattr(import_module(module), name)) and set(application["args"]) == {"config"}
