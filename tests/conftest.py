@@ -23,6 +23,7 @@ torch.set_num_threads(1)  # small matrices: more threads only wait for each othe
 MakeJob = Callable[..., JobConfig]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test` runs two processes: what starts Ray shares a session in one, and all else never meets it."""
     for item in items:
@@ -31,12 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def log_as_it_was() -> Iterator[None]:
-    """Jobs and libraries set the log up as they need it: each test finds it open, and leaves it as it was."""
+def untouched_log() -> None:
+    """Jobs and libraries set the log up as they need it: each test finds it as Python makes one."""
     log = logging.getLogger("eagle_ray")
-    before, log.disabled = (log.level, log.propagate, log.handlers[:]), False
-    yield
-    log.level, log.propagate, log.handlers[:] = before
+    log.setLevel(logging.NOTSET)
+    log.propagate, log.disabled, log.handlers[:] = True, False, []
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,8 +32,8 @@ def test_a_line_says_what_is_known():
     assert line_of(FACTS | {"workers_ready": 0}) == "[   12 s] loading the models"
 
 
-def test_lines_come_when_they_are_due(messages, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("eagle_ray"), "level", logging.INFO)
+def test_lines_come_when_they_are_due(messages):
+    logging.getLogger("eagle_ray").setLevel(logging.INFO)
     lines = Lines(every_s=3600.0, next_at=time.monotonic())
     lines.show(FACTS)
     lines.show(FACTS | {"rows_done": 41})
