@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow chaos lint install clean
+.PHONY: demo test test-ray test-rest test-slow chaos lint install clean
 
 demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
 
-test: $(VENV)/.installed lint   ## lint and every fast test, those that start Ray in one process and all others in another
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+test: $(VENV)/.installed lint   ## lint and every fast test, those that start Ray beside all others
+	$(MAKE) --no-print-directory -j 2 test-ray test-rest
+
+test-ray: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "ray and not slow"
+
+test-rest: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not ray and not slow"
 
 test-slow: $(VENV)/.installed   ## the slow tests too
 	$(BIN)/python -m pytest -m "slow or not slow"

@@ -23,12 +23,12 @@ torch.set_num_threads(1)  # small matrices: more threads only wait for each othe
 MakeJob = Callable[..., JobConfig]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test` runs two processes: what starts Ray shares a session in one, and all else never meets it."""
     for item in items:
-        with_ray = item.path.relative_to(TESTS).as_posix().startswith(WITH_RAY)
-        item.add_marker(pytest.mark.xdist_group("ray" if with_ray else "no ray"))
+        if item.path.relative_to(TESTS).as_posix().startswith(WITH_RAY):
+            item.add_marker("ray")
 
 
 @pytest.fixture(autouse=True)
