@@ -171,7 +171,7 @@ def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     if needs(speculative.method) is None:
         return
     try:
-        check_weights(speculative, _draft_path(model), _target_config(model))
+        check_weights(speculative, _draft_path(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
 
@@ -249,15 +249,17 @@ def _before_scaling(config: Any) -> str:
     return " before its rotary scaling sets in" if exact_positions(config) is not None else ""
 
 
-def _draft_path(model: ModelConfig) -> Path:
+def _draft_path(model: ModelConfig, speculative: SpeculativeConfig) -> Path:
     if model.draft is None:
-        raise ConfigError("model.draft: missing; speculative.method eagle2 needs a draft head")
+        raise ConfigError(
+            f"model.draft: missing; speculative.method {speculative.method} drafts with weights of its own"
+        )
     return resolve(model.draft, "draft")
 
 
 def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
     """What model.draft holds, beside its target. Raises as build_pair does."""
-    weights = load_weights(speculative, _draft_path(model), causal_lm.config.get_text_config(decoder=True))
+    weights = load_weights(speculative, _draft_path(model, speculative), causal_lm.config.get_text_config(decoder=True))
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)
     return weights

@@ -160,24 +160,31 @@ def _gpus(number: float) -> float:
 Gpus = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)]
 
 
-class ExecutionConfig(Section):
-    """Where and how wide the job runs; none of it changes what is generated.
+class EnginesConfig(Section):
+    """Engines, wherever they run.
 
-    ray_address auto: the cluster that the environment names, else one started here. slots: sequences per actor.
-    kv_tokens: tokens that all slots of an actor together may hold in memory; null lets every slot be full.
-    max_error_rate: the share of error rows above which the job stops (exit 4); 1 never stops it.
+    ray_address auto: the cluster that the environment names, else one started here. slots: sequences per engine.
+    kv_tokens: tokens that all slots of an engine together may hold in memory; null lets every slot be full.
     """
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
+    slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
+    kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
+        default=None, description="a number of tokens, 64 or more, or null for every slot at full length"
+    )
+
+
+class ExecutionConfig(EnginesConfig):
+    """Where and how wide the job runs, an engine in each actor; none of it changes what is generated.
+
+    max_error_rate: the share of error rows above which the job stops (exit 4); 1 never stops it.
+    """
+
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
         default="auto", description="auto, a number of actors, 1 or more, or {min: A, max: B} with A at most B"
     )
     gpus_per_actor: Literal["auto"] | Gpus = Field(
         default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
-    )
-    slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
-    kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
-        default=None, description="a number of tokens, 64 or more, or null for every slot at full length"
     )
     rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
     preserve_order: bool = Field(default=False, description="true or false")

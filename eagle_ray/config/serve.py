@@ -14,6 +14,7 @@ from pydantic import Field
 
 from eagle_ray.config.job import (
     ActorRange,
+    EnginesConfig,
     Gpus,
     LoggingConfig,
     ModelConfig,
@@ -27,11 +28,11 @@ from eagle_ray.config.job import (
 )
 
 
-class ServingConfig(Section):
+class ServingConfig(EnginesConfig):
     """Where requests come in, and what answers them.
 
     api_keys: who may ask under /v1; empty is everybody. replicas: engines; auto is one for each GPU, or one on the CPU;
-    a range grows and shrinks with the requests in flight. slots, kv_tokens: of each replica, as in a job's execution.
+    a range grows and shrinks with the requests in flight.
     max_queued: sequences that may wait for a slot of a replica before it answers 429. drain_s: how long a replica that
     is told to end goes on with what it has begun.
     """
@@ -40,16 +41,11 @@ class ServingConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=8000, description="a port, 1 to 65535")
     model_name: Name | None = Field(default=None, description="the model's name to clients, or null for model.target")
     api_keys: Names = Field(default=[], description="a list of texts, none of them empty")
-    ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
     replicas: Literal["auto"] | PositiveInt | ActorRange = Field(
         default="auto", description="auto, a number, 1 or more, or {min: A, max: B} with A at most B"
     )
     gpus_per_replica: Literal["auto"] | Gpus = Field(
         default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
-    )
-    slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
-    kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
-        default=None, description="a number of tokens, 64 or more, or null for every slot at full length"
     )
     max_queued: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=256, description="a number of sequences, 0 or more"

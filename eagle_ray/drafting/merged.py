@@ -1,6 +1,6 @@
 """MergedDrafter: the nodes of several drafters in one tree, so that the budget buys whoever's are worth most.
 
-    MergedDrafter([eagle, suffix], Blend(max_depth, 2), max_depth)
+    MergedDrafter([eagle, suffix], Blend(max_depth, 2))
 
 Each part drafts, is told what the target picked and learns for itself; what a node is worth that one, another or all of
 them offer is learned here. The plan's depth and width are made for the first part, which is the one with a model where

@@ -1,4 +1,4 @@
-"""NoDrafter: offers nothing, so that every step is one of plain decoding."""
+"""NoDrafter: offers nothing, so that every step is one of plain decoding. Drafters that run no model build on it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NoDrafter:
         pass
 
     def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        pass
+        self.observe(prompts, next_tokens, features)
 
     def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         pass

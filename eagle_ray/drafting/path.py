@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.drafting.drafter import Draft, Text, Verified
+from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.path_heads import PathHeads
@@ -30,10 +31,8 @@ from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling
 
 
-class PathDrafter:
+class PathDrafter(NoDrafter):
     """heads: Medusa's or Hydra's. calibration, coupling: see Ranking."""
-
-    prefill_passes = 0
 
     def __init__(
         self,
@@ -48,19 +47,6 @@ class PathDrafter:
         self._features = torch.zeros(
             target.cache.num_slots, target.feature_size, dtype=target.dtype, device=target.device
         )
-
-    def resume(
-        self,
-        slots: list[int],
-        firsts: list[int],
-        columns: list[int],
-        tokens: Int[Tensor, " B"],
-        features: Float[Tensor, "B H"],
-    ) -> None:
-        pass  # the chunk that follows brings a newer feature
-
-    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        self.observe(prompts, next_tokens, features)
 
     def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         slots = torch.tensor(prompts.slots, device=features.device)

@@ -14,10 +14,11 @@ Does not know files, numbers in tensors, or what a head is run with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
@@ -192,20 +193,27 @@ def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfi
         raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
 
 
-def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
-    """Every tensor, none other, and each in its shape. The vocabulary maps may be left out where they say nothing."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    maps = {"t2d", "d2t"} if wanted.get("d2t") == wanted.get("t2d") else {"t2d"}
-    shared = sorted(wanted.keys() & found.keys())
-    misshapen = [name for name in shared if tuple(found[name]) != wanted[name]]
+def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], spare: Collection[str] = ()) -> None:
+    """Every tensor of the module, none other, and each in its shape. spare: those that may be left out.
+
+    Raises ValueError that names the first few of each fault.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
     faults = [
-        *_some([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - maps)]),
+        *_some([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(spare))]),
         *_some([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
         *_some([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
     ]
     if faults:
-        kind = "EAGLE-3" if isinstance(head, Eagle3Head) else "EAGLE-1/2"
-        raise ValueError(f"not an {kind} head: {'; '.join(faults)}")
+        raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")
+
+
+def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
+    """The vocabulary maps may be left out where they say nothing."""
+    if isinstance(head, EagleHead):
+        return check_tensors("an EAGLE-1/2 head", head, found)
+    check_tensors("an EAGLE-3 head", head, found, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
 
 
 def _some(faults: list[str]) -> list[str]:

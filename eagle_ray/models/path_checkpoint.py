@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import load_pickle, read_config, read_file
+from eagle_ray.models.fit import check_tensors
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
@@ -61,7 +62,7 @@ def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
     sizes = max(num_heads, 1), num_layers, target.hidden_size, target.vocab_size
     with torch.device("meta"):
         heads = MedusaHeads(*sizes, own_lm_head=own_lm_head)
-    _check_shapes(path, "Medusa heads", heads, shapes)
+    _check_tensors(path, "Medusa heads", heads, shapes)
     return heads
 
 
@@ -74,7 +75,7 @@ def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     sizes = (_number(path, raw, key) for key in ("hydra_num_heads", "hydra_num_layers"))
     with torch.device("meta"):
         heads = HydraHeads(*sizes, target.hidden_size, target.vocab_size)
-    _check_shapes(path, "Hydra heads", heads, shapes)
+    _check_tensors(path, "Hydra heads", heads, shapes)
     return heads
 
 
@@ -113,14 +114,8 @@ def _headers(file: Path) -> dict[str, Tensor]:
         return {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in names}
 
 
-def _check_shapes(path: Path, kind: str, heads: nn.Module, found: dict[str, tuple[int, ...]]) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
-    faults = [f"missing {name}" for name in sorted(wanted.keys() - found.keys())]
-    faults += [f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]
-    faults += [
-        f"{name} is {found[name]}, wanted {wanted[name]}"
-        for name in sorted(wanted.keys() & found.keys())
-        if found[name] != wanted[name]
-    ]
-    if faults:
-        raise EngineError(f"{path}: not {kind} of this target: {'; '.join(faults)}")
+def _check_tensors(path: Path, kind: str, heads: nn.Module, found: dict[str, tuple[int, ...]]) -> None:
+    try:
+        check_tensors(kind, heads, found)
+    except ValueError as error:
+        raise EngineError(f"{path}: {error}") from error

@@ -32,14 +32,3 @@ def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> StaticTr
             for rank, rate in enumerate(acceptance[len(path)]):
                 heapq.heappush(waiting, (value * rate, (*path, rank)))
     return StaticTree.of(paths)
-
-
-def expected_accepted(tree: StaticTree, acceptance: Sequence[Sequence[float]]) -> float:
-    """Draft tokens that the tree is expected to yield in a step."""
-    total = 0.0
-    for path in tree.paths:
-        value = 1.0
-        for depth, rank in enumerate(path):
-            value *= acceptance[depth][rank]
-        total += value
-    return total

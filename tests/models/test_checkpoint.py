@@ -137,7 +137,9 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_together(tmp_path, g
     tensors = make() | {"layers.1.mlp.gate_proj.weight": torch.zeros(2), "fc.weight": torch.zeros(32, 32)}
     del tensors[layer_name(generation) + "mlp.up_proj.weight"]
     said = refused(write(tmp_path, tensors, raw, layout))
-    wanted = {"EAGLE-2": "not an EAGLE-1/2 head: ", "EAGLE-3": "not an EAGLE-3 head: "}[generation] + (
+    wanted = {"EAGLE-2": "not an EAGLE-1/2 head of this target: ", "EAGLE-3": "not an EAGLE-3 head of this target: "}[
+        generation
+    ] + (
         f"missing {layer_name(generation)}mlp.up_proj.weight; unexpected layers.1.mlp.gate_proj.weight; "
         f"fc.weight is (32, 32), wanted (32, {64 if generation == 'EAGLE-2' else 96})"
     )
