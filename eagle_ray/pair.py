@@ -251,9 +251,7 @@ def _before_scaling(config: Any) -> str:
 
 def _draft_path(model: ModelConfig, speculative: SpeculativeConfig) -> Path:
     if model.draft is None:
-        raise ConfigError(
-            f"model.draft: missing; speculative.method {speculative.method} drafts with weights of its own"
-        )
+        raise ConfigError(f"model.draft: missing; method {speculative.method} needs {needs(speculative.method)}")
     return resolve(model.draft, "draft")
 
 
