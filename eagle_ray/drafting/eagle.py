@@ -107,21 +107,21 @@ class EagleDrafter:
     def draft(
         self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
     ) -> Draft:
-        """EAGLE-2's expansion: the top `width` of each level get `width` children each (section 4.1)."""
+        """EAGLE-2's expansion: the top `width` nodes of each level get children (section 4.1)."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
         builder = self.builder(roots if members is None else roots[members], plan.width, plan.shape)
         self.ranking.begin(sampling, at.lengths, plan.members)
         features, num_caught_up = self._catch_up(at)
         features, ancestors, widths = features[:, None], None, []
-        self._grow(builder, features, None, plan.width)
+        self._grow(builder, features, None, plan.children)
         at = at.advanced(1)
         while builder.depth < plan.max_depth and not (plan.enough and plan.enough(builder)):
             frontier = builder.frontier()
             ancestors = _descend(ancestors, frontier)
             widths.append(frontier.tokens.shape[1])
             features = self._level(at, widths, frontier, features, ancestors)
-            self._grow(builder, features, frontier, plan.width)
+            self._grow(builder, features, frontier, plan.children)
         tree = builder.build()
         tree = tree if members is None else tree.spread(members, roots)
         return Draft(tree, builder.levels, builder.depth, num_caught_up)

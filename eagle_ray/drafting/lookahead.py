@@ -126,7 +126,7 @@ class LookaheadDrafter(NoDrafter):
         ends = [1 + k for k, (r, _) in enumerate(cells) if r == self._num_rows - 1]
         self._guessed = _Guessed(windows, members, path_codes(guesses, plan.max_depth)[:, ends])
         merged = merge([draft.tree, guesses.spread(members, roots)], plan.max_depth)
-        nothing = merged.tree.log_values.new_full((len(windows), 1, plan.width), -torch.inf)
+        nothing = merged.tree.log_values.new_full((len(windows), 1, plan.children), -torch.inf)
         others = beside(merged.said[..., 0], merged.tree, plan.max_depth, plan)
         return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_caught_up, draft.is_all, others)
 

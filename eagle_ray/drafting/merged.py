@@ -87,7 +87,7 @@ class MergedDrafter:
         self._drafted = _Drafted(merged, kinds, depth)
         return Draft(
             tree,
-            first.levels or [tree.log_values.new_full((plan.num_members(len(roots)), 1, plan.width), -torch.inf)],
+            first.levels or [tree.log_values.new_full((plan.num_members(len(roots)), 1, plan.children), -torch.inf)],
             sum(draft.num_passes for draft in drafts),
             first.num_caught_up,
             is_all,

@@ -55,7 +55,7 @@ class PathDrafter(NoDrafter):
     def draft(
         self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
     ) -> Draft:
-        """The nodes of each level that are worth children get `width` each; one level for each head at most."""
+        """The nodes of each level that are worth children get some each; one level for each head at most."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
         builder = TreeBuilder(roots if members is None else roots[members], plan.width, plan.shape)
@@ -91,7 +91,7 @@ class PathDrafter(NoDrafter):
                 frontier = builder.frontier()
                 path = self._extended(path, frontier)
             logits = self.heads.logits(builder.depth, feature, path, self._target.logits)
-            children = self.ranking.children(logits, frontier, plan.width)
+            children = self.ranking.children(logits, frontier, plan.children)
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
 
     def _extended(self, path: Float[Tensor, "B P L H"], frontier: Frontier) -> Float[Tensor, "B F L1 H"]:

@@ -62,7 +62,7 @@ class RecyclingDrafter(NoDrafter):
             if builder.depth:
                 frontier = builder.frontier()
                 tokens = frontier.tokens
-            children, scores = (kept[tokens][..., : plan.width] for kept in (self._tokens, self._scores))
+            children, scores = (kept[tokens][..., : plan.children] for kept in (self._tokens, self._scores))
             builder.grow(self._offers.add(frontier, children, scores), children, scores)
         tree = builder.build()
         tree = tree.rerank(tree.valid, tree.num_nodes)

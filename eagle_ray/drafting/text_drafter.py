@@ -103,7 +103,7 @@ class TextDrafter(NoDrafter):
     def draft(
         self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
     ) -> Draft:
-        """The `width` likeliest nodes of each level get at most `width` children each."""
+        """The `width` likeliest nodes of each level get at most `plan.children` each."""
         members = range(len(texts)) if plan.members is None else plan.members
         reads = self._meet([batch.host_slots[i] for i in members], [texts[i] for i in members])
         num_read = sum(read.catch_up() for read in reads)
@@ -145,10 +145,10 @@ class TextDrafter(NoDrafter):
                     return False
                 frontier = builder.frontier()
                 cursors = _moved(cursors, frontier)
-            children = [[c.children(plan.width) if c else [] for c in row] for row in cursors]
+            children = [[c.children(plan.children) if c else [] for c in row] for row in cursors]
             if not any(map(any, children)):
                 return True
-            tokens, log_probs = _padded(children, plan.width)
+            tokens, log_probs = _padded(children, plan.children)
             builder.grow(self._offers.add(frontier, tokens, log_probs), tokens, log_probs)
         return False
 

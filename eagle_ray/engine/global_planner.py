@@ -14,6 +14,8 @@ seconds; does not know models, requests or who drafts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,12 +31,14 @@ from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.plan import PLAIN, Plan
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
+FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
 PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a step: what a probe is taken to cost at least, which makes one of ten steps the most
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS = 2  # sequences of each of them
 OBSERVE_EVERY = 4  # drafting steps
+DEEPER_EVERY, WIDER_EVERY = 8, 32  # drafting steps, which are observed
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.05  # times plain decoding's rate that drafts must promise: promises are a few percent off
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
@@ -87,9 +91,29 @@ class GlobalPlanner:
             return self._next_probe(batch)
         if not self._drafting:
             return PLAIN
+        return self._promising(batch)
+
+    def _plan(self, depth: int, width: int, **rest: Any) -> Plan:
+        return Plan(depth, width, num_children=self._top_k, **rest)
+
+    def _promising(self, batch: Batch) -> Plan:
+        """What promises most: as deep as each further level pays, or as has lately been best.
+
+        Now and then a level deeper or a little wider: near the best it costs next to nothing to look around.
+        """
+        width, more = self._best.width, int(self._num_drafts % DEEPER_EVERY == 0)
+        if self._num_drafts % WIDER_EVERY == 0:
+            width = next((w for w in self._curves.widths if w > width), width)
         if not self._can_look:
-            return Plan(self._best.depth, self._best.width)
-        return Plan(self._max_depth, self._best.width, enough=lambda builder: not self._pays(builder, batch))
+            return self._plan(min(self._best.depth + more, self._max_depth), width)
+        unpaid = 0
+
+        def enough(builder: TreeBuilder) -> bool:
+            nonlocal unpaid
+            unpaid += unpaid > 0 or not self._pays(builder, batch)
+            return unpaid > more
+
+        return self._plan(self._max_depth, width, enough=enough)
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
         """The bucket with the best rate, filled with the most valuable nodes of the batch."""
@@ -136,7 +160,7 @@ class GlobalPlanner:
         """The draft's levels; where it is all there was, with empty ones below."""
         if not draft.is_all or len(draft.levels) >= self._max_depth:
             return draft.levels
-        shape = plan.num_members(size), plan.width, plan.width
+        shape = plan.num_members(size), plan.width, plan.children
         nothing = torch.full(shape, -torch.inf, device=draft.tree.tokens.device)
         levels = draft.levels or [nothing[:, :1]]
         return levels + [nothing] * (self._max_depth - len(levels))
@@ -150,11 +174,10 @@ class GlobalPlanner:
         """Tokens a second of a step that has spent some seconds and verifies num_rows rows."""
         return (len(batch) + self._trust * gain) / (spent + self.costs.verified(num_rows, batch.num_cached))
 
-    @staticmethod
-    def _buckets(size: int, num_candidates: int) -> list[int]:
-        """Rows that a pass may have beyond the roots of `size` sequences."""
+    def _buckets(self, size: int, num_candidates: int) -> list[int]:
+        """Rows that a pass may have beyond the roots of `size` sequences: a CPU takes any number, a GPU's are set."""
         most = size + num_candidates
-        return [*(n for n in BUCKETS if size < n < most), most]
+        return [*(n for n in (FINE_BUCKETS if self._can_look else BUCKETS) if size < n < most), most]
 
     def _budget(self, draft: Draft, batch: Batch) -> Budget:
         """Every tree within its bounds; nodes deeper than a sequence has tokens to go are worth nothing."""
@@ -181,11 +204,12 @@ class GlobalPlanner:
         """The best rate of every width and depth, by what such drafts have lately been worth."""
         size, costs = len(batch), self.costs
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
-        rows = [size, *self._buckets(size, size * self._max_nodes)]
+        most = size * (1 + self._max_nodes)
+        rows = [size, *(n for n in BUCKETS if size < n < most), most]
         verify = {n: costs.verified(n, batch.num_cached) for n in rows}
         prospects = []
         for width in self._curves.widths:
-            for depth in range(1, self._max_depth + 1):
+            for depth in range(1 if width == 1 else 2, self._max_depth + 1):  # a single level is of one node's children
                 gains = {n: size * self._curves.expected(width, depth, n / size - 1) for n in rows}
                 drafted = costs.drafted(size * (1 + self._per_sequence), size, width, depth)
                 spent = prompts + costs.draft_rest(size) + drafted
@@ -203,7 +227,7 @@ class GlobalPlanner:
         now = torch.cat([level.flatten() for level in builder.levels]).exp()
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._best.width, level.shape[1]), dim=1).values.exp()
-        children = torch.tensor(self._curves.children(builder.depth + 1)[: self._best.width], device=beam.device)
+        children = torch.tensor(self._curves.children(builder.depth + 1), device=beam.device)
         next_level = (beam[:, :, None] * children).flatten()
         candidates = torch.stack([torch.cat([now, level]) for level in (torch.zeros_like(next_level), next_level)])
         rows = self._buckets(len(batch), candidates.shape[1])
@@ -234,7 +258,7 @@ class GlobalPlanner:
             first = self._num_drafts * num_members
             members = tuple(sorted((first + i) % len(batch) for i in range(num_members)))
         enough = (lambda builder: self._is_hopeless(builder, batch)) if self._can_look else None
-        return Plan(self._max_depth, self._top_k, members, enough, probe=True)
+        return self._plan(self._max_depth, self._top_k, members=members, enough=enough, probe=True)
 
     def _is_hopeless(self, builder: TreeBuilder, batch: Batch) -> bool:
         """Whether no level more could pay if the whole batch were drafted for and children were as good as parents."""

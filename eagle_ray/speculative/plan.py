@@ -16,10 +16,11 @@ from eagle_ray.speculative.static_tree import StaticTree
 class Plan:
     """max_depth: most levels to draft; 0 is a step of plain decoding, in which no drafter runs.
 
-    width: nodes kept and children drawn at each level. members: the sequences of the batch to draft for, ascending;
-    None is all of them. enough: asked before each level after the first; True ends the drafting there.
-    shape: which nodes get children, where that does not depend on their values; no deeper and no wider than the plan.
-    probe: whether this is done in order to learn what it costs or yields, and not because it promises most.
+    width: nodes of each level that are given children, num_children of them each (None: width). members: the sequences
+    of the batch to draft for, ascending; None is all of them. enough: asked before each level after the first; True
+    ends the drafting there. shape: which nodes get children, where that does not depend on their values; no deeper and
+    no wider than the plan. probe: whether this is done in order to learn what it costs or yields, and not because it
+    promises most.
     """
 
     max_depth: int
@@ -28,6 +29,12 @@ class Plan:
     enough: Callable[[TreeBuilder], bool] | None = None
     shape: StaticTree | None = None
     probe: bool = False
+    num_children: int | None = None
+
+    @property
+    def children(self) -> int:
+        """Drawn of each node: more of them cost next to nothing, as its logits are there."""
+        return self.width if self.num_children is None else self.num_children
 
     def among(self, members: tuple[int, ...] | None) -> Plan:
         """The same for those of its sequences that are among `members` (None: all of the batch)."""
