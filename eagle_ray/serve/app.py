@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's routes over one Service.
+"""The ASGI application: OpenAI's routes and the web page over one Service.
 
 Every refusal has OpenAI's form. A client that leaves ends its request. Does not know Ray: how replicas add up is told
 by whoever builds it.
@@ -24,6 +24,7 @@ from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.openapi import openapi
+from eagle_ray.serve.pages import page_routes
 from eagle_ray.serve.protocol import (
     AnyRequest,
     ChatRequest,
@@ -61,6 +62,7 @@ def build_app(service: Service, publish: Publish = alone) -> Starlette:
         Route("/metrics", door.metrics),
         Route("/version", door.version),
         Route("/openapi.json", door.openapi),
+        *page_routes(),
     ]
     errors = (ApiError, RequestError, EngineError, HTTPException, Exception)
     return Starlette(routes=routes, exception_handlers={error: door.refuse for error in errors})

@@ -4,8 +4,8 @@
     for count in counts:                        # of output ids, as the engine tells them
         yield from chunks.until(count)
 
-A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. Does
-not know engines or HTTP.
+A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. Who asks
+for stream_options.include_steps is also told how each token came (``steps``). Does not know engines or HTTP.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from eagle_ray.serve.answers import Json, finish_reason, head, metrics_of, promp
 from eagle_ray.serve.asked import Asked, Choice
 from eagle_ray.serve.logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.serve.no_text import NoText
+from eagle_ray.serve.steps import Steps
 from eagle_ray.text import Text
 
 
@@ -30,6 +31,11 @@ def wants_usage(asked: Asked) -> bool:
     return options is not None and options.include_usage
 
 
+def wants_steps(asked: Asked) -> bool:
+    options = asked.request.stream_options
+    return options is not None and options.include_steps
+
+
 def _head(asked: Asked) -> Json:
     return head(asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
 
@@ -40,6 +46,7 @@ class ChoiceChunks:
     def __init__(self, asked: Asked, choice: Choice, text: Text | NoText):
         self._asked, self._choice, self._text = asked, choice, text
         self._growing = text.growing(asked.stops)
+        self._steps = Steps(choice.sequence) if wants_steps(asked) else None
         self._num_told = 0
         self._is_begun = False
         self._offset = 0  # characters of the tokens whose log-probabilities were told
@@ -53,12 +60,16 @@ class ChoiceChunks:
         is_end = sequence.finish_reason is not None and count == len(sequence.output_ids)
         if self._choice.num_wanted is not None:
             count = min(count, self._choice.num_wanted)
-        if is_end:
-            piece = self._growing.end(shown_ids(self._asked, self._choice))
-        else:
-            piece = self._growing.grow(sequence.output_ids[self._num_told : count])
         start, self._num_told = self._num_told, count
-        yield from self._chunk(piece, start, count, is_end)
+        yield from self._chunk(self._texts(start, count, is_end), start, count, is_end)
+
+    def _texts(self, start: int, end: int, is_end: bool) -> list[str]:
+        """What the output ids [start, end) add to the text: by id where steps are asked for, else in one piece."""
+        ids = self._choice.sequence.output_ids[start:end]
+        groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
+        texts = [self._growing.grow(group) for group in groups[:-1]]  # no stop string ends before the last id
+        last = self._growing.end(shown_ids(self._asked, self._choice)) if is_end else self._growing.grow(groups[-1])
+        return [*texts, last]
 
     def _beginning(self) -> Iterator[Json]:
         """The role of a chat's answer; the prompt, where it is to be echoed."""
@@ -69,14 +80,17 @@ class ChoiceChunks:
             self._offset = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
             yield self._with({"text": echo, "logprobs": logprobs, "finish_reason": None})
 
-    def _chunk(self, piece: str, start: int, end: int, is_end: bool) -> Iterator[Json]:
-        logprobs = self._logprobs(start, end)
-        if not (piece or is_end or logprobs or (self._asked.request.return_token_ids and end > start)):
+    def _chunk(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
+        piece, logprobs = "".join(texts), self._logprobs(start, end)
+        tells_ids = self._asked.request.return_token_ids or self._steps is not None
+        if not (piece or is_end or logprobs or (tells_ids and end > start)):
             return
         reason = finish_reason(self._choice) if is_end else None
         said: Json = {"delta": {"content": piece} if piece else {}} if self._asked.is_chat else {"text": piece}
         if self._asked.request.return_token_ids:
             said["token_ids"] = self._choice.sequence.output_ids[start:end]
+        if self._steps is not None:
+            said["steps"] = self._steps.next(texts[: end - start])
         yield self._with(said | {"logprobs": logprobs, "finish_reason": reason})
 
     def _logprobs(self, start: int, end: int) -> Json | None:

@@ -92,7 +92,16 @@ class Message(Body):
 
 
 class StreamOptions(Body):
+    """include_steps is ours: see serve/steps.py."""
+
     include_usage: bool = False
+    include_steps: bool = Field(
+        default=False,
+        description="whether each choice of a chunk has `steps`, how its tokens came: a list of {step, "
+        "num_draft_tokens, num_accepted_draft_tokens, tokens: [{id, text, depth}]}. Step 0 is the prompt's pass; depth "
+        "is an accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
+        "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells",
+    )
     continuous_usage_stats: Literal[False] = False
 
 
@@ -125,7 +134,7 @@ class Request(Body):
     ignore_eos: bool | None = Field(default=None, description="true or false")
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(
-        default=None, description="{include_usage: true or false}, with stream"
+        default=None, description="{include_usage: true or false, include_steps: true or false}, with stream"
     )
     return_token_ids: bool = Field(default=False, description="true or false")
 
