@@ -8,6 +8,7 @@ Needs Debian's chromium and its driver, or any others on the PATH.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import threading
@@ -37,7 +38,7 @@ FLAGS = (
 class Serving:
     url: str
     server: uvicorn.Server
-    loop: Any
+    loop: asyncio.AbstractEventLoop
 
     def cut(self) -> None:
         """Break off every connection, in the middle of whatever it carries."""
@@ -47,8 +48,6 @@ class Serving:
 
 @contextmanager
 def serving(app: Any) -> Iterator[Serving]:
-    import asyncio
-
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     loop = asyncio.new_event_loop()
@@ -63,8 +62,8 @@ def serving(app: Any) -> Iterator[Serving]:
 
 
 @contextmanager
-def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = False) -> Iterator[Any]:
-    """profile: an empty directory of its own."""
+def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = False, scale: float = 1) -> Iterator[Any]:
+    """profile: an empty directory of its own. width, height: in CSS pixels, each of scale x scale of the screen's."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -76,7 +75,7 @@ def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = Fal
     try:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         yield driver
     finally:

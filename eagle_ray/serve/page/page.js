@@ -118,7 +118,6 @@ function point(target) {
   for (const part of turn.querySelectorAll(`[data-step="${step.dataset.step}"]`)) part.classList.add("lit");
   const column = turn.querySelector(`.strip [data-step="${step.dataset.step}"]`);
   tip.replaceChildren(...[words(step.dataset), column.dataset.said].filter(Boolean).map(paragraph));
-  tip.style.left = 0; // at its full width
   const box = step.getClientRects()[0];
   const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
   const above = box.top - tip.offsetHeight - 6;
