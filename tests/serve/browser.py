@@ -62,8 +62,8 @@ def serving(app: Any) -> Iterator[Serving]:
 
 
 @contextmanager
-def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = False, scale: float = 1) -> Iterator[Any]:
-    """profile: an empty directory of its own. width, height: in CSS pixels, each of scale x scale of the screen's."""
+def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = False) -> Iterator[Any]:
+    """profile: an empty directory of its own."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -75,7 +75,7 @@ def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = Fal
     try:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         yield driver
     finally:

@@ -8,6 +8,7 @@ Every step drafts (speculative.budget uniform), so that the picture does not han
 from __future__ import annotations
 
 import argparse
+import base64
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from eagle_ray.serve.service import Service
 from tests.serve.browser import browser, serving
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "serve_demo.yaml"
-QUESTION = "I need a Python function that returns the average of the doubles of the numbers that are negative."
+QUESTION = "I need five tips for hiking."
 
 
 def main() -> None:
@@ -25,19 +26,21 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--width", type=int, default=860)
-    parser.add_argument("--height", type=int, default=740)
+    parser.add_argument("--height", type=int, default=640)
     asked = parser.parse_args()
     service = Service.start(load_serve_config(CONFIG, env={}, sets=["speculative.budget=uniform"]), threads=2)
     try:
         with (
             serving(build_app(service)) as server,
             tempfile.TemporaryDirectory() as profile,
-            browser(profile, asked.width, asked.height, asked.dark, scale=2) as driver,
+            browser(profile, asked.width, asked.height, asked.dark) as driver,
         ):
             driver.get(server.url)
             _ask(driver, QUESTION)
             _hover(driver)
-            driver.save_screenshot(str(asked.path))
+            clip = {"x": 0, "y": 0, "width": asked.width, "height": asked.height, "scale": 1.5}
+            image = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip})
+            asked.path.write_bytes(base64.b64decode(image["data"]))
     finally:
         service.close()
 
@@ -54,7 +57,7 @@ def _ask(driver, question: str) -> None:
 def _hover(driver) -> None:
     from selenium.webdriver import ActionChains
 
-    words = driver.find_elements("css selector", "article:last-child .text .d2")
+    words = [word for word in driver.find_elements("css selector", ".text .d2") if word.text.strip()]
     ActionChains(driver).move_to_element(words[len(words) // 2]).perform()
 
 
