@@ -10,7 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.data.ray_environment import LOCAL, prepare
@@ -20,15 +24,14 @@ from eagle_ray.job import show_log
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 QUIET = {PROXY: "eagle_ray.serve.proxy.middlewares", "RAY_SERVE_LOG_TO_STDERR": "0"}
+EXAMPLE = '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 LOOK_EVERY_S = 1.0
+SAY_EVERY_S = 10.0
 
 
 def run_endpoint(config: ServeConfig) -> int:
     """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
     show_log(config.logging.level)
-    from eagle_ray.pair import check_pair  # torch
-
-    check_pair(config.model, config.speculative)
     serving = config.serving
     _check_free(serving.host, serving.port)
     address = prepare(serving.ray_address)
@@ -37,8 +40,11 @@ def run_endpoint(config: ServeConfig) -> int:
     log.info("getting Ray ready")
     from eagle_ray.data.cluster import connect, threads_wanted
 
-    connect(address)
     try:
+        with ThreadPoolExecutor(1) as meanwhile:
+            checking = meanwhile.submit(_check_pair, config)
+            connect(address)
+        checking.result()
         _serve(config, threads_wanted(os.environ))
     finally:
         if address == LOCAL:
@@ -46,6 +52,13 @@ def run_endpoint(config: ServeConfig) -> int:
 
             ray.shutdown()
     return 0
+
+
+def _check_pair(config: ServeConfig) -> None:
+    """Raises ConfigError, EngineError. Takes seconds, which are torch's and transformers' imports."""
+    from eagle_ray.pair import check_pair
+
+    check_pair(config.model, config.speculative)
 
 
 def _serve(config: ServeConfig, most_threads: int | None) -> None:
@@ -57,21 +70,52 @@ def _serve(config: ServeConfig, most_threads: int | None) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     resources = ray.cluster_resources()
     shape = shape_of(config, resources.get("GPU", 0), resources.get("CPU", 1), most_threads)
-    serving, began = config.serving, time.monotonic()
+    serving = config.serving
     serve.start(proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port})
     try:
-        log.info("loading %s", config.model.target)
-        try:
-            serve.run(application_of(config, shape), name=config.name)
-        except RuntimeError as error:
-            raise ClusterError(f"the replicas did not start: {' '.join(str(error).split())}") from error
-        log.info("ready after %.0f s: http://%s:%d/v1", time.monotonic() - began, serving.host, serving.port)
+        with _patience(f"loading {config.model.target}"):
+            try:
+                serve.run(application_of(config, shape), name=config.name)
+            except RuntimeError as error:
+                raise ClusterError(f"the replicas did not start: {' '.join(str(error).split())}") from error
+        log.info(_welcome(config))
         while True:
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
     finally:
         serve.delete(config.name)  # other applications of the cluster's Serve stay
+
+
+@contextmanager
+def _patience(words: str) -> Iterator[None]:
+    """Say what takes so long: at once, and again while it lasts."""
+    over, began = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(SAY_EVERY_S):
+            log.info("%s: %.0f s", words, time.monotonic() - began)
+
+    log.info(words)
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    try:
+        yield
+    finally:
+        over.set()
+        saying.join()
+
+
+def _welcome(config: ServeConfig) -> str:
+    """Where it answers, and a command that shows it."""
+    serving = config.serving
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(serving.host, serving.host)
+    url = f"http://[{host}]:{serving.port}" if ":" in host else f"http://{host}:{serving.port}"
+    key = "-H 'Authorization: Bearer API_KEY' " if serving.api_keys else ""
+    return (
+        f"ready: {url}/v1, until Ctrl-C. Try\n"
+        f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{EXAMPLE}'"
+    )
 
 
 def _check_free(host: str, port: int) -> None:

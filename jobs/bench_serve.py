@@ -123,9 +123,7 @@ async def loaded(served: Served, turn: Turn, prompts: list[dict], ramp: float) -
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         clients = [Client(session, url, bodies, turn, since) for _ in range(turn.concurrency)]
         tasks = [asyncio.ensure_future(client.ask_on()) for client in clients]
-        done, under_way = await asyncio.wait(
-            tasks, timeout=ramp + turn.seconds, return_when=asyncio.FIRST_EXCEPTION
-        )
+        done, under_way = await asyncio.wait(tasks, timeout=ramp + turn.seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)

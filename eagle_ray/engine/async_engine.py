@@ -50,6 +50,15 @@ class _Call:
             self.future.set_exception(error)
 
 
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Of a moment. num_running: sequences that hold a slot. num_blocks_used: of num_blocks, those that slots hold."""
+
+    num_running: int
+    num_blocks_used: int
+    num_blocks: int
+
+
 class AsyncEngine:
     """Takes the engine over: nobody else may step it. close() ends the thread; what is in flight gets EngineError."""
 
@@ -109,6 +118,12 @@ class AsyncEngine:
     def counters(self) -> EngineCounters:
         """A copy of the engine's counters."""
         return replace(self._engine.counters)
+
+    def occupancy(self) -> Occupancy:
+        """What is held now; between two steps of the thread or in the middle of one."""
+        blocks = self._engine.target.cache.blocks
+        used = blocks.num_blocks - blocks.num_available
+        return Occupancy(self._engine.scheduler.num_running, used, blocks.num_blocks)
 
     def close(self) -> None:
         """End the thread after its current step and wait for it."""

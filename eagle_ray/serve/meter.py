@@ -1,7 +1,7 @@
 """Meter: what one replica has done, counted as its sequences end.
 
     >>> meter.answered(sequence)
-    >>> meter.snapshot(engine.counters(), in_flight=0).counters["generation_tokens_total"]
+    >>> meter.snapshot(engine.counters(), engine.occupancy(), in_flight=0).counters["generation_tokens_total"]
 
 Does not know other replicas, Ray or who asks.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from eagle_ray.engine.async_engine import Occupancy
 from eagle_ray.engine.engine import EngineCounters
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.serve.snapshot import COUNTERS, Snapshot
@@ -46,17 +47,18 @@ class Meter:
     def refused(self, code: str | None) -> None:
         self._add("http_errors", 1, f'code="{code}"')
 
-    def snapshot(self, engine: EngineCounters, in_flight: int) -> Snapshot:
-        """in_flight: sequences that are in the engine's hands."""
+    def snapshot(self, engine: EngineCounters, held: Occupancy, in_flight: int) -> Snapshot:
+        """in_flight: sequences of requests that are not answered yet."""
         counters = dict(self._counts)
         for name in COUNTERS:
             if name.startswith("engine_"):
                 counters[f"{name}_total"] = getattr(engine, f"num_{name.removeprefix('engine_')}")
-        running = min(in_flight, engine.num_slots)
         gauges = {
-            "num_requests_running": running,
-            "num_requests_waiting": in_flight - running,
+            "num_requests_running": held.num_running,
+            "num_requests_waiting": max(0, in_flight - held.num_running),
             "num_slots": engine.num_slots,
+            "num_kv_blocks_used": held.num_blocks_used,
+            "num_kv_blocks": held.num_blocks,
             "replicas": 1,
         }
         return Snapshot(counters, gauges)

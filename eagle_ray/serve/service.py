@@ -65,7 +65,7 @@ class Service:
         self._engine.close()
 
     def snapshot(self) -> Snapshot:
-        return self.meter.snapshot(self._engine.counters(), self._num_in_flight)
+        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self._num_in_flight)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for another model than the one that is here; no name is this one."""

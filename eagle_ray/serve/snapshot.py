@@ -17,6 +17,8 @@ GAUGES = {
     "num_requests_running": "sequences that hold a slot",
     "num_requests_waiting": "sequences that wait for a slot",
     "num_slots": "sequences that can be decoded together",
+    "num_kv_blocks_used": "blocks of the KV cache that sequences hold",
+    "num_kv_blocks": "blocks of the KV cache",
     "replicas": "replicas that answer",
 }
 COUNTERS = {

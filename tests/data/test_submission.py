@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,51 +16,14 @@ from eagle_ray.data.ray_environment import RAY_JOB
 from eagle_ray.data.storage import read_json
 from eagle_ray.data.submission import check_output_outlives_job, for_a_cluster
 from tests.conftest import token_rows
+from tests.data.heads import PATIENCE_S, free_port, head_in, wait_for
 from tests.data.test_job import ids_of, rows_of, with_changes
-
-PATIENCE_S = 180
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory) -> Iterator[str]:
-    """A head with a dashboard on loopback that wants a token, ended by its own process; the dashboard's URL."""
-    port, dashboard, client = free_port(), free_port(), free_port()
-    (token := tmp_path_factory.mktemp("token") / "token").write_text("0123456789abcdef" * 2)
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment |= {"PYTHONPATH": os.getcwd()}
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1"]
-    command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", "--num-cpus=2"]
-    command += ["--object-store-memory=104857600", "--include-dashboard=true", "--dashboard-agent-listen-port=0"]
-    command += [f"--ray-client-server-port={client}", f"--temp-dir={tmp_path_factory.mktemp('r')}"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        wait_for(lambda: process.poll() is not None or listens(dashboard))
-        assert process.poll() is None, process.stdout.read()
-        yield f"http://127.0.0.1:{dashboard}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        monkeypatch.undo()
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.2)
+    with head_in(tmp_path_factory.mktemp("r")) as address:
+        yield address
 
 
 def submitted(config, address: str, directory: Path, *flags: str) -> subprocess.Popen:
