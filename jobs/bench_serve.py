@@ -149,9 +149,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bench_serve.json"))
     args = parser.parse_args()
     with ExitStack() as stack:
-        servers = {way: stack.enter_context(Served(flags_of(way, args))) for way in args.ways}
-        for served in servers.values():
-            served.until_ready()
+        servers = {}
+        for way in args.ways:
+            servers[way] = stack.enter_context(Served(flags_of(way, args)))
+            servers[way].until_ready()
         turns = measured(servers, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(document(turns, args), indent=1))

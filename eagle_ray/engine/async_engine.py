@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -28,18 +30,39 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError, RequestError
 
 
+class _Post:
+    """From the engine's thread to one loop: whatever is sent before the loop gets to it wakes it only once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._sent: deque[Callable[[], None]] = deque()
+        self._is_waking = False
+
+    def send(self, note: Callable[[], None]) -> None:
+        """The loop will call it; a loop that is gone wants no notes."""
+        self._sent.append(note)
+        if not self._is_waking:
+            self._is_waking = True
+            with suppress(RuntimeError):  # the loop is closed, perhaps only just now
+                self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_waking = False  # first: a note that comes now wakes again
+        while self._sent:
+            self._sent.popleft()()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     """A sequence on its way through the thread, and the future that waits for it."""
 
     sequence: Sequence
     future: asyncio.Future
-    loop: asyncio.AbstractEventLoop
+    post: _Post
 
     def finish(self, error: Exception | None = None) -> None:
-        """Answer from the engine's thread; a caller or loop that is gone wants no answer."""
-        with suppress(RuntimeError):  # the loop is closed, perhaps only just now
-            self.loop.call_soon_threadsafe(self._settle, error)
+        """Answer from the engine's thread."""
+        self.post.send(partial(self._settle, error))
 
     def _settle(self, error: Exception | None) -> None:
         if self.future.done():
@@ -66,6 +89,7 @@ class AsyncEngine:
         self._engine = engine
         self._inbox: queue.SimpleQueue[_Call | Sequence | None] = queue.SimpleQueue()  # to add, to drop, or the end
         self._calls: dict[Sequence, _Call] = {}
+        self._post: _Post | None = None
         self._error: EngineError | None = None
         self._alive = threading.Lock()  # held to put a call in while the thread is sure to see it
         self._thread = threading.Thread(target=self._run, name="eagle-ray-engine", daemon=True)
@@ -76,8 +100,8 @@ class AsyncEngine:
 
         Cancelling the caller frees the sequence's slot at the next step.
         """
-        loop = asyncio.get_running_loop()
-        call = _Call(sequence, loop.create_future(), loop)
+        post = self._post_here()
+        call = _Call(sequence, post.loop.create_future(), post)
         with self._alive:
             if self._error is not None:
                 raise self._error
@@ -94,13 +118,8 @@ class AsyncEngine:
         Raises as generate does. Whoever closes the iterator early frees the slot at the next step; a slow reader
         delays nobody.
         """
-        loop, counts = asyncio.get_running_loop(), asyncio.Queue()
-
-        def tell() -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(counts.put_nowait, len(sequence.output_ids))
-
-        sequence.listener = tell
+        post, counts = self._post_here(), asyncio.Queue()
+        sequence.listener = lambda: post.send(partial(counts.put_nowait, len(sequence.output_ids)))
         answer = asyncio.ensure_future(self.generate(sequence))
         answer.add_done_callback(lambda _: counts.put_nowait(None))
         try:
@@ -129,6 +148,13 @@ class AsyncEngine:
         """End the thread after its current step and wait for it."""
         self._inbox.put(None)
         self._thread.join()
+
+    def _post_here(self) -> _Post:
+        """The running loop's; as a rule there is but one loop."""
+        loop = asyncio.get_running_loop()
+        if self._post is None or self._post.loop is not loop:
+            self._post = _Post(loop)
+        return self._post
 
     def _run(self) -> None:
         torch.set_num_threads(torch.get_num_threads())  # OpenMP counts by thread: this one would take them all
