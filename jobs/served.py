@@ -33,11 +33,12 @@ class Served:
     def __init__(self, flags: list[str], environment: dict[str, str] | None = None):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = tempfile.NamedTemporaryFile("w+", prefix="served-", suffix=".log")
+        self._directory = tempfile.TemporaryDirectory(prefix="served-")
         command = [sys.executable, "-m", "eagle_ray.cli", "serve", "-c", str(CONFIG), "--port", str(self.port)]
         command += ["--set", "serving.ray_address=local", *flags]
         given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
-        self.process = subprocess.Popen(command, env=given, stderr=self._log)
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, env=given, stderr=log)
 
     def __enter__(self) -> Served:
         return self
@@ -45,10 +46,15 @@ class Served:
     def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(ENDS_WITHIN_S)
+        self._directory.cleanup()
 
     @property
     def log(self) -> str:
-        return Path(self._log.name).read_text()
+        return self._log.read_text()
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._directory.name) / "log"
 
     def until_ready(self, seconds: float = 120.0) -> None:
         """Raises RuntimeError with the server's own words where it does not get there."""

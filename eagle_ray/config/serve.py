@@ -32,7 +32,8 @@ class ServingConfig(EnginesConfig):
     """Where requests come in, and what answers them.
 
     api_keys: who may ask under /v1; empty is everybody. replicas: engines; auto is one for each GPU, or one on the CPU;
-    a range grows and shrinks with the requests in flight.
+    a range grows and shrinks with the requests in flight, once they have been more than the slots, or less, for
+    scale_up_after_s and scale_down_after_s.
     max_queued: sequences that may wait for a slot of a replica before it answers 429. drain_s: how long a replica that
     is told to end goes on with what it has begun.
     """
@@ -47,6 +48,8 @@ class ServingConfig(EnginesConfig):
     gpus_per_replica: Literal["auto"] | Gpus = Field(
         default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
     )
+    scale_up_after_s: PositiveFloat = Field(default=10.0, description="a number of seconds, above 0")
+    scale_down_after_s: PositiveFloat = Field(default=300.0, description="a number of seconds, above 0")
     max_queued: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=256, description="a number of sequences, 0 or more"
     )

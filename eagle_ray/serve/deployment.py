@@ -27,7 +27,7 @@ from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.board import Board
 from eagle_ray.serve.service import Service
-from eagle_ray.serve.snapshot import Snapshot
+from eagle_ray.serve.snapshot import Snapshot, added_up
 
 PUBLISH_EVERY_S = 2.0
 MANY = 10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
@@ -50,6 +50,7 @@ class Replica:
         self._service = Service.start(config, threads)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._board = board
+        self._known: dict[str, Snapshot] = {}  # everybody's, as the board last said
         self._publishing = asyncio.ensure_future(self._publish_again())
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -60,7 +61,8 @@ class Replica:
             raise RuntimeError("the engine has ended")
 
     async def _publish(self, snapshot: Snapshot) -> Snapshot:
-        return await self._board.put.remote(self._name, snapshot)
+        self._known = await self._board.put.remote(self._name, snapshot, self._known)
+        return added_up(self._known.values())
 
     async def _publish_again(self) -> None:
         """Others see this replica without having to ask it."""
@@ -100,6 +102,8 @@ def application_of(config: ServeConfig, shape: Shape) -> Application:
             "min_replicas": shape.fewest,
             "max_replicas": shape.most,
             "target_ongoing_requests": serving.slots,
+            "upscale_delay_s": serving.scale_up_after_s,
+            "downscale_delay_s": serving.scale_down_after_s,
         }
     board = serve.deployment(Board, name="board", ray_actor_options={"num_cpus": 0}).bind()
     return serve.deployment(serve.ingress()(Replica), **options).bind(config, shape.threads, board)

@@ -1,5 +1,6 @@
 """eagle-ray serve: what is refused before anything starts, how many replicas there are, and all of it for real."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -20,7 +21,8 @@ from eagle_ray.config import ConfigError, load_serve_config
 from eagle_ray.endpoint import _check_free
 from eagle_ray.serve.board import Board
 from eagle_ray.serve.deployment import Shape, shape_of
-from eagle_ray.serve.snapshot import Snapshot
+from eagle_ray.serve.snapshot import Snapshot, added_up
+from tests.data.nodes import cluster_of, parent_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -70,23 +72,34 @@ def test_wrong_keys_and_taken_ports_end_before_ray_starts(capsys):
 def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("eagle_ray.serve.board.time.monotonic", lambda: now[0])
+
+    def put(board, name, counters, known=None):
+        told = asyncio.run(board.put(name, Snapshot(counters, {"running": 1}), known or {}))
+        return told, added_up(told.values())
+
     board = Board()
-    board.put("a", Snapshot({"x": 5}, {"running": 2}))
-    assert board.put("b", Snapshot({"x": 1}, {"running": 1})) == Snapshot({"x": 6}, {"running": 3})
-    now[0] = 60.0
-    assert board.put("b", Snapshot({"x": 2}, {"running": 1})) == Snapshot({"x": 7}, {"running": 1})
+    put(board, "a", {"x": 5, "y": 0})
+    told, together = put(board, "b", {"x": 1})
+    assert together == Snapshot({"x": 6, "y": 0}, {"running": 2})
+    assert put(board, "b", {"x": 0})[1].counters["x"] == 6  # overtaken on its way
+    assert put(Board(), "b", {"x": 2}, told)[1].counters["x"] == 7  # the first board is lost
+    for now[0], ended in ((60.0, "a"), (2000.0, "")):  # "a" is silent, then it has ended
+        told, together = put(board, "b", {"x": 2})
+        assert together == Snapshot({"x": 7, "y": 0}, {"running": 1}) and set(told) == {ended, "b"}
+    assert put(board, "c", {"x": 1})[1] == Snapshot({"x": 8, "y": 0}, {"running": 2})
 
 
 class Server:
     """`eagle-ray serve` in a process of its own."""
 
-    def __init__(self, tmp_path):
+    def __init__(self, tmp_path, address="local", **settings):
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
         self.log = tmp_path / "log"
         command = [sys.executable, "-m", "eagle_ray.cli", "serve", "-c", "configs/serve_demo.yaml"]
-        command += ["--port", str(self.port), "--set", "serving.max_queued=2", "--set", "serving.ray_address=local"]
+        command += ["--port", str(self.port), "--set", f"serving.ray_address={address}"]
+        command += [part for key, value in settings.items() for part in ("--set", f"serving.{key}={value}")]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self.log.open("w"))
 
@@ -111,12 +124,14 @@ class Server:
             time.sleep(0.2)
         raise AssertionError(self.log.read_text())
 
-    def replica(self):
-        """The pid of the replica, of all descendants of this server's."""
-        for pid in descendants(self.process.pid):
-            if b"ServeReplica:eagle-ray:engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        raise AssertionError("no replica")
+
+def replicas():
+    """Their pids, of all descendants of this process."""
+    return [
+        pid
+        for pid in descendants(os.getpid())
+        if b"ServeReplica:eagle-ray:engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def descendants(pid):
@@ -129,7 +144,7 @@ def descendants(pid):
 @pytest.mark.slow
 def test_the_whole_of_it_over_a_socket(tmp_path):
     """Answers, who leaves, a full queue, a killed replica, and an end that drains."""
-    server, long = Server(tmp_path), {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+    server, long = Server(tmp_path, max_queued=2), {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
     try:
         server.until_ready()
         short = {"prompt": "Once", "max_tokens": 20, "temperature": 0.8, "seed": 3}
@@ -159,7 +174,8 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
             thread.start()
         while server.metric("num_requests_running") < 2:
             time.sleep(0.05)
-        os.kill(server.replica(), signal.SIGKILL)
+        [replica] = replicas()
+        os.kill(replica, signal.SIGKILL)
         for thread in reading:
             thread.join()
         assert heard[False][0] == 503 and json.loads(heard[False][1])["error"]["code"] == "no_replica"
@@ -179,3 +195,83 @@ def test_the_whole_of_it_over_a_socket(tmp_path):
     finally:
         server.process.terminate()
         server.process.wait(timeout=90)
+
+
+class Crowd:
+    """Clients that ask for one stream after another, and who looks at a counter meanwhile."""
+
+    def __init__(self, server, number):
+        self.ends, self.counted, self._over, self._server = [], [0.0], threading.Event(), server
+        self._threads = [threading.Thread(target=self._ask_on) for _ in range(number)]
+        self._threads.append(threading.Thread(target=self._look))
+        for thread in self._threads:
+            thread.start()
+
+    def leave(self):
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask_on(self):
+        body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        while not self._over.is_set():
+            status, said = self._server.ask("POST", "/v1/completions", body)
+            self.ends.append((status, said.strip().split("\n\n")[-1].removeprefix("data: ")))
+
+    def _look(self):
+        while not self._over.wait(0.2):
+            if (number := self._server.metric("generation_tokens_total")) > 0:
+                self.counted.append(number)
+
+
+def until(condition, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch):
+    """One engine for each (fake) GPU, on a node of its own; who is killed costs nothing but its own streams."""
+    monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "eagle_ray.serve.proxy.middlewares")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings = {"replicas.min": 1, "replicas.max": 2, "gpus_per_replica": 1, "slots": 2}
+    settings |= {"scale_up_after_s": 1, "scale_down_after_s": 10}
+    with cluster_of(2) as cluster:
+        server = Server(tmp_path, cluster.address, **settings)
+        crowd = None
+        try:
+            server.until_ready()
+            assert server.metric("replicas") == 1
+            crowd = Crowd(server, 8)
+            until(lambda: server.metric("replicas") == 2)
+            one, other = replicas()
+            assert parent_of(one) != parent_of(other)
+            until(lambda: len(crowd.ends) > 8)
+            os.kill(one, signal.SIGKILL)
+            until(lambda: server.metric("replicas") == 1)
+            assert server.ask("GET", "/health")[0] == 200
+            until(lambda: server.metric("replicas") == 2)
+            assert len(set(replicas()) - {one, other}) == 1
+            crowd.leave()
+            until(lambda: server.metric("replicas") == 1)
+            last = server.metric("generation_tokens_total")
+            assert sorted([*crowd.counted, last]) == [*crowd.counted, last]
+            assert all(status == 200 for status, _ in crowd.ends)
+            broken = [json.loads(end)["error"]["code"] for _, end in crowd.ends if end != "[DONE]"]
+            assert 1 <= len(broken) <= 8 and set(broken) == {"no_replica"}
+
+            stream = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
+            heard = []
+            reading = threading.Thread(target=lambda: heard.append(server.ask("POST", "/v1/completions", stream)[1]))
+            reading.start()
+            until(lambda: server.metric("num_requests_running"))
+            server.process.send_signal(signal.SIGTERM)
+            reading.join()
+            assert heard[0].endswith("data: [DONE]\n\n") and server.process.wait(timeout=60) == 0
+        finally:
+            if crowd is not None:
+                crowd.leave()
+            server.process.terminate()
+            server.process.wait(timeout=90)
