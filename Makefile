@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-ray test-rest test-slow chaos lint install clean
+.PHONY: demo test test-ray test-rest test-slow chaos bench-serve soak lint install clean
 
 demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
@@ -22,6 +22,12 @@ test-slow: $(VENV)/.installed   ## the slow tests too
 
 chaos: $(VENV)/.installed       ## random kills over a real job on several nodes, about five minutes
 	$(BIN)/python jobs/chaos.py
+
+bench-serve: $(VENV)/.installed ## many streams against a real endpoint, speculation off, uniform and adaptive, eight minutes
+	$(BIN)/python jobs/bench_serve.py
+
+soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real endpoint: nothing grows, nothing is left
+	$(BIN)/python jobs/soak.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

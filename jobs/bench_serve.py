@@ -189,21 +189,20 @@ def percentile(values: list[float], share: float) -> float:
 
 def summary(turns: list[Turn], concurrency: int, way: str) -> dict[str, object]:
     """One row of the table: pooled over rounds, the ratio to "off" paired by rounds."""
-    own = {turn.round: turn for turn in turns if (turn.concurrency, turn.way) == (concurrency, way)}
-    off = {turn.round: turn for turn in turns if (turn.concurrency, turn.way) == (concurrency, "off")}
-    seconds = sum(turn.seconds for turn in own.values())
+    own = [turn for turn in turns if (turn.concurrency, turn.way) == (concurrency, way)]
+    seconds = sum(turn.seconds for turn in own)
     row: dict[str, object] = {
         "streams": concurrency,
         "way": way,
-        "tokens/s": f"{sum(turn.tokens for turn in own.values()) / seconds:.0f}",
-        "requests/s": f"{sum(turn.requests for turn in own.values()) / seconds:.1f}",
+        "tokens/s": f"{sum(turn.tokens for turn in own) / seconds:.0f}",
+        "requests/s": f"{sum(turn.requests for turn in own) / seconds:.1f}",
     }
-    if off and way != "off":
-        ratio = ratio_interval([own[i].rate / off[i].rate for i in own])
+    if way != "off" and any(turn.way == "off" for turn in turns):
+        ratio = ratio_interval(ratios(turns, concurrency, way))
         row |= {"over off": f"{ratio.mean:.2f}", "95 %": f"[{ratio.low:.2f}, {ratio.high:.2f}]"}
-    row["load"] = f"{max(turn.load for turn in own.values()):.1f}"
+    row["load"] = f"{max(turn.load for turn in own):.1f}"
     for name in TIMES:
-        values = [value for turn in own.values() for value in getattr(turn, name)]
+        values = [value for turn in own for value in getattr(turn, name)]
         row |= {f"{name.upper()} {said}": f"{percentile(values, share) * 1e3:.1f}" for said, share in SHARES.items()}
     return row
 
@@ -214,6 +213,15 @@ def print_table(turns: list[Turn], args: argparse.Namespace) -> None:
     for concurrency, way in itertools.product(args.concurrency, args.ways):
         row = summary(turns, concurrency, way)
         print(f"| {' | '.join(str(row.get(column, '')) for column in COLUMNS)} |")
+    for way in [way for way in args.ways if way != "off" and "off" in args.ways]:
+        all_ = ratio_interval([ratio for c in args.concurrency for ratio in ratios(turns, c, way)])
+        print(f"{way} over off, all turns together: {all_.mean:.2f} [{all_.low:.2f}, {all_.high:.2f}]")
+
+
+def ratios(turns: list[Turn], concurrency: int, way: str) -> list[float]:
+    """Of tokens/s, to "off" in the same round."""
+    rates = {(turn.way, turn.round): turn.rate for turn in turns if turn.concurrency == concurrency}
+    return [rate / rates["off", round_] for (name, round_), rate in rates.items() if name == way]
 
 
 def document(turns: list[Turn], args: argparse.Namespace) -> dict[str, object]:

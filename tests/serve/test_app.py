@@ -191,12 +191,15 @@ def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
         answer = await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
         return (
             answer.status,
-            service.snapshot().gauges["num_requests_running"],
             service._engine._engine.scheduler.num_running,
+            service.snapshot().gauges,
+            len(asyncio.all_tasks()),
         )
 
-    for body in ({"stream": True}, {"stream": False}, {"n": 4}):
-        assert asyncio.run(leave(body)) == (200, 0, 0)
+    for body in ({"stream": True}, {"stream": False}, {"n": 4}, {"stream": True, "n": 4}):
+        status, num_running, gauges, num_tasks = asyncio.run(leave(body))
+        assert (status, num_running, num_tasks) == (200, 0, 1)
+        assert gauges["num_requests_running"] == gauges["num_requests_waiting"] == gauges["num_kv_blocks_used"] == 0
 
 
 def test_a_full_queue_refuses_at_once_and_has_room_again(app, service):
