@@ -248,7 +248,7 @@ def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch)
             until(lambda: server.metric("replicas") == 2)
             one, other = replicas()
             assert parent_of(one) != parent_of(other)
-            until(lambda: len(crowd.ends) > 8)
+            until(lambda: server.metric("num_requests_running") == 4)  # the slots of both
             os.kill(one, signal.SIGKILL)
             until(lambda: server.metric("replicas") == 1)
             assert server.ask("GET", "/health")[0] == 200
@@ -258,9 +258,9 @@ def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch)
             until(lambda: server.metric("replicas") == 1)
             last = server.metric("generation_tokens_total")
             assert sorted([*crowd.counted, last]) == [*crowd.counted, last]
-            assert all(status == 200 for status, _ in crowd.ends)
-            broken = [json.loads(end)["error"]["code"] for _, end in crowd.ends if end != "[DONE]"]
-            assert 1 <= len(broken) <= 8 and set(broken) == {"no_replica"}
+            broken = [(status, json.loads(end)["error"]["code"]) for status, end in crowd.ends if end != "[DONE]"]
+            assert 1 <= len(broken) <= 8  # those whom the dead one answered, or was about to
+            assert set(broken) <= {(200, "no_replica"), (503, "no_replica")}
 
             stream = {"prompt": "Once", "max_tokens": 600, "ignore_eos": True, "stream": True}
             heard = []
