@@ -113,7 +113,7 @@ def _welcome(config: ServeConfig) -> str:
     url = f"http://[{host}]:{serving.port}" if ":" in host else f"http://{host}:{serving.port}"
     key = "-H 'Authorization: Bearer API_KEY' " if serving.api_keys else ""
     return (
-        f"ready: {url}/v1, until Ctrl-C. Try\n"
+        f"ready: {url} is a page to try it, {url}/v1 for clients, until Ctrl-C\n"
         f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{EXAMPLE}'"
     )
 
