@@ -40,16 +40,17 @@ def compare(
     outputs: list[list[int]],
     plain: list[list[int]],
     params: list[SamplingParams] | None = None,
+    near_tie: float = NEAR_TIE,
 ) -> Identity:
     """Each prompt's output beside plain decoding's, as far as both go; empty ones are not compared.
 
-    params: how each was sampled; None is greedily.
+    params: how each was sampled; None is greedily. near_tie: what one row against many moves logits by.
     """
     identity = Identity()
     for prompt, ids, wanted, sampling in zip(prompts, outputs, plain, params or repeat(GREEDY), strict=False):
         place = first_difference(ids, wanted)
         if place is not None:
-            identity += Identity(1, 0, margin(model, prompt + wanted[:place], sampling) <= NEAR_TIE)
+            identity += Identity(1, 0, margin(model, prompt + wanted[:place], sampling) <= near_tie)
         elif ids and wanted:
             identity += Identity(1, 1)
     return identity

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from itertools import islice
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.engine.engine import Engine
@@ -71,11 +72,13 @@ class SteadyQueue:
     """An engine whose slots are always taken: what finishes is replaced at once, and its prompt is part of the time.
 
     One queue goes on from window to window. Queues over the same requests stay side by side as long as their windows
-    are of the same number of tokens.
+    are of the same number of tokens. in_flight: sequences at once, where the engine has more slots than that.
     """
 
-    def __init__(self, engine: Engine, requests: Iterator[Sequence], meter: ForwardMeter):
+    def __init__(self, engine: Engine, requests: Iterator[Sequence], meter: ForwardMeter, in_flight: int | None = None):
         self._engine, self._requests, self._meter = engine, requests, meter
+        self._size = in_flight or engine.counters.num_slots
+        self._most = in_flight or engine.counters.num_slots + AHEAD
         self._added: list[Sequence] = []
         self._unfinished = 0
 
@@ -86,7 +89,7 @@ class SteadyQueue:
 
     def fill(self) -> None:
         """Until every slot has had a sequence."""
-        while sum(bool(s.output_ids) for s in self._added) < self._engine.counters.num_slots:
+        while sum(bool(s.output_ids) for s in self._added) < self._size:
             self._step()
 
     def window(self, num_tokens: int, most_seconds: float) -> Sample:
@@ -104,7 +107,7 @@ class SteadyQueue:
             self._engine.abort(sequence)
 
     def _step(self) -> None:
-        while self._unfinished < self._engine.counters.num_slots + AHEAD:
+        while self._unfinished < self._most:
             self._added.append(next(self._requests))
             self._engine.add(self._added[-1])
             self._unfinished += 1
@@ -114,13 +117,17 @@ class SteadyQueue:
         return _so_far(self._engine, self._added, self._meter)
 
 
-def drained(engine: Engine, requests: list[Sequence], meter: ForwardMeter) -> Sample:
-    """All of them, from the first one's prompt to the last one's end."""
+def drained(engine: Engine, requests: list[Sequence], meter: ForwardMeter, in_flight: int | None = None) -> Sample:
+    """All of them, from the first one's prompt to the last one's end. in_flight: at most so many at once."""
     before = _so_far(engine, [], meter)
-    for sequence in requests:
-        engine.add(sequence)
-    while engine.has_work:
-        engine.step()
+    waiting, running = iter(requests), 0
+    while True:
+        for sequence in islice(waiting, (in_flight or len(requests)) - running):
+            engine.add(sequence)
+            running += 1
+        if not running:
+            break
+        running -= len(engine.step())
     return _so_far(engine, requests, meter) - before
 
 

@@ -61,6 +61,11 @@ class Prefiller:
         (self._drafter.prefill if drafting else self._drafter.observe)(prompts, next_tokens, features)
         return _first_tokens([c.sequence for c in chunks if c.picks], logits[picking], picks)
 
+    def given(self, chunks: list[Chunk], features: Float[Tensor, "R H"]) -> None:
+        """Keys and values of these chunks stand in all caches already, the drafter's too, as if it had read them."""
+        self._blocks.fill(chunks, features)
+        self._blocks.read(chunks, drafting=True)
+
     def _read(self, prompts: Prompts, chunks: list[Chunk]) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R F"]]:
         """Target.prefill; who asks for his prompt's log-probabilities gets this chunk's."""
         if not any(c.sequence.sampling.prompt_logprobs for c in chunks):

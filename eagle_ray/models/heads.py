@@ -219,7 +219,18 @@ def _anatomy(config: LlamaConfig) -> Anatomy:
     return Anatomy(1, config.num_key_value_heads, config.head_dim, config.head_dim)
 
 
+class _Rotary(LlamaRotaryEmbedding):
+    """Frequencies stay in fp32, as transformers keeps a target's: in bf16 angles are half a radian off at position 500."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+
 def _rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
     """Its tables are in no file: they are real where the weights are still shapes without numbers."""
     with torch.device("cpu"):
-        return LlamaRotaryEmbedding(config)
+        return _Rotary(config)

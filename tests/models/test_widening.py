@@ -6,7 +6,8 @@ import torch
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.errors import EngineError
 from eagle_ray.models.heads import EagleHead
-from eagle_ray.models.widening import BENCH, Shape, widen_pair
+from eagle_ray.models.places import Shape
+from eagle_ray.models.widening import BENCH, LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair
 from eagle_ray.pair import build_engine
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import head, llama, run
@@ -90,14 +91,20 @@ def test_few_weights_are_zero(pairs):
     assert all((p != 0).float().mean() > 0.99 for p in extra)
 
 
-def test_the_bench_shape_costs_what_it_says():
-    size, width = BENCH, BENCH.hidden_size
-    attention = 2 * width * size.head_dim * (size.num_heads + size.num_kv_heads)
-    layer = attention + 3 * width * size.intermediate_size
-    lm_head = width * size.vocab_size
-    draft, target = 2 * width**2 + layer + lm_head, size.num_layers * layer + lm_head
-    assert 0.09 < draft / target < 0.10
-    assert 130e6 < target + lm_head < 300e6
+def test_the_shapes_cost_what_they_say():
+    assert 0.09 < BENCH.draft_weights / BENCH.pass_weights < 0.10
+    assert 130e6 < BENCH.pass_weights + BENCH.hidden_size * BENCH.vocab_size < 300e6
+    for shape, billions, kv_bytes in ((LLAMA_1B, 1.236, 32768), (LLAMA_3B, 3.03, 65536), (LLAMA_8B, 7.505, 131072)):
+        assert round(shape.pass_weights / 1e9, 3 if shape is not LLAMA_3B else 2) == billions
+        assert 2 * shape.kv_numbers == kv_bytes
+
+
+def test_weights_are_made_in_their_dtype_and_frequencies_stay_exact():
+    model, eagle = widen_pair(llama(), head(), SHAPES["same groups"], dtype=torch.bfloat16)
+    assert {p.dtype for m in (model, eagle) for p in m.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    for module in (model.model.rotary_emb, eagle.rotary, eagle.bfloat16().rotary):
+        assert module.inv_freq.dtype == torch.float32 and torch.equal(module.inv_freq, eagle.rotary.inv_freq)
 
 
 def test_a_shape_that_is_too_small_is_refused():

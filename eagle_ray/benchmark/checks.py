@@ -1,0 +1,172 @@
+"""Checks of one device before anything is timed on it: that every path of the engine there decodes the same tokens.
+
+    for check in checks(load, prompts, [torch.float32, torch.bfloat16]):
+        print(check.line)
+
+The embedded pair at its own size: in fp32, where outputs are equal but for near-ties, and in half precision, where what
+paths differ by is measured too: the noise that later decides what a near-tie is. Does not know widened pairs or clocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from eagle_ray.benchmark.device import release
+from eagle_ray.benchmark.identity import NEAR_TIE, compare, first_difference
+from eagle_ray.benchmark.rig import LARGEST, Rig, Way, has_graphs
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.speculative.sampling import SamplingParams
+
+SLOTS, LONGEST, TOKENS = 8, 640, 48
+CHOICE = "EAGLE_RAY_KERNELS"
+TREE = Way("tree", LARGEST)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=TOKENS, logprobs=True)
+GREEDY = SamplingParams(max_tokens=TOKENS, logprobs=True)
+Load = Callable[[torch.dtype], tuple[nn.Module, nn.Module]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """ok: None where it could not be asked here. noise: what the two paths' log-probabilities differ by at most."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    noise: float | None = None
+
+    @property
+    def line(self) -> str:
+        said = {True: "ok", False: "FAILED", None: "not asked"}[self.ok]
+        return f"check {self.name}: {said}, {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """ids and the log-probabilities of each, by prompt."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+
+    def noise(self, other: Outputs) -> float:
+        """The largest difference between log-probabilities, as far as the ids agree."""
+        most = 0.0
+        for i, (a, b) in enumerate(zip(self.ids, other.ids, strict=True)):
+            place = first_difference(a, b)
+            pairs = list(zip(self.logprobs[i], other.logprobs[i], strict=False))[:place]
+            most = max([most, *(abs(x - y) for x, y in pairs)])
+        return most
+
+
+def checks(load: Load, prompts: list[list[int]], dtypes: list[torch.dtype]) -> Iterator[Check]:
+    """load: the pair in a dtype, on the device. A check that raises is a failed one."""
+    for name, function in (("lossless", _lossless), ("kernels", _kernels), ("graphs", _graphs)):
+        for dtype in dtypes:
+            title = f"{name} {type_name(dtype)}"
+            try:
+                yield function(title, load, dtype, prompts)
+            except Exception as error:
+                yield Check(title, False, f"{type(error).__name__}: {error}"[:500])
+
+
+def _lossless(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
+    """Trees of 60 nodes beside plain decoding, half of the prompts sampled."""
+    model, head = load(dtype)
+    rig = Rig.of(model, head, SLOTS, LONGEST)
+    params = _params(prompts)
+    plain, trees = (generate(engine, prompts, params) for engine in (rig.plain, _drafting(rig)))
+    return _compared(title, model, dtype, prompts, params, trees, plain)
+
+
+def _kernels(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
+    """Trees of the portable path beside those of the kernels, where there are any."""
+    model, head = load(dtype)
+    if not uses_kernels(model.device):
+        return Check(title, None, "no kernels of ours run on this device")
+    both, params = [], _params(prompts)
+    for choice in ("triton", "portable"):
+        with kernels(choice):
+            rig = Rig.of(model, head, SLOTS, LONGEST)
+            both.append(generate(_drafting(rig), prompts, params))
+    return _compared(title, model, dtype, prompts, params, *both)
+
+
+def _graphs(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
+    """Steps that are replayed beside steps that are run."""
+    model, head = load(dtype)
+    both, params = [], _params(prompts)
+    for graphs in (True, False):
+        rig = Rig.of(model, head, SLOTS, LONGEST, graphs=graphs)
+        if graphs and not has_graphs(rig.drafting):
+            return Check(title, None, "this engine has no graphs")
+        both.append(generate(_drafting(rig), prompts, params))
+    return _compared(title, model, dtype, prompts, params, *both)
+
+
+def _compared(
+    title: str,
+    model: nn.Module,
+    dtype: torch.dtype,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    outputs: Outputs,
+    wanted: Outputs,
+) -> Check:
+    """In fp32 all but near-ties are equal; in bf16 a difference is only counted."""
+    noise, tie = outputs.noise(wanted), NEAR_TIE
+    if dtype != torch.float32:
+        tie = max(tie, 2 * noise)
+    found = compare(model, prompts, outputs.ids, wanted.ids, params, tie)
+    same = f"{found.num_equal} of {found.num_compared} outputs equal, {found.num_near_ties} near-ties"
+    ok = found.num_equal + found.num_near_ties == found.num_compared == len(prompts)
+    release(model.device)
+    return Check(title, ok, f"{same}, log-probabilities within {noise:.2g}", noise)
+
+
+def generate(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> Outputs:
+    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    return Outputs([s.output_ids for s in sequences], [s.output_logprobs for s in sequences])
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def uses_kernels(device: torch.device) -> bool:
+    if not find_spec("eagle_ray.kernels"):
+        return False
+    from eagle_ray.kernels.availability import use_triton
+
+    return use_triton(device)
+
+
+@contextmanager
+def kernels(choice: str) -> Iterator[None]:
+    """What is built within takes Triton's kernels or the portable path."""
+    before = os.environ.get(CHOICE)
+    os.environ[CHOICE] = choice
+    try:
+        yield
+    finally:
+        os.environ.pop(CHOICE) if before is None else os.environ.update({CHOICE: before})
+
+
+def _drafting(rig: Rig) -> Engine:
+    rig.drafting.planner = UniformPlanner(*TREE.tree)
+    return rig.drafting
+
+
+def _params(prompts: list[list[int]]) -> list[SamplingParams]:
+    return [SAMPLED if i % 2 else GREEDY for i in range(len(prompts))]

@@ -1,0 +1,185 @@
+"""Rig: one pair in memory with two engines over the same cache, one that decodes plainly and one that drafts.
+
+    rig = Rig.of(model, head, slots=256, longest=1440, kv_columns=500_000)
+    rig.measure()
+    rig.set_aside(256 * 1024, most=1440)
+    engine = rig.engine(Way("ours", Tree(60, 6, 10), "global"), context=1024, batch=64)
+
+Only one of the engines may be at work at a time. Built from the engine's own rooms, without a configuration: nothing
+here needs pydantic or Ray. Does not know prompts or clocks.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from eagle_ray.benchmark.contexts import ContextBlocks, begin, fill, in_context
+from eagle_ray.drafting.drafter import Drafter
+from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
+from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.engine.costs import StepCosts
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.measure import measure
+from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.target import Target
+from eagle_ray.speculative.calibration import Calibration
+from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.sampling import SamplingParams
+
+Tree = tuple[int, int, int]  # max_nodes, max_depth, top_k
+LARGEST: Tree = (60, 6, 10)
+NO_TREE: Tree = (0, 0, 0)
+SHORT_PROMPT = 8  # tokens
+STEPS = SamplingParams(max_tokens=24, ignore_eos=True)  # of what a context costs
+PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # a step: a window begins sooner, and prompts are not part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """name: as it stands in tables. budget: global, or uniform for the same tree for everyone; NO_TREE is plain."""
+
+    name: str
+    tree: Tree = NO_TREE
+    budget: str = "uniform"
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tree == NO_TREE
+
+
+class Watch:
+    """A planner, with what its steps took by the device's clock, and what the costs say that they take.
+
+    draft_s, verify_s, rest_s: as Seconds has them. Steps in which a graph was recorded are left out.
+    """
+
+    def __init__(self, planner: Planner, costs: StepCosts):
+        self._planner, self._costs = planner, costs
+        self.draft_s = self.verify_s = self.rest_s = 0.0
+        self.foreseen_s = self.foreseen_plain_s = 0.0
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return self.draft_s, self.verify_s, self.rest_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def learn(self, outcome: Outcome) -> None:
+        if not getattr(outcome, "is_first", False):
+            self.draft_s += outcome.seconds.draft
+            self.verify_s += outcome.seconds.verify
+            self.rest_s += outcome.seconds.rest
+            self.foreseen_s += self._costs.foresee(outcome).total
+            self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
+            if getattr(self._planner, "costs", None) is not self._costs:
+                self._costs.learn(outcome)
+        self._planner.learn(outcome)
+
+
+@dataclass(slots=True)
+class Rig:
+    """costs: of its steps, once they are measured."""
+
+    model: nn.Module
+    blocks: ContextBlocks
+    plain: Engine
+    drafting: Engine
+    costs: StepCosts | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        head: nn.Module,
+        slots: int,
+        longest: int,
+        kv_columns: int | None = None,
+        graphs: bool = True,
+    ) -> Rig:
+        """longest: most tokens of a sequence. kv_columns: of the pool, in all; None lets every slot be full."""
+        target = Target(model, slots, longest + tree_columns(*LARGEST), kv_columns)
+        blocks = ContextBlocks.in_place_of(target)
+        depth = LARGEST[1]
+        drafter = EagleDrafter(
+            head, target, calibration=Calibration(depth, target.device), coupling=Coupling(depth, target.device)
+        )
+        plain = _engine(target, NoDrafter(), UniformPlanner(*NO_TREE), longest, 0, graphs)
+        drafting = _engine(target, drafter, UniformPlanner(*LARGEST), longest, depth, graphs)
+        return cls(model, blocks, plain, drafting)
+
+    def measure(self) -> StepCosts:
+        """Of this pair's steps here, before anything is set aside."""
+        self.costs = measure(self.drafting, *LARGEST)
+        return self.costs
+
+    def set_aside(self, columns: int, longest: int) -> None:
+        """Room for contexts. longest: the last position of any sequence."""
+        self.blocks.set_aside(columns)
+        frequency = self.model.base_model.rotary_emb.inv_freq[-1].item()
+        for cache in (self.plain.target.cache, self.drafting.drafter.cache):
+            fill(cache, self.blocks.blocks_for(columns), frequency, longest)
+
+    def measure_contexts(self, columns: int, batch: int) -> None:
+        """What a cached token adds to a pass, where every sequence has columns of its own: `measure` lets all sequences
+        read the same blocks, which a GPU keeps in its cache.
+        """
+        seconds, cached = [], []
+        for context in (0, columns):
+            engine = self.engine(Way("plain"), context, batch)
+            prompt = in_context([1] * SHORT_PROMPT, context)
+            sequences = [Sequence(str(i), prompt, STEPS) for i in range(batch)]
+            for sequence in sequences:
+                engine.add(sequence)
+            while any(len(s.output_ids) < 4 for s in sequences):  # all are there, and everything has run once
+                engine.step()
+            before, steps = engine.planner.verify_s, engine.counters.num_steps
+            while all(s.finish_reason is None for s in sequences):
+                engine.step()
+            seconds.append((engine.planner.verify_s - before) / (engine.counters.num_steps - steps))
+            cached.append(batch * context)
+            for sequence in sequences:
+                engine.abort(sequence)
+        self.costs.attend = max(seconds[1] - seconds[0], 0.0) / cached[1]
+
+    def engine(self, way: Way, context: int, batch: int, planner: Planner | None = None) -> Engine:
+        """The idle engine of a way, its next sequences behind contexts. planner: one that has seen this cell before."""
+        engine = self.plain if way.is_plain else self.drafting
+        begin(engine, self.blocks, context, batch)
+        engine.planner = planner or self.planner(way)
+        return engine
+
+    def planner(self, way: Way) -> Watch:
+        costs = copy.deepcopy(self.costs)
+        if way.budget == "global":
+            can_look = self.drafting.target.device.type == "cpu"
+            return Watch(GlobalPlanner(*way.tree, costs, can_look=can_look), costs)
+        return Watch(UniformPlanner(*way.tree), costs)
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs recorded so far."""
+        return sum(engine.graphs.num_captured for engine in (self.plain, self.drafting) if has_graphs(engine))
+
+
+def has_graphs(engine: Engine) -> bool:
+    return getattr(engine, "graphs", None) is not None
+
+
+def _engine(target: Target, drafter: Drafter, planner: Planner, longest: int, depth: int, graphs: bool) -> Engine:
+    more = {"graphs": _graphs(target)} if graphs and find_spec("eagle_ray.engine.graphs") else {}
+    tokens = PREFILL_TOKENS[target.device.type]
+    return Engine(target, drafter, planner, longest, num_spec_tokens=depth, prefill_tokens=tokens, **more)
+
+
+def _graphs(target: Target) -> Any:
+    from eagle_ray.engine.graphs import Graphs
+
+    return Graphs.of(target)
