@@ -33,7 +33,8 @@ sys.path.insert(0, str(ROOT))  # not installed there
 import torch  # noqa: E402
 
 from eagle_ray.benchmark.device import device_name  # noqa: E402
-from eagle_ray.benchmark.gpu_run import GpuRun, Results, Settings  # noqa: E402
+from eagle_ray.benchmark.gpu_run import GpuRun  # noqa: E402
+from eagle_ray.benchmark.gpu_settings import Results, Settings  # noqa: E402
 from eagle_ray.benchmark.peers import tokens_per_second  # noqa: E402
 from eagle_ray.models.places import Shape  # noqa: E402
 from eagle_ray.models.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair  # noqa: E402
@@ -78,7 +79,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         seconds=args.seconds or (0.1 if args.smoke else 0.3),
         minutes=args.minutes or 9.0,
         drain_rows=12 if args.smoke else 1000,
-        drain_batch=4 if args.smoke else 64,
+        drain_batch=min(4 if args.smoke else 64, max(batches)),
         dtype=torch.float32 if args.smoke else getattr(torch, args.dtype),
         device=device,
         peers=() if args.smoke and not args.peer else ("static", "continuous"),

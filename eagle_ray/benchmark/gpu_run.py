@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from eagle_ray.benchmark import cells
 from eagle_ray.benchmark.cells import Cell, figures, judged, steady
 from eagle_ray.benchmark.checks import Check, checks, generate, type_name, uses_kernels
 from eagle_ray.benchmark.device import GIB, free_bytes, peak_gib, release, synchronize
+from eagle_ray.benchmark.gpu_settings import Results, Settings
 from eagle_ray.benchmark.identity import compare
 from eagle_ray.benchmark.parts import seconds_of_parts
 from eagle_ray.benchmark.rig import LARGEST, Rig, Way, has_graphs
 from eagle_ray.benchmark.roofline import copy_bandwidth, step_bytes
 from eagle_ray.engine.cost_cache import costs_json
+from eagle_ray.engine.costs import CostCurve, StepCosts
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_target
@@ -57,46 +59,6 @@ OWN = 448  # tokens of a sequence beside its context: prompt and output
 KEPT_FREE = 24 * GIB  # of a GPU: what passes, graphs and a peer need beside weights and caches
 LOST = ("CUDA error", "device-side assert", "illegal memory access")
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of a copy that no cache holds
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """shapes: by name, the main one first. batches: of the main shape at the first of `contexts`; longer contexts take
-    every third. others: batches of the other shapes. seconds: of a window of plain decoding. minutes: of everything.
-    """
-
-    shapes: dict[str, Shape]
-    batches: list[int]
-    contexts: list[int]
-    others: list[int]
-    acceptances: dict[str, tuple[float, ...]]
-    rounds: int
-    seconds: float
-    minutes: float
-    drain_rows: int
-    drain_batch: int
-    dtype: torch.dtype
-    device: torch.device
-    peers: tuple[str, ...]
-    peer_s: float
-    num_checked: int
-    only: tuple[str, ...] = ()
-    seed: int = 7
-
-
-@dataclass(slots=True)
-class Results:
-    """Everything that is known so far, as JSON has it."""
-
-    about: dict[str, Any] = field(default_factory=dict)
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    cells: list[dict[str, Any]] = field(default_factory=list)
-    drains: list[dict[str, Any]] = field(default_factory=list)
-    synthetic: list[dict[str, Any]] = field(default_factory=list)
-    peers: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
 
 
 class DeviceLost(Exception):
@@ -158,7 +120,7 @@ class GpuRun:
         release(s.device)
         if is_main:
             for label, acceptance in s.acceptances.items():
-                self._do(f"{name}: synthetic {label}", self._guess(6), self._synthetic(name, shape, label, acceptance))
+                self._do(f"{name}: synthetic {label}", self._guess(6), self._synthetic(name, shape, acceptance))
                 release(s.device)
 
     def _do(self, title: str, guess_s: float, function: Callable[[], Any]) -> Any:
@@ -289,7 +251,7 @@ class GpuRun:
         cell, ids = Cell(count, s.contexts[-1], 48), {}
         for i, prompt in enumerate(self.prompts[:count]):
             engine = rig.engine(Way("tree", LARGEST), cell.context, 1)
-            (sequence,) = cells.requests([prompt], 0, [48], cell.context)
+            sequence = next(cells.requests([prompt], 0, [48], cell.context))
             engine.add(sequence)
             while engine.has_work:
                 engine.step()
@@ -407,10 +369,8 @@ class GpuRun:
 
         return measure
 
-    def _known_costs(self, name: str, rig: Rig) -> Any:
+    def _known_costs(self, name: str, rig: Rig) -> StepCosts:
         """The widened pair's of the same shape, where they were measured."""
-        from eagle_ray.engine.costs import CostCurve, StepCosts
-
         kept = self.results.shapes.get(name, {}).get("costs")
         if kept is None:
             return rig.measure()

@@ -1,0 +1,94 @@
+"""The GPU benchmark's script runs from end to end on a CPU, and what it leaves says what it saw."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_ray.report.gpu import markdown, page, section
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "jobs" / "bench_gpu.py"
+SMALLEST = "--smoke --shapes tinier --batches 2 --contexts 32 --rounds 2 --seconds 0.02 --threads 1"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A run of one cell, with what `--only` names."""
+    out = tmp_path_factory.mktemp("gpu")
+    only = ["--only", "lossless", "bandwidth", "tinier: make", "tinier: batch 2, context 32"]
+    run_script([*SMALLEST.split(), *only, "--out", str(out)])
+    return out
+
+
+def run_script(words: list[str]) -> None:
+    spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
+    bench = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "bench_gpu", bench)
+        patch.setattr("sys.argv", ["bench_gpu", *words])
+        patch.setattr("sys.path", list(sys.path))
+        spec.loader.exec_module(bench)
+        bench.main()
+
+
+def test_a_cell_is_measured_and_every_output_is_plain_decodings(found):
+    results = json.loads((found / "results.json").read_text())
+    assert results["failed"] == [] and all(check["ok"] for check in results["checks"])
+    assert [check["name"] for check in results["checks"]] == [
+        "tinier decodes as the small pair",
+        "tinier: context 32 changes nothing",
+    ]
+    cells = {cell["way"]: cell for cell in results["cells"]}
+    assert list(cells) == ["plain", "ours", "fixed", "eagle2", "chain"]
+    for cell in cells.values():
+        same = cell["identity"]
+        assert same["num_equal"] == same["num_compared"] >= 2
+        assert cell["step_ms"] >= sum(cell["parts_ms"].values()) * 0.99
+    assert cells["plain"]["tau"] == 1 and cells["plain"]["roofline"] > 0
+    assert cells["eagle2"]["tau"] > 1.5 and cells["eagle2"]["rows_per_pass"] == pytest.approx(120, abs=1)
+    assert results["about"]["smoke"] and results["about"]["dtype"] == "float32"
+
+
+def test_tables_page_and_section_say_the_same(found):
+    results = json.loads((found / "results.json").read_text())
+    text = (found / "results.md").read_text()
+    assert text == markdown(results) and section(results) in text
+    assert "says nothing of a GPU" in text and "acceptance is the embedded toy pair's own" in text
+    assert text.count("| tinier | 32 | 2 |") == 5
+    shown = (found / "results.html").read_text()
+    assert shown == page(results) and shown.count("<svg") == 1
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path):
+    run_script([*SMALLEST.split(), "--minutes", "0.001", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["skipped"] == ["checks", "bandwidth", "tinier: make"] and results["cells"] == []
+    assert "Skipped: checks; bandwidth; tinier: make." in (tmp_path / "results.md").read_text()
+
+
+def test_nothing_on_its_path_needs_pydantic_or_ray(tmp_path):
+    """As on the device machine, which has neither."""
+    for name in ("pydantic", "ray", "s3fs", "beartype"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not on the device machine')\n")
+    known = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    code = (
+        f"import runpy, sys; sys.argv = ['bench_gpu', '--help']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--smoke" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_whole_smoke(tmp_path):
+    run_script(["--smoke", "--threads", "1", "--rounds", "1", "--seconds", "0.05", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["failed"] == [] and results["skipped"] == []
+    assert {"plain", "ours", "fixed"} == {drain["way"] for drain in results["drains"]}
+    assert {c["shape"] for c in results["cells"]} == {"tiny", "tinier"}
+    assert all(s["right"] for s in results["synthetic"]) and results["synthetic"]
