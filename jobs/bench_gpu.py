@@ -33,12 +33,14 @@ sys.path.insert(0, str(ROOT))  # not installed there
 import torch  # noqa: E402
 
 from eagle_ray.benchmark.device import device_name  # noqa: E402
-from eagle_ray.benchmark.gpu_run import GpuRun  # noqa: E402
+from eagle_ray.benchmark.gpu_run import ASSETS, GpuRun  # noqa: E402
 from eagle_ray.benchmark.gpu_settings import Results, Settings  # noqa: E402
 from eagle_ray.benchmark.peers import tokens_per_second  # noqa: E402
 from eagle_ray.models.places import Shape  # noqa: E402
 from eagle_ray.models.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair  # noqa: E402
 from eagle_ray.report.gpu import markdown, page, section  # noqa: E402
+from eagle_ray.text import Text  # noqa: E402
+from eagle_ray.training.prompts import prompt_rows  # noqa: E402
 
 TINY = Shape(320, 10, 8, 2, 64, 512, 1600)
 TINIER = Shape(288, 9, 8, 2, 64, 448, 1536)
@@ -46,6 +48,7 @@ SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "3b": LLAMA_3B, "tiny": TINY, "tinier"
 ACCEPTANCES = {"0.4": (0.4, 0.12, 0.05), "0.6": (0.6, 0.12, 0.05), "0.8": (0.8, 0.08, 0.03)}
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 PEER_TOKENS = 64
+SEED = 7  # of the prompts
 
 
 def main() -> None:
@@ -58,7 +61,7 @@ def main() -> None:
         print(json.dumps(peer(args, settings)))
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    run = GpuRun(settings, lambda results: save(args.out, results))
+    run = GpuRun(settings, prompts(), lambda results: save(args.out, results))
     run.results.about = about(args, settings)
     print(json.dumps(run.results.about), flush=True)
     run.all()
@@ -89,14 +92,20 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
+def prompts() -> list[list[int]]:
+    """Held-out prompts of the six categories, in turn."""
+    text = Text.load(ASSETS / "target")
+    rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category=32, seed=SEED)]
+    return [ids for i in range(32) for ids in rows[i::32]]
+
+
 def peer(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
     """One peer on one shape, in this process alone: see GpuRun."""
-    run = GpuRun(settings, lambda results: None)
+    run = GpuRun(settings, prompts(), lambda results: None)
     model, _ = widen_pair(
         *run.small(torch.float32), SHAPES[args.peer_shape], dtype=settings.dtype, device=settings.device
     )
-    prompts = (run.prompts * 2)[: args.peer_batch]
-    found = tokens_per_second(args.peer, model, prompts, PEER_TOKENS)
+    found = tokens_per_second(args.peer, model, run.prompts[: args.peer_batch], PEER_TOKENS)
     return {"tokens_per_second": found, "tokens": PEER_TOKENS, "of": "prompts and all"}
 
 

@@ -15,6 +15,7 @@ LEVEL = {
     "config": 1,
     "datastore": 2,
     "text": 1,
+    "kernels": 1,
     "speculative": 1,
     "models": 2,
     "drafting": 3,

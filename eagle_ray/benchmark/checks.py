@@ -4,7 +4,7 @@
         print(check.line)
 
 The embedded pair at its own size: in fp32, where outputs are equal but for near-ties, and in half precision, where what
-paths differ by is measured too: the noise that later decides what a near-tie is. Does not know widened pairs or clocks.
+paths differ by is measured too: the noise that later decides what a near-tie is. Does not know clocks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from eagle_ray.benchmark.contexts import in_context
 from eagle_ray.benchmark.device import release
-from eagle_ray.benchmark.identity import NEAR_TIE, compare, first_difference
+from eagle_ray.benchmark.identity import NEAR_TIE, Identity, compare, first_difference
 from eagle_ray.benchmark.rig import LARGEST, Rig, Way, has_graphs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
@@ -27,6 +28,7 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.speculative.sampling import SamplingParams
 
 SLOTS, LONGEST, TOKENS = 8, 640, 48
+LEAST_TIE = 1e-3  # of a pair whose sums have many more terms
 CHOICE = "EAGLE_RAY_KERNELS"
 TREE = Way("tree", LARGEST)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=TOKENS, logprobs=True)
@@ -125,10 +127,38 @@ def _compared(
     if dtype != torch.float32:
         tie = max(tie, 2 * noise)
     found = compare(model, prompts, outputs.ids, wanted.ids, params, tie)
-    same = f"{found.num_equal} of {found.num_compared} outputs equal, {found.num_near_ties} near-ties"
-    ok = found.num_equal + found.num_near_ties == found.num_compared == len(prompts)
     release(model.device)
-    return Check(title, ok, f"{same}, log-probabilities within {noise:.2g}", noise)
+    return Check(title, _all_same(found), f"{_told(found)}, log-probabilities within {noise:.2g}", noise)
+
+
+def _all_same(found: Identity) -> bool:
+    return found.num_equal + found.num_near_ties == found.num_compared > 0
+
+
+def _told(found: Identity) -> str:
+    return f"{found.num_equal} of {found.num_compared} outputs equal, {found.num_near_ties} near-ties"
+
+
+def same_function(
+    title: str, small: tuple[nn.Module, nn.Module], wide: Rig, prompts: list[list[int]], noise: float
+) -> Check:
+    """A widened pair beside the small one in fp32, both decoding plainly. noise: of the widened pair's dtype."""
+    prompts, params = prompts[:SLOTS], [SamplingParams(max_tokens=TOKENS)] * SLOTS
+    wanted = generate(Rig.of(*small, SLOTS, LONGEST).plain, prompts, params)
+    tie = max(noise, LEAST_TIE)
+    found = compare(small[0], prompts, generate(wide.plain, prompts, params).ids, wanted.ids, near_tie=tie)
+    return Check(title, _all_same(found), f"{_told(found)} (a lead under {tie:.2g})")
+
+
+def same_in_context(title: str, wide: Rig, prompts: list[list[int]], context: int, noise: float) -> Check:
+    """Trees behind a context that nobody attends to, one prompt at a time, beside plain decoding without one."""
+    prompts = prompts[: min(4, wide.blocks.num_slots)]
+    params, ids = [SamplingParams(max_tokens=TOKENS)] * len(prompts), []
+    wanted = generate(wide.engine(Way("plain"), 0, len(prompts)), prompts, params)
+    for prompt in prompts:
+        ids += generate(wide.engine(TREE, context, 1), [in_context(prompt, context)], params[:1]).ids
+    found = compare(wide.model, prompts, ids, wanted.ids, near_tie=noise)
+    return Check(title, _all_same(found), _told(found))
 
 
 def generate(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> Outputs:

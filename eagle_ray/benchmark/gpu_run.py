@@ -1,6 +1,6 @@
 """GpuRun: what `jobs/bench_gpu.py` does on one device, cell by cell, the most important ones first.
 
-    run = GpuRun(settings, keep)         # keep(results) is called after every cell
+    run = GpuRun(settings, prompts, keep)         # keep(results) is called after every cell
     run.all()
 
 A cell that would not end in time is skipped and named; one that fails is a line in the results, and the run goes on
@@ -26,10 +26,9 @@ from torch import nn
 
 from eagle_ray.benchmark import cells
 from eagle_ray.benchmark.cells import Cell, figures, judged, steady
-from eagle_ray.benchmark.checks import Check, checks, generate, type_name, uses_kernels
+from eagle_ray.benchmark.checks import Check, checks, same_function, same_in_context, type_name, uses_kernels
 from eagle_ray.benchmark.device import GIB, free_bytes, peak_gib, release, synchronize
 from eagle_ray.benchmark.gpu_settings import Results, Settings
-from eagle_ray.benchmark.identity import compare
 from eagle_ray.benchmark.parts import seconds_of_parts
 from eagle_ray.benchmark.rig import LARGEST, Rig, Way, has_graphs
 from eagle_ray.benchmark.roofline import copy_bandwidth, step_bytes
@@ -41,9 +40,6 @@ from eagle_ray.models.loading import load_target
 from eagle_ray.models.places import Shape
 from eagle_ray.models.synthetic import successor, synthetic_pair
 from eagle_ray.models.widening import widen_pair
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.text import Text
-from eagle_ray.training.prompts import prompt_rows
 
 ASSETS = Path(__file__).parents[1] / "assets" / "tiny"
 PLAIN = Way("plain")
@@ -66,16 +62,13 @@ class DeviceLost(Exception):
 
 
 class GpuRun:
-    """results is complete as far as the run went."""
+    """prompts: token ids of the embedded pair's vocabulary. results: complete as far as the run went."""
 
-    def __init__(self, settings: Settings, keep: Callable[[Results], None]):
-        self.settings, self._keep = settings, keep
+    def __init__(self, settings: Settings, prompts: list[list[int]], keep: Callable[[Results], None]):
+        self.settings, self.prompts, self._keep = settings, prompts, keep
         self.results = Results()
         self._started = time.monotonic()
         self._small: dict[torch.dtype, tuple[nn.Module, nn.Module]] = {}
-        text = Text.load(ASSETS / "target")
-        rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category=32, seed=settings.seed)]
-        self.prompts = [ids for i in range(32) for ids in rows[i::32]]
         self._noise = 1e-4  # by which a lead may be no lead; the checks raise it for bf16
 
     @property
@@ -96,10 +89,17 @@ class GpuRun:
         self._keep(self.results)
 
     def _shape(self, name: str, shape: Shape, is_main: bool) -> None:
+        self._widened(name, shape, is_main)
+        for label, acceptance in self.settings.acceptances.items() if is_main else ():
+            release(self.settings.device)
+            self._do(f"{name}: synthetic {label}", self._guess(6), self._synthetic(name, shape, acceptance))
+        release(self.settings.device)
+
+    def _widened(self, name: str, shape: Shape, is_main: bool) -> None:
+        """The embedded pair at this shape; its memory is free at the end."""
         s = self.settings
-        if not (found := self._do(f"{name}: make", 15, lambda: self._make(name, shape))):
+        if not (rig := self._do(f"{name}: make", 15, lambda: self._make(name, shape))):
             return
-        model, head, rig = found
         first, most = s.contexts[0], max(s.batches) if is_main else max(s.others)
         batches = s.batches if is_main else s.others
         for batch in by_importance(batches):
@@ -116,12 +116,6 @@ class GpuRun:
             for peer in s.peers:
                 self._do(f"{name}: peer {peer}", s.peer_s / 2, lambda peer=peer: self._peer(name, peer))
         self._about_graphs(name, rig)
-        del model, head, rig, found
-        release(s.device)
-        if is_main:
-            for label, acceptance in s.acceptances.items():
-                self._do(f"{name}: synthetic {label}", self._guess(6), self._synthetic(name, shape, acceptance))
-                release(s.device)
 
     def _do(self, title: str, guess_s: float, function: Callable[[], Any]) -> Any:
         """Run it, if it was asked for and there is time; what it returns, True where that is nothing."""
@@ -182,7 +176,7 @@ class GpuRun:
             self._small[dtype] = model, load_head(ASSETS / "draft", model.config).to(self.settings.device, dtype).eval()
         return self._small[dtype]
 
-    def _make(self, name: str, shape: Shape) -> tuple[nn.Module, nn.Module, Rig]:
+    def _make(self, name: str, shape: Shape) -> Rig:
         s, started = self.settings, time.monotonic()
         model, head = widen_pair(*self.small(torch.float32), shape, dtype=s.dtype, device=s.device)
         pack_linears(model)
@@ -198,16 +192,21 @@ class GpuRun:
             "kernels": uses_kernels(s.device),
             "graphs": has_graphs(rig.drafting),
         }
-        self._checked(self._same_function(name, model, rig))
+        self._checked(
+            same_function(
+                f"{name} decodes as the small pair", self.small(torch.float32), rig, self.prompts, self._noise
+            )
+        )
         started = time.monotonic()
         rig.measure()
         self._set_aside(rig)
         attend = rig.costs.attend
         rig.measure_contexts(s.contexts[-1], self._most_together(rig))
         self.results.shapes[name] |= {"costs": costs_json(rig.costs), "attend_of_shared_blocks": attend}
-        self._checked(self._same_in_context(name, model, rig))
+        title = f"{name}: context {s.contexts[-1]} changes nothing"
+        self._checked(same_in_context(title, rig, self.prompts, s.contexts[-1], self._noise))
         self.results.shapes[name] |= {"measured_s": time.monotonic() - started, "peak_gib": peak_gib(s.device)}
-        return model, head, rig
+        return rig
 
     def _rig(self, model: nn.Module, head: nn.Module, shape: Shape) -> Rig:
         """The pool is as large as the cells ask for, or as the device allows."""
@@ -228,38 +227,6 @@ class GpuRun:
         slots = rig.blocks.num_slots
         columns = (rig.blocks.num_blocks - rig.blocks.blocks_for(slots * (OWN + 128))) * rig.blocks.size
         rig.set_aside(columns, s.contexts[-1] + OWN)
-
-    def _same_function(self, name: str, model: nn.Module, rig: Rig) -> Check:
-        """The widened pair beside the small one in fp32: plain decoding of both, in the small one's own words."""
-        small, head = self.small(torch.float32)
-        prompts, params = self.prompts[:8], [SamplingParams(max_tokens=48)] * 8
-        wanted = generate(Rig.of(small, head, 8, OWN).plain, prompts, params)
-        got = generate(rig.plain, prompts, params)
-        tie = max(self._noise, 1e-3)
-        found = compare(small, prompts, got.ids, wanted.ids, near_tie=tie)
-        said = (
-            f"{found.num_equal} of {found.num_compared} equal, {found.num_near_ties} near-ties (lead under {tie:.2g})"
-        )
-        return Check(f"{name} decodes as the small pair", found.num_equal + found.num_near_ties == 8, said)
-
-    def _same_in_context(self, name: str, model: nn.Module, rig: Rig) -> Check:
-        """Trees behind a context that nobody attends to, beside plain decoding without one."""
-        s, params = self.settings, [SamplingParams(max_tokens=48)] * 8
-        count = min(4, rig.blocks.num_slots)
-        rig.engine(PLAIN, 0, count)
-        wanted = generate(rig.plain, self.prompts[:count], params[:count])
-        cell, ids = Cell(count, s.contexts[-1], 48), {}
-        for i, prompt in enumerate(self.prompts[:count]):
-            engine = rig.engine(Way("tree", LARGEST), cell.context, 1)
-            sequence = next(cells.requests([prompt], 0, [48], cell.context))
-            engine.add(sequence)
-            while engine.has_work:
-                engine.step()
-            ids[i] = sequence.output_ids
-        found = judged(model, self.prompts, ids, dict(enumerate(wanted.ids)), self._noise)
-        said = f"{found.num_equal} of {found.num_compared} equal, {found.num_near_ties} near-ties"
-        title = f"{name}: context {cell.context} changes nothing"
-        return Check(title, found.num_equal + found.num_near_ties == found.num_compared, said)
 
     def _cell(self, name: str, shape: Shape, rig: Rig, batch: int, context: int) -> Callable[[], None]:
         def measure() -> None:

@@ -8,12 +8,12 @@ Raises whatever transformers raises: who asks must expect anything, time without
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from eagle_ray.benchmark.device import synchronize
 
@@ -50,7 +50,8 @@ def _static(model: nn.Module, prompts: list[list[int]], num_tokens: int) -> int:
 
 def _continuous(model: nn.Module, prompts: list[list[int]], num_tokens: int) -> int:
     model.set_attn_implementation("sdpa")
-    config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = copy.deepcopy(model.generation_config)
+    config.update(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
     return sum(len(output.generated_tokens) for output in outputs.values())
 

@@ -220,7 +220,7 @@ def _anatomy(config: LlamaConfig) -> Anatomy:
 
 
 class _Rotary(LlamaRotaryEmbedding):
-    """Frequencies stay in fp32, as transformers keeps a target's: in bf16 angles are half a radian off at position 500."""
+    """Frequencies stay in fp32, as transformers keeps a target's: in bf16 angles are off by half a radian at 500."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
         exact = dict(self._buffers)
