@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from eagle_ray.config import ConfigError, ServeConfig
@@ -32,6 +31,9 @@ SAY_EVERY_S = 10.0
 def run_endpoint(config: ServeConfig) -> int:
     """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
     show_log(config.logging.level)
+    from eagle_ray.pair import check_pair  # torch
+
+    check_pair(config.model, config.speculative)
     serving = config.serving
     _check_free(serving.host, serving.port)
     address = prepare(serving.ray_address)
@@ -40,11 +42,8 @@ def run_endpoint(config: ServeConfig) -> int:
     log.info("getting Ray ready")
     from eagle_ray.data.cluster import connect, threads_wanted
 
+    connect(address)
     try:
-        with ThreadPoolExecutor(1) as meanwhile:
-            checking = meanwhile.submit(_check_pair, config)
-            connect(address)
-        checking.result()
         _serve(config, threads_wanted(os.environ))
     finally:
         if address == LOCAL:
@@ -52,13 +51,6 @@ def run_endpoint(config: ServeConfig) -> int:
 
             ray.shutdown()
     return 0
-
-
-def _check_pair(config: ServeConfig) -> None:
-    """Raises ConfigError, EngineError. Takes seconds, which are torch's and transformers' imports."""
-    from eagle_ray.pair import check_pair
-
-    check_pair(config.model, config.speculative)
 
 
 def _serve(config: ServeConfig, most_threads: int | None) -> None:

@@ -64,6 +64,8 @@ def connect(address: str) -> None:
         with _core_unheard(), _sigterm_kept():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # of many kinds, bare ones among them
+        if address == LOCAL:
+            raise ClusterError(f"Ray did not start on this machine: {error}; see its logs in /tmp/ray") from error
         raise ClusterError(
             f"no Ray cluster at {address!r} (execution.ray_address): {error}; "
             "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
