@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -22,19 +22,15 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.serve.body import ClientLeft, read_body
 from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.pages import page_routes
-from eagle_ray.serve.protocol import (
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    parse,
-)
+from eagle_ray.serve.parse import parse
+from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.service import Service
 from eagle_ray.serve.snapshot import Snapshot, prometheus_text
+from eagle_ray.serve.typed import is_typed
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
@@ -65,7 +61,10 @@ def build_app(service: Service, publish: Publish = alone) -> Starlette:
         *page_routes(),
     ]
     errors = (ApiError, RequestError, EngineError, HTTPException, Exception)
-    return Starlette(routes=routes, exception_handlers={error: door.refuse for error in errors})
+    handlers = {error: door.refuse for error in errors} | {ClientLeft: door.part}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to where, only the client knows: proxies may stand between
+    return app
 
 
 class Door:
@@ -82,14 +81,12 @@ class Door:
         return await self._complete(request, CompletionRequest)
 
     async def _complete(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        asked = self._service.read(await self._body(request, kind))
-        try:
-            if not asked.request.stream:
-                return JSONResponse(await _while_there(request.receive, self._service.answer(asked)))
-            events = self._service.events(asked)
-            return EventStream(await _while_there(request.receive, anext(events)), events)
-        except ClientLeft:
-            return Response(status_code=LEFT)
+        read = self._service.read(await self._body(request, kind), is_typed(request.headers))
+        asked = await _while_there(request.receive, read)
+        if not asked.request.stream:
+            return JSONResponse(await _while_there(request.receive, self._service.answer(asked)))
+        events = self._service.events(asked)
+        return EventStream(await _while_there(request.receive, anext(events)), events)
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
@@ -101,13 +98,7 @@ class Door:
         return JSONResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await self._body(request, TokenizeRequest)
-        self._service.check_model(asked.model)
-        text = self._service.text
-        if asked.messages is not None:
-            ids = text.encode_chat([message.plain() for message in asked.messages])
-        else:
-            ids = text.encode(asked.prompt, asked.add_special_tokens)
+        ids = await self._service.tokens(await self._body(request, TokenizeRequest))
         return JSONResponse({"count": len(ids), "max_model_len": self._service.max_model_len, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
@@ -134,14 +125,20 @@ class Door:
         return JSONResponse({"version": __version__})
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi())
+        service = self._service
+        return JSONResponse(openapi(service.config.model_name, service.vocab_size, bool(self._keys)))
 
     async def refuse(self, request: Request, error: Exception) -> Response:
+        headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
+            headers = error.headers or {}  # which methods a route has
             error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_route")
         said = api_error(error)
         self._service.meter.refused(said.code)
-        return JSONResponse(said.body(), said.status, said.headers)
+        return JSONResponse(said.body(), said.status, {**said.headers, **headers})
+
+    async def part(self, request: Request, _: Exception) -> Response:
+        return Response(status_code=LEFT)
 
     def _model(self) -> dict[str, Any]:
         service = self._service
@@ -155,14 +152,9 @@ class Door:
         }
 
     async def _body(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
-        """The request, once its key is good; a body is never read past its limit."""
+        """The request, once its key is good."""
         self._check_key(request)
-        most, body = self._service.config.serving.max_body_bytes, bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
-        return parse(kind, bytes(body))
+        return parse(kind, await read_body(request, self._service.config.serving.max_body_bytes))
 
     def _check_key(self, request: Request) -> None:
         if not self._keys:
@@ -171,10 +163,6 @@ class Door:
         known = [hmac.compare_digest(key.strip().encode(), other) for other in self._keys]
         if scheme.lower() != "bearer" or not any(known):
             raise ApiError(401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key")
-
-
-class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class EventStream(Response):

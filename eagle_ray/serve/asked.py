@@ -45,7 +45,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """A request, ready for the engine. stop_ids: tokens that end a choice and are not part of its text."""
+    """A request, ready for the engine. stop_ids: tokens that end a choice and are not part of its text.
+
+    is_typed: whether it is for a text completion whose client's types know no null (``typed``).
+    """
 
     id: str
     created: int
@@ -55,6 +58,7 @@ class Asked:
     choices: list[Choice]
     stops: list[str]
     stop_ids: frozenset[int]
+    is_typed: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -65,7 +69,9 @@ class Asked:
         return not self.is_chat and self.request.echo
 
 
-def asked_of(request: ChatRequest | CompletionRequest, config: ServeConfig, text: Text | NoText) -> Asked:
+def asked_of(
+    request: ChatRequest | CompletionRequest, config: ServeConfig, text: Text | NoText, is_typed: bool = False
+) -> Asked:
     """Raises RequestError where it cannot be answered."""
     kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
     id = f"{kind}-{secrets.token_hex(12)}"
@@ -85,7 +91,9 @@ def asked_of(request: ChatRequest | CompletionRequest, config: ServeConfig, text
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]
-    return Asked(id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids)
+    return Asked(
+        id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids, is_typed and kind == "cmpl"
+    )
 
 
 def _prompts(request: ChatRequest | CompletionRequest, text: Text | NoText) -> list[Prompt]:

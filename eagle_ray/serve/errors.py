@@ -18,7 +18,9 @@ TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -43,7 +45,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _utf8(self.param)
+        return {"error": {"message": _utf8(str(self)), "type": kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -65,3 +68,8 @@ def api_error(error: Exception) -> ApiError:
 
 def unsupported(param: str, fix: str) -> ApiError:
     return ApiError(400, f"{param} is not supported: {fix}", param, "unsupported_parameter")
+
+
+def _utf8(text: str) -> str:
+    """What a client wrote, fit to be sent back: half a surrogate pair, which JSON can spell, is no text."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,76 +1,158 @@
-"""The OpenAPI document: which routes there are, what they take and how they refuse.
+"""The OpenAPI document: which routes there are, what they take, what they answer and how they refuse.
 
->>> sorted(openapi()["paths"])[0]
+>>> sorted(openapi("embedded:tiny", vocab_size=1024)["paths"])[0]
 '/detokenize'
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
 from eagle_ray import __version__
+from eagle_ray.serve import shapes
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from eagle_ray.serve.unbuilt import NO_TEXT, OFF, SAYS_NOTHING
 
-POSTS: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
+Json = dict[str, Any]
+AT = "#/components/schemas/"
+POSTS = {
+    "/v1/chat/completions": (ChatRequest, shapes.ChatCompletion),
+    "/v1/completions": (CompletionRequest, shapes.Completion),
+    "/tokenize": (TokenizeRequest, shapes.Tokens),
+    "/detokenize": (DetokenizeRequest, shapes.Detokenized),
 }
 GETS = {
-    "/v1/models": "the model that is here",
-    "/tokenizer_info": "the tokenizer's special tokens and chat template",
-    "/health": "whether a replica can answer",
-    "/metrics": "Prometheus metrics of all replicas",
-    "/version": "this server's version",
+    "/v1/models": ("the model that is here", shapes.Models),
+    "/v1/models/{name}": ("the model by its name", shapes.Model),
+    "/tokenizer_info": ("the tokenizer's special tokens and chat template", shapes.TokenizerInfo),
+    "/health": ("whether a replica can answer", shapes.Health),
+    "/metrics": ("Prometheus metrics of all replicas", None),
+    "/version": ("this server's version", shapes.Version),
+    "/openapi.json": ("this document", None),
 }
-REFUSALS = {"400": "the request is wrong", "401": "no API key", "404": "no such model", "413": "the body is too large"}
-BUSY = {"429": "the queue is full", "503": "no replica can answer"}
+STREAMS = {"/v1/chat/completions": shapes.ChatChunk, "/v1/completions": shapes.TextChunk}
+OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # to everybody
+REFUSALS = {
+    "400": "the request is wrong: param names the parameter",
+    "401": "no known API key",
+    "404": "no such model",
+    "408": "the body did not arrive in time",
+    "413": "the body is too large",
+    "415": "the body is not application/json",
+    "429": "the queue is full: try again after Retry-After",
+    "500": "a fault of this server",
+    "503": "no replica can answer: try again after Retry-After",
+}
+RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
-def openapi() -> dict[str, Any]:
-    _, schemas = models_json_schema(
-        [(model, "validation") for model in POSTS.values()], ref_template="#/components/schemas/{model}"
-    )
-    paths = {path: {"post": _post(model)} for path, model in POSTS.items()}
-    paths |= {path: {"get": _operation(summary, {"401": REFUSALS["401"], **BUSY})} for path, summary in GETS.items()}
+def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
+    """has_keys: whether /v1 and the tokenizer's routes want an API key."""
+    schemas = _schemas()
+    _tell_limits(schemas, model_name, vocab_size)
+    paths = {path: {"post": _post(path)} for path in POSTS} | {path: {"get": _get(path)} for path in GETS}
+    if has_keys:
+        for path in paths.keys() - set(OPEN):
+            [operation] = paths[path].values()
+            operation["security"] = [{"key": []}]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "eagle_ray", "version": __version__},
+        "info": {"title": "eagle_ray", "version": __version__, "description": "OpenAI's protocol over one model"},
         "paths": paths,
-        "components": {"schemas": schemas.get("$defs", {}) | {"Error": ERROR}},
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
-def _post(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return _operation(model.__doc__ or "", REFUSALS | BUSY) | {"requestBody": body}
-
-
-def _operation(summary: str, refusals: dict[str, str]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    refused = {status: {"description": why, "content": error} for status, why in refusals.items()}
-    return {"summary": summary, "responses": {"200": {"description": "the answer"}} | refused}
-
-
-_TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _TEXT_OR_NULL,
-                "code": _TEXT_OR_NULL,
+def _post(path: str) -> Json:
+    kind, answer = POSTS[path]
+    said = _content(answer)
+    if path in STREAMS:
+        chunk = STREAMS[path].__name__
+        said["text/event-stream"] = {
+            "schema": {
+                "type": "string",
+                "description": f"with stream: true. Each event's data is a {chunk}, or a Refusal, which is then the "
+                "last, or at the end [DONE]",
             },
+            "x-event-schema": {"$ref": AT + chunk},
         }
-    },
-}
+    body = {"required": True, "content": _content(kind)}
+    return _operation(kind.__doc__ or "", said, REFUSALS) | {"requestBody": body}
+
+
+def _get(path: str) -> Json:
+    summary, answer = GETS[path]
+    statuses = ["500", "503"] if path in OPEN else ["401", "500", "503"]
+    said = _content(answer) if answer else {"application/json": {"schema": {"type": "object"}}}
+    if path == "/metrics":
+        said = {"text/plain": {"schema": {"type": "string"}}}
+    if "{name}" not in path:
+        return _operation(summary, said, {status: REFUSALS[status] for status in statuses})
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    return _operation(summary, said, {status: REFUSALS[status] for status in [*statuses, "404"]}) | {
+        "parameters": [name]
+    }
+
+
+def _operation(summary: str, said: Json, refusals: dict[str, str]) -> Json:
+    refused = {
+        status: {"description": why, "content": _content(shapes.Refusal)}
+        | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
+        for status, why in refusals.items()
+    }
+    return {"summary": summary, "responses": {"200": {"description": "the answer", "content": said}} | refused}
+
+
+def _content(shape: type) -> Json:
+    return {"application/json": {"schema": {"$ref": AT + shape.__name__}}}
+
+
+def _schemas() -> Json:
+    answers = [answer for _, answer in [*POSTS.values(), *GETS.values()] if answer] + [
+        *STREAMS.values(),
+        shapes.Refusal,
+    ]
+    _, found = TypeAdapter.json_schemas(
+        [(kind, "validation", TypeAdapter(kind)) for kind in [*(kind for kind, _ in POSTS.values()), *answers]],
+        ref_template=AT + "{model}",
+    )
+    return found["$defs"]
+
+
+def _tell_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
+    """What pydantic's schemas do not show: null is absence, what is refused by name, and this model's own limits."""
+    for kind in ("ChatRequest", "CompletionRequest"):
+        schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
+        schemas[kind]["properties"] |= {name: {} for name in SAYS_NOTHING}
+        schemas[kind]["additionalProperties"] = False
+    schemas["Message"]["properties"] |= {name: {"enum": [*values, None]} for name, values in NO_TEXT.items()}
+    for kind in (
+        "ChatRequest",
+        "CompletionRequest",
+        "TokenizeRequest",
+        "DetokenizeRequest",
+        "Message",
+        "StreamOptions",
+    ):
+        schema = schemas[kind]
+        for name, field in schema["properties"].items():
+            if name == "model":
+                field |= {"enum": [model_name, None]}
+            if name not in schema.get("required", []) and {"type": "null"} not in field.get("anyOf", []):
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+    for ids in _token_ids(schemas["CompletionRequest"], schemas["DetokenizeRequest"]):
+        ids["exclusiveMaximum"] = vocab_size
+
+
+def _token_ids(*schemas: Any) -> Iterator[Json]:
+    """The schemas of prompts' and texts' token ids, which are all the integers in lists."""
+    for schema in schemas:
+        if isinstance(schema, dict):
+            if schema.get("type") == "array" and schema.get("items", {}).get("type") == "integer":
+                yield schema["items"]
+            yield from _token_ids(*schema.values())
+        elif isinstance(schema, list):
+            yield from _token_ids(*schema)

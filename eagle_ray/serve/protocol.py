@@ -1,65 +1,25 @@
 """What clients send: OpenAI's chat and text completions, as models that refuse what they cannot do.
 
 A field's description completes the sentence "must be ...". A parameter that is not built is refused by name unless its
-value asks for nothing; it is never ignored. null always means absent. Does not know tokens, engines or HTTP.
+value asks for nothing; it is never ignored (``unbuilt``). null always means absent. Does not know JSON (``parse``),
+tokens, engines or HTTP.
 
-    >>> parse(CompletionRequest, b'{"prompt": "Hi", "echo": true}').echo
-    True
+    >>> CompletionRequest.model_validate({"prompt": "Hi", "echo": True}).prompts
+    ['Hi']
 """
 
 from __future__ import annotations
 
-import json
-import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eagle_ray.serve.errors import ApiError, unsupported
+from eagle_ray.serve.fields import Stop, Stops, Text, Texts, TokenId, TokenIds
+from eagle_ray.serve.unbuilt import refuse_in_message, refuse_unbuilt
 
 MOST_TOPS = 20
 MOST_SEQUENCES = 1024
-SAYS_NOTHING = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-)  # of the tokens
-OFF: dict[str, Any] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "tools": [],
-    "tool_choice": "none",
-    "functions": [],
-    "function_call": "none",
-    "suffix": "",
-    "use_beam_search": False,
-    "add_special_tokens": True,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "min_tokens": 0,
-    "add_generation_prompt": True,
-}  # what is not built, and the value with which it changes nothing
-
-
-def _utf8(text: str) -> str:
-    """Half a surrogate pair, which JSON can spell, is no text."""
-    text.encode()
-    return text
-
-
-Text = Annotated[str, AfterValidator(_utf8)]
-Stop = Annotated[str, Field(min_length=1), AfterValidator(_utf8)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class Body(BaseModel):
@@ -79,16 +39,23 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """What else a message carries goes to the chat template, as in jobs."""
+    """What else a message carries goes to the chat template, as in jobs, but for what no text can hold."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def plain(self) -> dict[str, Any]:
         """Its content as one text."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content, **(self.model_extra or {})}
+
+    def check(self, where: str) -> None:
+        """Raises ApiError. where: the message's place in the request."""
+        refuse_in_message(self.model_extra or {}, where)
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Body):
@@ -103,6 +70,7 @@ class StreamOptions(Body):
         "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells",
     )
     continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Literal[False] = False
 
 
 class Request(Body):
@@ -125,10 +93,10 @@ class Request(Body):
     )
     n: Annotated[int, Field(ge=1, le=128)] | None = Field(default=None, description="a number of choices, 1 to 128")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(default=None, description="a 64-bit integer")
-    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = Field(
+    stop: Stop | Stops | None = Field(
         default=None, description="a text or a list of at most 64 texts, none of them empty"
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] = Field(
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = Field(
         default=[], description="a list of token ids"
     )
     ignore_eos: bool | None = Field(default=None, description="true or false")
@@ -155,15 +123,13 @@ class Request(Body):
         """What single fields do not show. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options", "bad_value")
-        for name, value in (self.model_extra or {}).items():
-            if name not in SAYS_NOTHING and (name not in OFF or value != OFF[name]):
-                raise unsupported(name, f"{reprlib.repr(value)} asks for what this server does not do; leave it out")
+        refuse_unbuilt(self.model_extra or {})
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)] = Field(
+    messages: Messages = Field(
         description="a list of messages {role, content}, with content a text or a list of text parts"
     )
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
@@ -184,6 +150,7 @@ class ChatRequest(Request):
 
     def check(self) -> None:
         super().check()
+        _check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs: true", "top_logprobs", "bad_value")
         both = self.max_tokens, self.max_completion_tokens
@@ -199,9 +166,9 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions. max_tokens 0, with echo: nothing but the prompt."""
 
-    prompt: (
-        Text | Annotated[list[Text], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
-    ) = Field(description="a text, a list of texts, a list of token ids or a list of such lists, none of them empty")
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] = Field(
+        description="a text, a list of texts, a list of token ids or a list of such lists, none of them empty"
+    )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=None, description="an integer, 1 or more, or 0 with echo"
     )
@@ -242,55 +209,29 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     prompt: Text | None = Field(default=None, description="a text")
-    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
-        default=None, description="a list of messages {role, content}"
-    )
+    messages: Messages | None = Field(default=None, description="a list of messages {role, content}")
     add_special_tokens: bool = Field(default=True, description="true or false")
     add_generation_prompt: Literal[True] = Field(default=True, description="true")
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give exactly one of prompt and messages", "prompt", "prompt_missing")
+        _check_messages(self.messages or [])
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
-    tokens: list[TokenId] = Field(description="a list of token ids")
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="a list of token ids")
 
     def check(self) -> None:
         """Each field speaks for itself."""
 
 
+def _check_messages(messages: list[Message]) -> None:
+    for i, message in enumerate(messages):
+        message.check(f"messages[{i}]")
+
+
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-
-
-def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """The request in a body. Raises ApiError naming the parameter."""
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {reprlib.repr(str(error))}", code="bad_json") from None
-    if not isinstance(data, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {reprlib.repr(data)}", code="bad_json")
-    try:
-        request = kind.model_validate(data)
-    except ValidationError as error:
-        raise _refusal(kind, error) from None
-    request.check()
-    return request
-
-
-def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    """The first thing that is wrong, by its parameter."""
-    detail = error.errors(include_url=False, include_context=False)[0]
-    name, *inner = detail["loc"] or ("body",)
-    if name not in kind.model_fields:
-        return unsupported(str(name), "leave it out")
-    allowed = kind.model_fields[name].description
-    if detail["type"] == "missing" and not inner:
-        return ApiError(400, f"{name}: missing; it must be {allowed}", str(name), "missing")
-    where = "".join(f"[{part}]" if isinstance(part, int) else "" for part in inner[:1])
-    got = reprlib.repr(detail["input"])
-    return ApiError(400, f"{name}{where}: must be {allowed}, got {got}", f"{name}{where}", "bad_value")

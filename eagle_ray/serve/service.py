@@ -4,14 +4,16 @@ All of them share the engine's one batch. A full queue refuses at once; whoever 
 engine's next step. Does not know HTTP or Ray.
 
     service = Service.start(config, threads=2)
-    body = await service.answer(service.read(request))
+    body = await service.answer(await service.read(request))
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,12 +29,14 @@ from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.events import DONE, error_event, event
 from eagle_ray.serve.meter import Meter
 from eagle_ray.serve.no_text import NoText
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from eagle_ray.serve.snapshot import Snapshot
+from eagle_ray.serve.typed import without_nulls
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.text import Text
 
 WARM_UP_TOKENS = 16
+Result = TypeVar("Result")
 Said = "Json | Exception | None"
 
 
@@ -45,6 +49,7 @@ class Service:
         self.meter = Meter()
         self._room = engine.scheduler.num_slots + config.serving.max_queued
         self._num_in_flight = 0
+        self._reader = ThreadPoolExecutor(1, "eagle-ray-reader")
         _warm_up(engine)
         self._engine = AsyncEngine(engine)
 
@@ -74,10 +79,21 @@ class Service:
                 404, f"there is no model {name!r} here; there is {self.config.model_name!r}", "model", "model_not_found"
             )
 
-    def read(self, request: ChatRequest | CompletionRequest) -> Asked:
-        """Raises ApiError and RequestError."""
+    async def read(self, request: ChatRequest | CompletionRequest, is_typed: bool = False) -> Asked:
+        """is_typed: see ``typed``. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        return asked_of(request, self.config, self.text)
+        return await self._aside(asked_of, request, self.config, self.text, is_typed)
+
+    async def tokens(self, request: TokenizeRequest) -> list[int]:
+        """The ids of a prompt, or of a conversation as it is answered. Raises ApiError and RequestError."""
+        self.check_model(request.model)
+        if request.messages is None:
+            return await self._aside(self.text.encode, request.prompt, request.add_special_tokens)
+        return await self._aside(self.text.encode_chat, [message.plain() for message in request.messages])
+
+    async def _aside(self, work: Callable[..., Result], *what: Any) -> Result:
+        """Tokenize in a thread of its own: megabytes take seconds, in which everybody else goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *what)
 
     async def answer(self, asked: Asked) -> Json:
         """All choices, or none: one that fails ends the others. Raises ApiError, RequestError, EngineError."""
@@ -88,7 +104,8 @@ class Service:
             finally:
                 for task in tasks:
                     task.cancel()
-            return answer_of(asked, self.text)
+            body = answer_of(asked, self.text)
+            return without_nulls(body) if asked.is_typed else body
 
     async def events(self, asked: Asked) -> AsyncIterator[str]:
         """The stream's events, in the order in which the engine brings them. Raises as answer does, before the first.
@@ -110,7 +127,8 @@ class Service:
                         return
                     if item is not None:
                         is_begun = True
-                        yield event(item if num_left > 1 or wants_usage(asked) else self._with_metrics(asked, item))
+                        item = item if num_left > 1 or wants_usage(asked) else self._with_metrics(asked, item)
+                        yield event(without_nulls(item) if asked.is_typed else item)
                 if wants_usage(asked):
                     yield event(last_chunk(asked))
                 yield DONE

@@ -1,0 +1,53 @@
+"""Reading a request's body: JSON by its name, never past its limit, not for ever, and not once its client has left.
+
+Does not know what is in it.
+
+    data = await read_body(request, most=8 << 20)
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+
+from eagle_ray.serve.errors import ApiError
+
+ARRIVES_WITHIN_S = 60.0
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """most: bytes. Raises ApiError, and ClientLeft where it breaks off."""
+    _check_kind(request.headers.get("content-type", ""))
+    if int(request.headers.get("content-length", 0)) > most:
+        raise _too_large(most)
+    try:
+        return await asyncio.wait_for(_whole(request, most), ARRIVES_WITHIN_S)
+    except ClientDisconnect:
+        raise ClientLeft from None
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body was not here after {ARRIVES_WITHIN_S:g} s", code="body_too_slow") from None
+
+
+async def _whole(request: Request, most: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise _too_large(most)
+    return bytes(body)
+
+
+def _check_kind(said: str) -> None:
+    """Web pages of strangers may send other kinds to this machine without asking it. Nothing said is JSON."""
+    kind = said.partition(";")[0].strip().lower()
+    if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, f"Content-Type must be application/json, got {said}", code="bad_content_type")
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")

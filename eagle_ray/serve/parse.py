@@ -1,0 +1,82 @@
+"""From a body's bytes to a request, or to the first thing in it that is wrong, by its parameter.
+
+JSON is read strictly: what is given twice, NaN and half a surrogate pair are refused. Does not know HTTP or what the
+parameters mean.
+
+    >>> parse(CompletionRequest, b'{"prompt": "Hi", "echo": true}').echo
+    True
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections import Counter
+from typing import Any, NoReturn
+
+from pydantic import BaseModel, ValidationError
+
+from eagle_ray.serve.errors import ApiError, unsupported
+from eagle_ray.serve.protocol import AnyRequest
+
+
+def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    """The request in a body. Raises ApiError naming the parameter."""
+    try:
+        data = json.loads(body.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {reprlib.repr(str(error))}", code="bad_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {reprlib.repr(data)}", code="bad_json")
+    try:
+        request = kind.model_validate(data)
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+    request.check()
+    if b"\\u" in body:
+        _check_text(data)
+    return request
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What is given twice would be taken once."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice} is given more than once")
+    return data
+
+
+def _check_text(data: dict[str, Any]) -> None:
+    """Half a surrogate pair anywhere else, as in what a message carries for its template. Raises ApiError."""
+    for name, value in data.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError(400, f"{name}: has half a surrogate pair, which is no text", name, "bad_value") from None
+
+
+def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
+    """The first thing that is wrong, by its parameter."""
+    detail = error.errors(include_url=False, include_context=False)[0]
+    name, *inner = detail["loc"] or ("body",)
+    if name not in kind.model_fields:
+        return unsupported(str(name), "leave it out")
+    allowed = kind.model_fields[name].description
+    if detail["type"] == "missing" and not inner:
+        return ApiError(400, f"{name}: missing; it must be {allowed}", str(name), "missing")
+    param = "".join([name, *map(_place, inner)])
+    subject = "" if param == name else f"{name} "
+    got = reprlib.repr(detail["input"])
+    return ApiError(400, f"{param}: {subject}must be {allowed}, got {got}", param, "bad_value")
+
+
+def _place(part: str | int) -> str:
+    """A step into a parameter as clients write it; pydantic's own names of alternatives are none."""
+    if isinstance(part, int):
+        return f"[{part}]"
+    return f".{part}" if part.isidentifier() and part not in ("str", "int", "StreamOptions") else ""

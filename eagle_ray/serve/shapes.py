@@ -1,0 +1,199 @@
+"""What answers look like, for the OpenAPI document: OpenAI's shapes and what stands beside them here.
+
+Does not know how answers are made (``answers``, ``chunks``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import NotRequired, TypedDict  # pydantic reads no others before Python 3.12
+
+Finish = Literal["stop", "length"]
+
+
+class Error(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(TypedDict):
+    error: Error
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class SpeculativeDecoding(TypedDict):
+    """Over all choices; entry j of the histogram is the number of steps that accepted j draft tokens."""
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class Metrics(TypedDict):
+    speculative_decoding: SpeculativeDecoding
+
+
+class Alternative(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatPlace(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatPlace]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """The first place of an echoed prompt has no log-probability: null, and 0 for OpenAI's own client libraries."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class ChatAnswer(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+
+
+class TextChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Finish
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class Delta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+    token_ids: NotRequired[list[int]]
+
+
+class TextChunkChoice(TypedDict):
+    """finish_reason is null before the last chunk, and "length" there for OpenAI's own client libraries."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Finish | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(TypedDict):
+    """One event of a stream. Where usage is asked for it stands in the last one, which has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class TextChunk(TypedDict):
+    """One event of a stream. Where usage is asked for it stands in the last one, which has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """And the special tokens, by their roles."""
+
+    tokenizer_class: str | None
+    chat_template: NotRequired[str | None]
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class Version(TypedDict):
+    version: str
