@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-ray test-rest test-slow chaos bench-serve soak lint install clean
+.PHONY: demo test test-ray test-rest test-slow chaos clients bench-serve soak lint install clean
 
 demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
@@ -29,6 +29,9 @@ bench-serve: $(VENV)/.installed ## many streams against a real endpoint, specula
 soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real endpoint: nothing grows, nothing is left
 	$(BIN)/python jobs/soak.py
 
+clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, litellm, curl, lm-eval, aiperf, schemathesis on a real server
+	$(BIN)/python jobs/clients.py --python $(VENV)-clients/bin/python
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,5 +42,10 @@ $(VENV)/.installed: pyproject.toml infra/constraints.txt infra/install.sh
 	bash infra/install.sh $(PYTHON) $(VENV)
 	touch $@
 
+$(VENV)-clients/.installed: infra/clients.txt
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement infra/clients.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-clients runs build dist *.egg-info

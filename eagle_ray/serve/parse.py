@@ -63,7 +63,9 @@ def _check_text(data: dict[str, Any]) -> None:
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
     """The first thing that is wrong, by its parameter."""
     detail = error.errors(include_url=False, include_context=False)[0]
-    name, *inner = detail["loc"] or ("body",)
+    if not detail["loc"]:
+        return ApiError(400, "a parameter's name has half a surrogate pair, which is no text", code="bad_json")
+    name, *inner = detail["loc"]
     if name not in kind.model_fields:
         return unsupported(str(name), "leave it out")
     allowed = kind.model_fields[name].description

@@ -1,0 +1,44 @@
+"""litellm against a server: python litellm_client.py URL. Knows nothing of eagle_ray."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices
+
+import litellm
+
+litellm.suppress_debug_info = True
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def main(url: str) -> None:
+    here = {"api_base": f"{url}/v1", "api_key": "none", "max_tokens": 16, "timeout": 60, "num_retries": 0}
+    chat = litellm.completion(model="hosted_vllm/embedded:tiny", messages=FRANCE, **here)
+    assert chat.choices[0].message.content and chat.usage.completion_tokens <= 16
+    chunks = litellm.completion(model="openai/embedded:tiny", messages=FRANCE, stream=True, **here)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == chat.choices[0].message.content
+    text = litellm.text_completion(model="text-completion-openai/embedded:tiny", prompt="Once", **here)
+    pieces = litellm.text_completion(model="text-completion-openai/embedded:tiny", prompt="Once", stream=True, **here)
+    assert "".join(piece.choices[0].text or "" for piece in pieces) == text.choices[0].text
+    try:
+        litellm.completion(model="openai/gpt", messages=FRANCE, **here)
+    except litellm.NotFoundError:
+        pass
+    else:
+        raise AssertionError("an unknown model was answered")
+    try:
+        litellm.completion(model="openai/embedded:tiny", messages=FRANCE, logit_bias={"5": 1}, **here)
+    except litellm.BadRequestError as error:
+        assert "logit_bias" in str(error)
+    else:
+        raise AssertionError("logit_bias was ignored")
+    print(
+        f"litellm {importlib.metadata.version('litellm')}: chat, text completion, both as streams, errors by their kind"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,133 @@
+"""OpenAI's own library, its response validation strict, and schemathesis, both in this process over the real engine."""
+
+import asyncio
+import json
+
+import httpx2
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from pydantic import TypeAdapter
+
+from eagle_ray.serve import shapes
+from eagle_ray.serve.openapi import openapi
+from tests.serve.client import get, post
+
+HI = [{"role": "user", "content": "What is the capital of France?"}]
+PROMPT = "<|bos|><|user|>What do you think about singing?<|end|><|assistant|>"
+MODEL = "embedded:tiny"
+
+
+def strict(app):
+    transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
+    return openai.AsyncOpenAI(
+        base_url="http://here/v1", api_key="x", max_retries=0, http_client=transport, _strict_response_validation=True
+    )
+
+
+async def texts_of(stream):
+    found = {}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            piece = choice.delta.content if hasattr(choice, "delta") else choice.text
+            found[choice.index] = found.get(choice.index, "") + (piece or "")
+    return [found[i] for i in sorted(found)]
+
+
+def test_openais_strict_types_take_every_answer_and_every_chunk(app):
+    async def main():
+        async with strict(app) as client:
+            [model] = (await client.models.list()).data
+            assert model == await client.models.retrieve(MODEL) and model.id == MODEL
+            many = {"model": MODEL, "n": 2, "seed": 3, "temperature": 0.9, "max_tokens": 9}
+            chat = {"messages": HI, "logprobs": True, "top_logprobs": 2} | many
+            text = {"prompt": PROMPT, "logprobs": 2, "echo": True} | many
+            usage = {"stream": True, "stream_options": {"include_usage": True}}
+            whole = await client.chat.completions.create(**chat)
+            pieces = await texts_of(await client.chat.completions.create(**chat, **usage))
+            assert pieces == [choice.message.content for choice in whole.choices]
+            whole = await client.completions.create(**text)
+            pieces = await texts_of(await client.completions.create(**text, **usage))
+            assert pieces == [choice.text for choice in whole.choices]
+            return whole
+
+    for choice in asyncio.run(main()).choices:
+        assert choice.logprobs.token_logprobs[0] == 0 > choice.logprobs.token_logprobs[1]
+        assert choice.logprobs.top_logprobs[0] == {} and choice.finish_reason in ("stop", "length")
+
+
+def test_only_openais_libraries_are_spared_the_nulls_of_openais_servers(app):
+    """Their types know none; everybody else gets what OpenAI's servers and vLLM send."""
+    body = {"prompt": PROMPT, "max_tokens": 9, "logprobs": 1, "echo": True}
+
+    def ask(**headers):
+        plain = asyncio.run(post(app, "/v1/completions", body, headers)).json["choices"][0]["logprobs"]
+        events = asyncio.run(post(app, "/v1/completions", body | {"stream": True}, headers)).events[:-1]
+        reasons = [event["choices"][0]["finish_reason"] for event in events]
+        return plain["token_logprobs"][0], plain["top_logprobs"][0], set(reasons[:-1]), reasons[-1]
+
+    assert ask() == (None, None, {None}, "length")
+    assert ask(**{"X-Stainless-Lang": "python"}) == (0.0, {}, {"length"}, "length")
+
+
+def test_openais_errors_have_their_kinds(app):
+    async def main():
+        async with strict(app) as client:
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.models.retrieve("gpt")
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model=MODEL, messages=HI, logit_bias={"5": 1})
+            return missing.value, refused.value
+
+    missing, refused = asyncio.run(main())
+    assert (missing.code, missing.param) == ("model_not_found", "model")
+    assert (refused.code, refused.param) == ("unsupported_parameter", "logit_bias")
+
+
+def test_answers_are_what_the_openapi_document_says(app):
+    """Every route, and every chunk of both streams, has the shape that the document gives it."""
+    for path, shape in [
+        ("/v1/models", shapes.Models),
+        (f"/v1/models/{MODEL}", shapes.Model),
+        ("/tokenizer_info", shapes.TokenizerInfo),
+        ("/health", shapes.Health),
+        ("/version", shapes.Version),
+    ]:
+        TypeAdapter(shape).validate_json(asyncio.run(get(app, path)).body, strict=True)
+    chat, text = {"messages": HI, "max_tokens": 5, "logprobs": True}, {"prompt": "Once", "max_tokens": 5, "logprobs": 0}
+    more = {"return_token_ids": True}
+    for path, body, shape, chunk in [
+        ("/v1/chat/completions", chat | more, shapes.ChatCompletion, shapes.ChatChunk),
+        ("/v1/completions", text | more, shapes.Completion, shapes.TextChunk),
+    ]:
+        TypeAdapter(shape).validate_json(asyncio.run(post(app, path, body)).body, strict=True)
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        for event in asyncio.run(post(app, path, body | usage)).events[:-1]:
+            TypeAdapter(chunk).validate_json(json.dumps(event), strict=True)
+    routes = {route.path.replace(":path", "") for route in app.routes} - {"/"}
+    assert routes >= openapi(MODEL, 1024)["paths"].keys() >= {path for path in routes if not path.startswith("/page")}
+
+
+def test_keys_are_in_the_openapi_document():
+    paths = openapi(MODEL, 1024, has_keys=True)["paths"]
+    guarded = {path for path, item in paths.items() for operation in item.values() if "security" in operation}
+    assert guarded == {path for path in paths if path.startswith(("/v1", "/token", "/detoken"))}
+    assert "security" not in json.dumps(openapi(MODEL, 1024)["paths"])
+
+
+POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_violates_the_openapi_document_is_refused_in_openais_form(app, path):
+    """Schemathesis draws it from the document and checks status, type and shape of each answer."""
+    operation = schemathesis.openapi.from_asgi("/openapi.json", app)[path]["POST"]
+
+    @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE))
+    @settings(max_examples=30, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    def refuses(case):
+        answer = case.call_and_validate()
+        assert 400 <= answer.status_code < 500
+
+    refuses()

@@ -1,0 +1,246 @@
+"""By hand, what no library sends: broken bodies, uploads that stop, stray values, and who leaves in any phase."""
+
+import asyncio
+import json
+
+import pytest
+
+from eagle_ray.serve import body as bodies
+from eagle_ray.serve.errors import ApiError
+from eagle_ray.serve.events import event
+from eagle_ray.serve.parse import parse
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
+from tests.serve.client import exchange, get, post, request
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+ENDLESS = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+
+
+def send(app, body, path=TEXT, method="POST", **headers):
+    return asyncio.run(request(app, method, path, body, headers))
+
+
+def refused(answer, status, code, param=None):
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["param"]) == (status, code, param)
+    assert error.keys() == {"message", "type", "param", "code"} and error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "metadata": {"a": 1, "a": 2}}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "metadata": {"a": -Infinity}}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\xe4"}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+        b'{"prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+        b'{"prompt": "a\nb"}',
+        b'{"prompt": "a"} {}',
+        b"prompt=a",
+        b"null",
+        b"",
+    ],
+)
+def test_what_is_no_json_is_refused(app, body):
+    refused(send(app, body), 400, "bad_json")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", "bad_value", "temperature"),
+        (b'{"prompt": "a", "temperature": 1e999}', "bad_value", "temperature"),
+        (b'{"prompt": "a", "n": 100000}', "bad_value", "n"),
+        (b'{"prompt": "a", "seed": 18446744073709551616}', "bad_value", "seed"),
+        (b'{"prompt": "a", "stop": [' + b'"x",' * 999 + b'"x"]}', "bad_value", "stop"),
+        (b'{"prompt": [-1]}', "bad_value", "prompt"),
+        (b'{"prompt": "\\ud800"}', "bad_value", "prompt"),
+        (b'{"prompt": "a", "user": "\\ud800"}', "bad_value", "user"),
+        (b'{"prompt": "a", "metadata": {"\\udfff": 1}}', "bad_value", "metadata"),
+        (b'{"prompt": "a", "\\ud800": 1}', "bad_json", None),
+        (b'{"prompt": "a", "model": "\\ud800"}', "bad_value", "model"),
+        (b'{"prompt": "a", "use_beam_search": 0}', "unsupported_parameter", "use_beam_search"),
+        (b'{"prompt": "a", "frequency_penalty": false}', "unsupported_parameter", "frequency_penalty"),
+        (b'{"prompt": "a", "stream": true, "stream_options": {"nonsense": 1}}', "bad_value", "stream_options.nonsense"),
+    ],
+)
+def test_a_value_nobody_should_send_is_refused_by_its_parameter(app, body, code, param):
+    refused(send(app, body), 400, code, param)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "messages[1].function_call"),
+        ({"role": "assistant", "content": "", "audio": {"id": "1"}}, "messages[1].audio"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content"),
+        ({"role": "robot", "content": ""}, "messages[1].role"),
+        ({"role": "user", "content": None}, "messages[1].content"),
+        ({"content": "a"}, "messages[1].role"),
+        ("a", "messages[1]"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_message_that_is_no_text_is_refused_by_its_place(app, message, param, path):
+    error = asyncio.run(post(app, path, {"messages": [*HI, message]})).json["error"]
+    assert error["param"] == param and error["code"] in ("bad_value", "unsupported_parameter")
+
+
+def test_half_a_surrogate_pair_does_not_reach_the_chat_template(app):
+    refused(
+        send(app, b'{"messages": [{"role": "user", "content": "a", "name": "\\ud800"}]}', CHAT),
+        400,
+        "bad_value",
+        "messages",
+    )
+
+
+def test_what_changes_nothing_is_taken(app):
+    harmless = {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "tool_choice": "auto"}
+    harmless |= {"logit_bias": {}, "tools": [], "frequency_penalty": 0.0, "response_format": {"type": "text"}}
+    body = {"messages": [HI[0] | {"tool_calls": None, "name": "me"}], "max_tokens": 2} | harmless
+    assert asyncio.run(post(app, CHAT, body)).status == 200
+
+
+def test_bad_lists_of_a_million_are_refused_at_their_first_fault():
+    """Not each of them: that took 19 s of everybody's time."""
+    for body in ({"prompt": [-1] * 1_000_000}, {"prompt": [{}] * 1_000_000}):
+        with pytest.raises(ApiError) as found:
+            parse(CompletionRequest, json.dumps(body).encode())
+        assert found.value.param == "prompt" and len(str(found.value)) < 400
+    with pytest.raises(ApiError) as found:
+        parse(ChatRequest, json.dumps({"messages": [{}] * 300_000}).encode())
+    assert found.value.param == "messages[0].role"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_only_json_is_read(app, kind):
+    refused(send(app, b'{"prompt": "a"}', **{"Content-Type": kind}), 415, "bad_content_type")
+    for json_kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Type": json_kind}).status == 200
+
+
+def test_a_body_that_says_it_is_too_large_is_not_read(app):
+    refused(send(app, b"{", **{"Content-Length": str(100 << 20)}), 413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("PUT", TEXT), ("OPTIONS", CHAT), ("DELETE", "/health"), ("GET", "/tokenize")]
+)
+def test_a_wrong_method_is_told_the_right_ones(app, method, path):
+    answer = send(app, b"", path, method)
+    refused(answer, 405, "no_route")
+    assert answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions/", "/v1", "/v1/models/", "//v1/models", "/v1/completions/x", "/é", "/\x00"]
+)
+def test_there_is_nothing_beside_the_routes(app, path):
+    answer = asyncio.run(get(app, path))
+    assert answer.status == 404 and answer.json["error"]["code"] in ("no_route", "model_not_found")
+
+
+def test_head_is_get_without_a_body(app):
+    assert send(app, b"", "/health", "HEAD").status == 200
+
+
+async def upload(app, *parts, ends):
+    """Send parts of a body and then nothing more, or leave."""
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages += [{"type": "http.disconnect"}] if ends else []
+    sent = []
+
+    async def receive():
+        if messages:
+            return messages.pop(0)
+        return await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode(), "query_string": b""}
+    await app(scope | {"headers": headers, "root_path": "", "scheme": "http"}, receive, send)
+    return sent[0]["status"]
+
+
+def test_an_upload_that_breaks_off_is_nobodys_error(app, service):
+    errors = sum(value for name, value in service.meter._counts.items() if name.startswith("http_errors"))
+    assert asyncio.run(upload(app, b'{"prompt": ', ends=True)) == 499
+    assert sum(value for name, value in service.meter._counts.items() if name.startswith("http_errors")) == errors
+
+
+def test_an_upload_that_stalls_is_not_waited_for(app, monkeypatch):
+    monkeypatch.setattr(bodies, "ARRIVES_WITHIN_S", 0.05)
+    assert asyncio.run(upload(app, b'{"prompt": ', ends=False)) == 408
+
+
+def test_while_a_long_prompt_is_tokenized_others_are_answered(service):
+    """The other request comes second and is answered first."""
+    from eagle_ray.serve.app import build_app
+
+    serving = service.config.serving.model_copy(update={"max_body_bytes": 8 << 20})
+    config, service.config = service.config, service.config.model_copy(update={"serving": serving})
+    app, order = build_app(service), []
+
+    async def ask(name, path, body):
+        order.append((name, (await post(app, path, body)).status))
+
+    async def main():
+        long = asyncio.ensure_future(ask("long", TEXT, {"prompt": "the quick brown fox " * 50_000}))
+        await asyncio.sleep(0.05)
+        await ask("ids", TEXT, {"prompt": [5, 6], "max_tokens": 1})
+        await long
+
+    try:
+        asyncio.run(main())
+    finally:
+        service.config = config
+    assert sorted(order) == [("ids", 200), ("long", 400)]
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode", "unread"])
+def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, stream):
+    """A step after he left, the engine holds nothing of him: no slot, nobody waiting."""
+    scheduler, engine = service._engine._engine.scheduler, service._engine
+    long = {"prompt": [5] * 1900, "max_tokens": 90, "ignore_eos": True, "seed": 1}
+    body = (long if phase == "prefill" else ENDLESS) | {"stream": stream}
+
+    async def main():
+        async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 4}).encode()):
+            await until(lambda: scheduler.num_running == 4)
+            if phase == "queued":
+                async with exchange(app, "POST", TEXT, json.dumps(body).encode()):
+                    await until(lambda: service._num_in_flight == 5)
+                await until(lambda: service._num_in_flight == 4)
+        if phase != "queued":
+            async with exchange(app, "POST", TEXT, json.dumps(body).encode()) as talk:
+                if phase == "unread":
+                    talk.reads.clear()
+                await until(lambda: service._num_in_flight == 1)
+                if phase in ("decode", "unread"):
+                    steps = engine.counters().num_steps
+                    await until(lambda: engine.counters().num_steps > steps + 2)
+        left = engine.counters().num_steps
+        await until(lambda: not service._engine._engine.has_work)
+        return engine.counters().num_steps - left
+
+    assert asyncio.run(main()) <= 2 and service._num_in_flight == 0 and not service._engine._calls
+
+
+def test_an_event_has_no_line_ends_but_its_own():
+    told = event({"text": "a\u2028b\u2029c\x85d\ne"})
+    assert len(told.splitlines()) == 2 and json.loads(told[6:])["text"] == "a\u2028b\u2029c\x85d\ne"
