@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "clients"
 TOKENIZER = ROOT / "eagle_ray" / "assets" / "tiny" / "target"
-READY_WITHIN_S = 120.0
+READY_WITHIN_S = 300.0
 ENDS_WITHIN_S = 90.0
 EACH_WITHIN_S = 600.0
 # Positive data may still be refused for what a schema cannot say, such as a prompt that is too long.

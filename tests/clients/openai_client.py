@@ -59,7 +59,8 @@ def check_parameters(client: openai.OpenAI) -> None:
     ):
         last = list(stream)[-1]
         assert last.choices == [] and last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens
-        assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] >= 1
+        drafts = last.model_extra["metrics"]["speculative_decoding"]
+        assert sum(drafts["acceptance_histogram"]) == drafts["num_spec_steps"]
 
 
 def check_errors(client: openai.OpenAI) -> None:

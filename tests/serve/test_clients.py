@@ -3,10 +3,7 @@
 import asyncio
 import json
 
-import httpx2
-import openai
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from pydantic import TypeAdapter
 
@@ -14,6 +11,7 @@ from eagle_ray.serve import shapes
 from eagle_ray.serve.openapi import openapi
 from tests.serve.client import get, post
 
+httpx2, openai, schemathesis = map(pytest.importorskip, ("httpx2", "openai", "schemathesis"))  # Python 3.11 or newer
 HI = [{"role": "user", "content": "What is the capital of France?"}]
 PROMPT = "<|bos|><|user|>What do you think about singing?<|end|><|assistant|>"
 MODEL = "embedded:tiny"
