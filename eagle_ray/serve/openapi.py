@@ -59,7 +59,7 @@ def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
             [operation] = paths[path].values()
             operation["security"] = [{"key": []}]
     return {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "eagle_ray", "version": __version__, "description": "OpenAI's protocol over one model"},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
@@ -70,17 +70,17 @@ def _post(path: str) -> Json:
     kind, answer = POSTS[path]
     said = _content(answer)
     if path in STREAMS:
-        chunk = STREAMS[path].__name__
-        said["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": f"with stream: true. Each event's data is a {chunk}, or a Refusal, which is then the "
-                "last, or at the end [DONE]",
-            },
-            "x-event-schema": {"$ref": AT + chunk},
-        }
+        said["text/event-stream"] = _events(STREAMS[path])
     body = {"required": True, "content": _content(kind)}
     return _operation(kind.__doc__ or "", said, REFUSALS) | {"requestBody": body}
+
+
+def _events(chunk: type) -> Json:
+    """With stream: true. The last event is [DONE], or a refusal where it cannot go on."""
+    content = {"anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + shapes.Refusal.__name__}]}
+    told = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, told]}}}
+    return {"itemSchema": event}
 
 
 def _get(path: str) -> Json:

@@ -27,7 +27,7 @@ def main(url: str, tokenizer: str, folder: str) -> None:
     found = json.loads((Path(folder) / "profile_export_aiperf.json").read_text())
     steps, accepted = (found[name]["avg"] for name in ("total_spec_decode_steps", "total_accepted_draft_tokens"))
     histogram = {int(j): count for j, count in found["pooled_spec_decode_acceptance_histogram"].items()}
-    assert found["spec_decode_acceptance_length"]["count"] == REQUESTS
+    assert 0 < found["spec_decode_acceptance_length"]["count"] <= REQUESTS  # where the planner drafted at all
     assert sum(histogram.values()) == steps > 0 and sum(j * count for j, count in histogram.items()) == accepted
     tau = found["spec_decode_token_weighted_acceptance_length"]["avg"]
     assert abs(tau - (1 + accepted / steps)) < 1e-9

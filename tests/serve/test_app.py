@@ -31,7 +31,8 @@ def ask(app, path, body, **headers):
 def batch_rows(tmp_path, rows):
     """What a batch job makes of the rows, with the same pair."""
     pair = {name: SETTINGS[name] for name in SETTINGS if name.startswith(("model", "speculative", "sampling"))}
-    config = small_job(tmp_path, rows, **{"model.target": "embedded:tiny", "model.draft": "embedded:tiny", **pair})
+    pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
+    config = small_job(tmp_path, rows, **pair)
     plan = plan_input(config)
     worker = Worker(config, Run(Location.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
     try:
@@ -43,8 +44,9 @@ def batch_rows(tmp_path, rows):
 
 
 def test_seeded_answers_are_the_batch_jobs(app, tmp_path):
-    """Greedy and sampled, chats and texts, several samples, all in flight together, streamed or not."""
+    """Greedy and sampled, chats and texts, several samples, stop strings, all in flight together, streamed or not."""
     sampling = [{}, {"temperature": 0.8, "seed": 5, "n": 3}, {"temperature": 1.2, "top_p": 0.9, "seed": -7}]
+    sampling += [{"temperature": 0.8, "seed": 5, "n": 2, "stop": ["a", "s o"]}]
     asked = [(CHAT, FRANCE | extra) for extra in sampling] + [(TEXT, {"prompt": "Once"} | extra) for extra in sampling]
     rows = batch_rows(tmp_path, [{"id": f"{i}", **body} for i, (_, body) in enumerate(asked)])
 
@@ -56,6 +58,13 @@ def test_seeded_answers_are_the_batch_jobs(app, tmp_path):
     assert [c["token_ids"] for c in choices] == [row["output_token_ids"] for row in rows]
     assert [c["message"]["content"] if "message" in c else c["text"] for c in choices] == [r["text"] for r in rows]
     assert [c["finish_reason"] for c in choices] == [row["finish_reason"] for row in rows]
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    for kind, logprobs in ((CHAT, True), (TEXT, 0)):
+        mine = [{"logprobs": logprobs} | body for path, body in asked if path == kind]
+        found = [c for body in mine for c in ask(app, kind, body).json["choices"]]
+        told = [c["logprobs"].get("token_logprobs") or [p["logprob"] for p in c["logprobs"]["content"]] for c in found]
+        wanted = [row["token_logprobs"] for row in rows if (row["request_id"] < "4") == (kind == CHAT)]
+        assert [pytest.approx(part, abs=1e-4) for part in wanted] == told
     streams = asyncio.run(all_at_once({"stream": True}))
     told = [text for answer in streams for text in texts(answer.events)]
     assert told == [row["text"] for row in rows]
