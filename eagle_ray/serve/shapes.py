@@ -113,6 +113,21 @@ class Completion(TypedDict):
     metrics: Metrics
 
 
+class StepToken(TypedDict):
+    id: int
+    text: str
+    depth: int
+
+
+class Step(TypedDict):
+    """How a decode step's tokens came, for stream_options.include_steps."""
+
+    step: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    tokens: list[StepToken]
+
+
 class Delta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
@@ -124,6 +139,7 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
     token_ids: NotRequired[list[int]]
+    steps: NotRequired[list[Step]]
 
 
 class TextChunkChoice(TypedDict):
@@ -134,6 +150,7 @@ class TextChunkChoice(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: Finish | None
     token_ids: NotRequired[list[int]]
+    steps: NotRequired[list[Step]]
 
 
 class ChatChunk(TypedDict):

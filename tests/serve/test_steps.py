@@ -8,7 +8,8 @@ import pytest
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.asked import asked_of
 from eagle_ray.serve.chunks import ChoiceChunks
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, parse
+from eagle_ray.serve.parse import parse
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.speculative.stats import AcceptanceStats
 from tests.serve.client import post
 from tests.serve.test_app import CHAT, FRANCE, TEXT
