@@ -1,0 +1,65 @@
+"""Whether Triton's kernels run on a device, and in words why not.
+
+EAGLE_RAY_KERNELS=portable keeps them off. On a CPU they run only where EAGLE_RAY_KERNELS=triton and TRITON_INTERPRET=1
+ask for Triton's interpreter, which is how tests run them. Does not know any kernel, nor what a model needs of one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+CHOICE = "EAGLE_RAY_KERNELS"
+CAPABILITY = (8, 0)  # older GPUs have neither bf16 nor asynchronous copies
+log = logging.getLogger("eagle_ray")
+
+
+def use_triton(device: torch.device | str) -> bool:
+    """True where Triton's kernels run; says once for each device which way it goes."""
+    return _chosen(torch.device(device), os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
+
+
+@cache
+def _chosen(device: torch.device, choice: str | None, interpret: str | None) -> bool:
+    """The last two are what else the answer depends on."""
+    reason = why_not(device)
+    if reason is None:
+        log.info("Triton kernels on %s", device)
+    elif device.type != "cpu" or choice == "triton":  # on a CPU nobody expects them
+        log.info("portable path on %s, no Triton kernels: %s", device, reason)
+    return reason is None
+
+
+def why_not(device: torch.device) -> str | None:
+    """What keeps Triton's kernels from running on this device; None where they run."""
+    choice = os.environ.get(CHOICE, "auto")
+    if choice not in ("auto", "portable", "triton"):
+        return f"{CHOICE}={choice} is none of auto, portable, triton"
+    if choice == "portable":
+        return f"{CHOICE}=portable"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu" and choice == "triton" and is_interpreting():
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{device} is no CUDA device"
+    return _why_not_cuda(device)
+
+
+def is_interpreting() -> bool:
+    """Triton looks at this when a kernel is defined."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _why_not_cuda(device: torch.device) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is under {CAPABILITY[0]}.{CAPABILITY[1]}"
+    from eagle_ray.kernels.trial import fails
+
+    return fails(device)

@@ -1,0 +1,25 @@
+"""The smallest kernel there is: it fails where Triton is there and cannot work, for want of a C compiler say."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _double(numbers, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(numbers + places, tl.load(numbers + places) * 2)
+
+
+def fails(device: torch.device) -> str | None:
+    """What comes of compiling and running it; None where all is well."""
+    numbers = torch.ones(16, device=device)
+    try:
+        with torch.cuda.device(device):
+            _double[(1,)](numbers, SIZE=16)
+    except Exception as error:  # whatever Triton, its compilers or the driver raise
+        text = str(error).strip() or type(error).__name__
+        return f"Triton {triton.__version__} fails here: {text.splitlines()[-1]}"
+    return None if numbers.sum().item() == 32 else f"Triton {triton.__version__} computes wrong numbers here"
