@@ -21,12 +21,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.drafting.offers import Offers
+from eagle_ray.kernels.availability import use_triton
 from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.speculative.coupling import LARGE_NOISE, Coupling, least_kept
 from eagle_ray.speculative.expand import Frontier
 from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise
 from eagle_ray.speculative.verify import VerifyResult
 
+MOST_FUSED = 32  # children of a node that the kernel finds, one after the other
 PICKS_A_STEP = 16  # picks that coupling learns from in one step: more would cost memory and teach little
 LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
 
@@ -80,19 +82,14 @@ class Ranking:
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
         """The `width` likeliest children of every node of the next level's frontier."""
         level = len(self._features)
-        logits = self._logits_of(features).float()
-        own = logits.log_softmax(-1)
-        ranked = own
-        if self.coupling is not None and self._sampling.any_sampled:
-            rows = self._sampling.sampled_rows
-            noise = self._noise(level, rows, logits.shape[-1])
-            coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, noise)
-            ranked = own.index_copy(0, rows, coupled)
-        scores, index = ranked.topk(min(width, ranked.shape[-1]), -1)
+        logits = self._logits_of(features)
+        width = min(width, logits.shape[-1])
+        best = self._fused_best if use_triton(logits.device) and width <= MOST_FUSED else self._best
+        scores, index, own = best(level, logits, width)
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows offers nothing
         tokens = index if self._token_ids is None else self._token_ids[index]
         self._features.append(features)
-        return Children(tokens, self._offers.add(frontier, tokens, scores), own.gather(-1, index))
+        return Children(tokens, self._offers.add(frontier, tokens, scores), own)
 
     def learn(self, result: VerifyResult) -> None:
         """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
@@ -106,6 +103,41 @@ class Ranking:
                 node, reached = self._offers.node_on_path(level, tokens, num_accepted)
                 self._couple(level, node, tokens[:, level], reached)
         self._features = []
+
+    def _best(
+        self, level: int, logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """The likeliest places, their log-probabilities and, third, the head's own log-probabilities of them."""
+        logits = logits.float()
+        ranked = own = logits.log_softmax(-1)
+        if self.coupling is not None and self._sampling.any_sampled:
+            rows = self._sampling.sampled_rows
+            noise = self._noise(level, rows, logits.shape[-1])
+            coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, noise)
+            ranked = own.index_copy(0, rows, coupled)
+        scores, index = ranked.topk(width, -1)
+        return scores, index, own.gather(-1, index)
+
+    def _fused_best(
+        self, level: int, logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """The same by kernels: nothing as wide as the vocabulary is made."""
+        from eagle_ray.kernels.topk import Push, top_k
+
+        sampling, push = self._sampling, None
+        if self.coupling is not None and sampling.any_sampled:
+            push = Push(
+                weights=self.coupling.fit.parameters[level, 0],
+                large=LARGE_NOISE,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+                positions=self._lengths + level + 1,
+                floors=least_kept(logits, sampling, torch.arange(len(logits), device=logits.device))
+                if sampling.any_cut
+                else None,
+                token_ids=self._token_ids,
+            )
+        return top_k(logits, width, push)
 
     def _couple(
         self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]

@@ -109,7 +109,7 @@ def _fixed(base, sums, wanted, row, num_parts, shift, PARTS: tl.constexpr):
     return base + (digit << shift)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "turn", "shift"])
 def narrow(
     logits,
     stride,
@@ -118,7 +118,7 @@ def narrow(
     seq,
     limits,
     peaks,
-    floors,  # least order that top-k keeps; not read for top-k itself
+    floors,  # least order that top-k keeps, for top-p; None where it keeps all
     bases,  # [2, R]: what the launches before fixed, this launch's own beside the last one's
     sums,  # [2, R, parts, 16]
     totals,  # [R, parts]: probability before the cut
@@ -149,8 +149,9 @@ def narrow(
         if KIND == _TOP_K:
             weights = real.to(tl.int32)
         else:
-            kept = real & (orders >= tl.load(floors + row))
-            weights = _mass(scores, peak_of(peaks, row, num_parts, PARTS), kept)
+            if floors is not None:
+                real &= orders >= tl.load(floors + row)
+            weights = _mass(scores, peak_of(peaks, row, num_parts, PARTS), real)
             if FIRST:
                 tl.store(totals + row * num_parts + part, tl.sum(weights))
         if part == 0:
@@ -161,7 +162,7 @@ def narrow(
             tl.store(at + digit, tl.sum(tl.where(reached, weights, 0)).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "turn"])
 def settle(
     vocab,
     temperatures,

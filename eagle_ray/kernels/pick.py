@@ -170,4 +170,6 @@ def draw(
 def winner(best, tokens, num_parts, PARTS: tl.constexpr):
     """The best token of each row's parts."""
     row, parts = tl.program_id(0), tl.arange(0, PARTS)
-    tl.store(tokens + row, token_of(tl.max(tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=-(2**63)))))
+    tl.store(
+        tokens + row, token_of(tl.max(tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=-(2**63))))
+    )

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.kernels.availability import use_triton
 from eagle_ray.models.blocks import Blocks
 from eagle_ray.speculative.verify import VerifyResult
 
@@ -143,12 +144,19 @@ class KVCache:
         longest = result.accepted_nodes.shape[1]
         if longest == 1:
             return  # a root alone already stands where it belongs
+        if use_triton(self.keys.device):
+            return self._commit_fused(batch, result)
         offset = torch.arange(longest, device=batch.slots.device)
         moved = torch.where(result.accepted_nodes >= 0, result.accepted_nodes, offset)
         slots, first = batch.slots[:, None], batch.lengths[:, None]
         source, target = (self.cells(slots, first + columns).flatten() for columns in (moved, offset))
         for flat in self._flat:
             flat.index_copy_(1, target, flat.index_select(1, source))
+
+    def _commit_fused(self, batch: BatchSlots, result: VerifyResult) -> None:
+        from eagle_ray.kernels import commit as kernel
+
+        kernel.commit(self.keys, self.values, self.blocks.table, batch.slots, batch.lengths, result.accepted_nodes)
 
 
 def length_groups(lengths: list[int]) -> list[list[int]]:

@@ -84,8 +84,14 @@ class Coupling:
 
 def dropped(logits: Float[Tensor, "S F V"], sampling: BatchSampling, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:
     """Tokens that top-k, top-p and min-p would drop from these logits, worked out on the NUM_CUT best of them."""
+    return logits < least_kept(logits, sampling, rows)[:, :, None]
+
+
+def least_kept(
+    logits: Float[Tensor, "S F V"], sampling: BatchSampling, rows: Int[Tensor, " S"]
+) -> Float[Tensor, "S F"]:
+    """The least of the NUM_CUT best logits that top-k, top-p and min-p would keep; -inf where they keep them all."""
     best = logits.topk(min(NUM_CUT, logits.shape[-1]), -1).values
     kept = process(best.flatten(0, 1), sampling, rows.repeat_interleave(logits.shape[1])).isfinite().view_as(best)
-    kept_all = kept.all(-1, keepdim=True)
-    least = best.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-    return (logits < least) & ~kept_all
+    least = best.masked_fill(~kept, torch.inf).amin(-1)
+    return least.masked_fill(kept.all(-1), -torch.inf)

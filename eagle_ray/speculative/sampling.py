@@ -2,6 +2,7 @@
 
 The noise of a token is a function of (seed, position, token id) alone, so a sample does not depend on the tree, the
 batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that noise.
+Where Triton runs, kernels/pick.py and kernels/log_probs.py do the same without fp32 copies of the logits.
 Does not know trees, models or who asks.
 
     >>> SamplingParams(temperature=0.8, seed=7).is_greedy
@@ -17,6 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from eagle_ray.kernels.availability import use_triton
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
@@ -138,12 +141,25 @@ def pick(
 
     seq: the row's sequence, an index into sampling. positions: index, in prompt + output, of the token being chosen.
     """
+    if use_triton(logits.device):
+        return _pick_fused(logits, sampling, seq, positions)
     greedy = logits.argmax(-1)
     if not sampling.any_sampled:
         return greedy
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
     noisy = process(logits, sampling, seq) + gumbel_noise(sampling.seed[seq], positions, token_ids)
     return torch.where(sampling.temperature[seq] == 0, greedy, noisy.argmax(-1))
+
+
+def _pick_fused(
+    logits: Float[Tensor, "R V"], sampling: BatchSampling, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+) -> Int[Tensor, " R"]:
+    from eagle_ray.kernels import pick as kernel
+
+    top_k = sampling.top_k if sampling.any_top_k else None
+    top_p = sampling.top_p if sampling.any_top_p else None
+    min_p = sampling.min_p if sampling.any_min_p else None
+    return kernel.pick(logits, sampling.temperature, top_k, top_p, min_p, sampling.seed, seq, positions)
 
 
 def process(logits: Float[Tensor, "R V"], sampling: BatchSampling, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
@@ -235,4 +251,8 @@ def as_int64(x: int) -> int:
 
 def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
     """Log-probability of each token under the unprocessed logits, in fp32."""
+    if use_triton(logits.device):
+        from eagle_ray.kernels import log_probs as kernel
+
+        return kernel.log_probs_of(logits, tokens)
     return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]

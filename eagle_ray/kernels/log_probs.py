@@ -1,0 +1,52 @@
+"""Log-probabilities of given tokens straight from logits of any width: the sum of exponentials and one number a row.
+
+Equal to sampling.log_probs_of within fp32's rounding. Does not know how the tokens were chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.kernels.cuts import load_row
+from eagle_ray.kernels.normaliser import log_of_sums, part_of_sum
+
+BLOCK = 4096  # tokens of a part
+
+
+def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """What sampling.log_probs_of says."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, vocab = logits.shape
+    num_parts = triton.cdiv(vocab, BLOCK)
+    highest, sums = torch.empty(2, num_rows, num_parts, device=logits.device).unbind()
+    out = torch.empty(num_rows, device=logits.device)
+    if num_rows:
+        sum_parts[(num_rows, num_parts)](logits, logits.stride(0), vocab, highest, sums, num_parts, BLOCK=BLOCK)
+        parts = triton.next_power_of_2(num_parts)
+        gather[(num_rows,)](logits, logits.stride(0), tokens, highest, sums, out, num_parts, PARTS=parts)
+    return out
+
+
+@triton.jit
+def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constexpr):
+    """Each part's highest logit and its sum of exponentials."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    _, _, x = load_row(logits, stride, row, part, vocab, BLOCK)
+    top, total = part_of_sum(x)
+    tl.store(highest + row * num_parts + part, top)
+    tl.store(sums + row * num_parts + part, total)
+
+
+@triton.jit
+def gather(logits, stride, tokens, highest, sums, out, num_parts, PARTS: tl.constexpr):
+    """The token's logit less the whole row's normaliser."""
+    row, parts = tl.program_id(0), tl.arange(0, PARTS)
+    at, real = row * num_parts + parts, parts < num_parts
+    tops = tl.load(highest + at, mask=real, other=-float("inf"))
+    total = log_of_sums(tops, tl.load(sums + at, mask=real, other=0.0))
+    x = tl.load(logits + row.to(tl.int64) * stride + tl.load(tokens + row)).to(tl.float32)
+    tl.store(out + row, x - total)

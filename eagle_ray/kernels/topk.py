@@ -1,0 +1,162 @@
+"""The best k tokens of each row with their log-probabilities, without a sort and without fp32 copies of the logits.
+
+    scores, places, own = top_k(logits, 10)                   # EAGLE-2's ranking
+    scores, places, own = top_k(logits, 10, push)             # coupled: see speculative/coupling.py
+
+Each part of a row names its own k best, one after the other; a second launch picks the k best of those. Of equal scores
+the lower place comes first; in a row with a NaN or an infinite logit every score is NaN, as log_softmax has it.
+Does not know trees or heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.kernels.cuts import load_row
+from eagle_ray.kernels.noise import gumbel, noise_key
+from eagle_ray.kernels.normaliser import log_of_sums, part_of_sum
+from eagle_ray.kernels.order import ranked, score_of, token_of
+
+BLOCK = 2048  # tokens of a part
+MOST = 32  # children of a node: they are found one after the other
+_TAKEN: tl.constexpr = tl.constexpr(-(2**63))
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What coupling adds to the logits of sampled sequences; those of temperature 0 are left alone.
+
+    weights: of the logit, the noise, the noise above `large`, and being under the floor. positions: of the tokens that
+    are chosen after these nodes. floors: the least logit that the sampler's cuts would keep; None where nothing is cut.
+    token_ids: the token at each place; None where the place is the token.
+    """
+
+    weights: Float[Tensor, " 4"]
+    large: float
+    temperature: Float[Tensor, " B"]
+    seed: Int[Tensor, " B"]
+    positions: Int[Tensor, " B"]
+    floors: Float[Tensor, "B F"] | None
+    token_ids: Int[Tensor, " V"] | None
+
+
+def top_k(
+    logits: Float[Tensor, "B F V"], k: int, push: Push | None = None
+) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+    """Log-probabilities by which the best k are ranked, their places, and their own without a push. k: MOST at most."""
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    logits = logits.reshape(-1, vocab)
+    num_rows, num_parts = len(logits), triton.cdiv(vocab, BLOCK)
+    device, parts = logits.device, triton.next_power_of_2(num_parts)
+    sums = torch.empty(4, num_rows, num_parts, device=device)
+    best = torch.empty(num_rows, num_parts, k, dtype=torch.int64, device=device)
+    scores, own = torch.empty(2, num_rows, k, device=device).unbind()
+    places = torch.empty(num_rows, k, dtype=torch.int64, device=device)
+    best_of_parts[(num_rows, num_parts)](
+        logits, vocab, *_pushed(push), shape[-1], sums, best, num_rows, num_parts, K=k, BLOCK=BLOCK
+    )
+    merge[(num_rows,)](
+        logits, vocab, sums, best, scores, places, own, num_rows, num_parts,
+        K=k, PARTS=parts, CANDIDATES=triton.next_power_of_2(num_parts * k), PUSHED=push is not None,
+    )  # fmt: skip
+    return scores.view(*shape, k), places.view(*shape, k), own.view(*shape, k)
+
+
+def _pushed(push: Push | None) -> tuple:
+    if push is None:
+        return (None,) * 7
+    return push.weights, push.large, push.temperature, push.seed, push.positions, push.floors, push.token_ids
+
+
+@triton.jit
+def best_of_parts(
+    logits,
+    vocab,
+    weights,  # this and the six that follow: None where nothing is pushed
+    large,
+    temperatures,
+    seeds,
+    positions,
+    floors,
+    token_ids,
+    num_nodes,
+    sums,  # [4, R, parts]: of the ranking scores highest and sum, then of the logits
+    best,  # [R, parts, K]
+    num_rows,
+    num_parts,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The K best of this part, best first, as `ranked` has them."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    places, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
+    at, size = row * num_parts + part, num_rows * num_parts
+    scores = x
+    if weights is not None:
+        own_top, own_sum = part_of_sum(x)
+        tl.store(sums + 2 * size + at, own_top)
+        tl.store(sums + 3 * size + at, own_sum)
+        i = row // num_nodes
+        temperature = tl.load(temperatures + i)
+        if temperature > 0:
+            tokens = places.to(tl.int64)
+            if token_ids is not None:
+                tokens = tl.load(token_ids + places, mask=real, other=0)
+            noise = gumbel(noise_key(tl.load(seeds + i), tl.load(positions + i)), tokens)
+            on_noise, on_large = tl.load(weights + 1), tl.load(weights + 2)
+            scores = tl.load(weights) * x + temperature * (on_noise * noise + on_large * tl.maximum(noise - large, 0.0))
+            if floors is not None:
+                scores += tl.where(x < tl.load(floors + row), tl.load(weights + 3), 0.0)
+            scores = tl.where(real, scores, -float("inf"))
+    top, total = part_of_sum(scores)
+    tl.store(sums + at, top)
+    tl.store(sums + size + at, total)
+    keys = ranked(scores, places.to(tl.int64), real)
+    for i in range(K):
+        highest = tl.max(keys)
+        tl.store(best + at.to(tl.int64) * K + i, highest)
+        keys = tl.where(keys == highest, _TAKEN, keys)
+
+
+@triton.jit
+def merge(
+    logits,
+    vocab,
+    sums,
+    best,
+    scores,
+    places,
+    own,
+    num_rows,
+    num_parts,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PUSHED: tl.constexpr,
+):
+    """The K best of all parts, and what their scores and logits are less the row's normalisers."""
+    row, parts = tl.program_id(0), tl.arange(0, PARTS)
+    at, size, real = row * num_parts + parts, num_rows * num_parts, parts < num_parts
+    tops = tl.load(sums + at, mask=real, other=-float("inf"))
+    total = log_of_sums(tops, tl.load(sums + size + at, mask=real, other=0.0))
+    own_total = total
+    if PUSHED:
+        tops = tl.load(sums + 2 * size + at, mask=real, other=-float("inf"))
+        own_total = log_of_sums(tops, tl.load(sums + 3 * size + at, mask=real, other=0.0))
+    candidates = tl.arange(0, CANDIDATES)
+    first = row.to(tl.int64) * num_parts * K
+    keys = tl.load(best + first + candidates, mask=candidates < num_parts * K, other=_TAKEN)
+    for i in range(K):
+        highest = tl.max(keys)
+        place = token_of(highest)
+        x = tl.load(logits + row.to(tl.int64) * vocab + place).to(tl.float32)
+        tl.store(scores + row * K + i, score_of(highest) - total)
+        tl.store(places + row * K + i, place)
+        tl.store(own + row * K + i, x - own_total)
+        keys = tl.where(keys == highest, _TAKEN, keys)
