@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, needs
 from eagle_ray.datastore import read_datastore
+from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.drafting.lookahead import LookaheadDrafter
@@ -36,7 +38,7 @@ from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.errors import EngineError
 from eagle_ray.models.checkpoint import blank_head, load_head
 from eagle_ray.models.draft_model import check_draft_model, load_draft_model
-from eagle_ray.models.heads import DraftHead, Eagle3Head
+from eagle_ray.models.heads import DraftHead, Eagle3Head, EagleHead
 from eagle_ray.models.path_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.blend import Blend
@@ -56,6 +58,11 @@ def check_weights(speculative: SpeculativeConfig, path: Path, target: Pretrained
 def load_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> nn.Module:
     """What model.draft holds, in fp32. Raises EngineError where it does not fit the method or the target."""
     return LOADERS[needs(speculative.method)](path, target)
+
+
+def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
+    """Whether the EAGLE head in `path`, which fits, brings its own lm_head."""
+    return isinstance(blank_head(path, target), Eagle3Head)
 
 
 def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
@@ -89,8 +96,7 @@ def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
 
 
 def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
-    calibration = Calibration(speculative.max_depth, target.device)
-    return EagleDrafter(head, target, calibration=calibration, coupling=_coupling(speculative, target))
+    return _drafter(speculative, target, head, Calibration(speculative.max_depth, target.device))
 
 
 def _path(speculative: SpeculativeConfig, target: Target, heads: Weights) -> PathDrafter:
@@ -100,8 +106,18 @@ def _path(speculative: SpeculativeConfig, target: Target, heads: Weights) -> Pat
 
 def _sequoia(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
     width = min(speculative.top_k, target.vocab_size)
-    measured = RankAcceptance(speculative.max_depth, width, target.device)
-    return EagleDrafter(head, target, calibration=measured, coupling=_coupling(speculative, target))
+    return _drafter(speculative, target, head, RankAcceptance(speculative.max_depth, width, target.device))
+
+
+def _drafter(speculative: SpeculativeConfig, target: Target, head: Weights, calibration: Calibration) -> EagleDrafter:
+    """speculative.draft_vocab is for a head that reads the target's lm_head."""
+    token_ids = None
+    if speculative.draft_vocab is not None and isinstance(head, EagleHead):
+        ids = read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
+        token_ids = torch.tensor(ids, device=target.device)
+    return EagleDrafter(
+        head, target, calibration=calibration, coupling=_coupling(speculative, target), token_ids=token_ids
+    )
 
 
 def _coupling(speculative: SpeculativeConfig, target: Target) -> Coupling | None:

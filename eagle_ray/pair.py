@@ -21,6 +21,7 @@ from torch import nn
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import needs
 from eagle_ray.datastore import check_datastore
+from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.cost_cache import cached_costs
@@ -29,7 +30,7 @@ from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
-from eagle_ray.methods import check_weights, feature_layers, fixed_planner, load_weights, make_drafter
+from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
@@ -163,7 +164,8 @@ def limits_of(model: ModelConfig) -> Limits:
 def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Refuse what cannot work, from configs and headers of weights alone: no weights are read.
 
-    Raises ConfigError naming model.target, model.draft, model.max_model_len or speculative.datastore.
+    Raises ConfigError naming model.target, model.draft, model.max_model_len, speculative.datastore or
+    speculative.draft_vocab.
     """
     limits_of(model)
     if speculative.datastore is not None:
@@ -174,6 +176,17 @@ def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
         check_weights(speculative, _draft_path(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
+    if speculative.draft_vocab is not None:
+        _check_draft_vocab(model, speculative)
+
+
+def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    target = _target_config(model)
+    if has_own_vocab(_draft_path(model, speculative), target):
+        raise ConfigError(
+            f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
+        )
+    read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
 
 
 def out_of_reach(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, OutOfReach]:

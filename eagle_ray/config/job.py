@@ -100,7 +100,8 @@ class SpeculativeConfig(Section):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
 
     A method with a fixed tree (eagle1, sequoia) keeps to those bounds and to top_k, and has no use for a budget.
-    datastore: what method rest draws on.
+    datastore: what method rest draws on. draft_vocab: the tokens that an EAGLE-1/2 head may offer, of which the first
+    draft_vocab_size are taken; it then reads those rows of the target's lm_head alone.
     """
 
     method: Annotated[str, AfterValidator(known_method)] = Field(
@@ -113,6 +114,13 @@ class SpeculativeConfig(Section):
     coupled: bool = Field(default=True, description="true or false")
     datastore: Name | None = Field(
         default=None, description="a run directory, a Parquet file of token ids, or null without method rest"
+    )
+    draft_vocab: Name | None = Field(
+        default=None,
+        description="a file of one token id a line (jobs/count_tokens.py makes it), or null for all tokens",
+    )
+    draft_vocab_size: PositiveInt | None = Field(
+        default=None, description="a number of ids taken from the start of draft_vocab, 1 or more, or null for all"
     )
     stats: Literal["summary", "detailed"] = Field(default="summary", description="summary or detailed")
 

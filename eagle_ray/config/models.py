@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from eagle_ray.chat_templates import NAMES
-from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig
-from eagle_ray.config.methods import DATASTORE, needs
+from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig, SpeculativeConfig
+from eagle_ray.config.methods import DATASTORE, HEAD, needs
 from eagle_ray.config.serve import ServeConfig
 
 EMBEDDED = "embedded:tiny"
@@ -33,9 +33,9 @@ def with_local_paths(config: Config) -> Config:
     expanded = {name: os.path.expanduser(value) for name, value in found.items()}
     absolute = {name: str(Path(path).absolute()) for name, path in expanded.items() if os.path.exists(path)}
     speculative = config.speculative
-    if speculative.datastore is not None:
-        datastore = str(Path(speculative.datastore).expanduser().absolute())
-        speculative = speculative.model_copy(update={"datastore": datastore})
+    files = {name: value for name in ("datastore", "draft_vocab") if (value := getattr(speculative, name)) is not None}
+    files = {name: str(Path(value).expanduser().absolute()) for name, value in files.items()}
+    speculative = speculative.model_copy(update=files)
     return config.model_copy(update={"model": model.model_copy(update=expanded | absolute), "speculative": speculative})
 
 
@@ -55,6 +55,7 @@ def check_models(config: JobConfig | ServeConfig) -> None:
         raise ConfigError(
             f"speculative.datastore: {wrong}: it is what method {DATASTORE} draws on, and {method} is set"
         )
+    _check_draft_vocab(config.speculative)
     if model.chat_template not in NO_FILES:
         _check_template(model.chat_template)
 
@@ -65,6 +66,16 @@ def _check_name(part: str, name: str) -> None:
     near = difflib.get_close_matches(name, [EMBEDDED, *_siblings(name)], 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
+
+
+def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
+    if speculative.draft_vocab is None and speculative.draft_vocab_size is not None:
+        raise ConfigError("speculative.draft_vocab: missing: it is the file that draft_vocab_size takes ids from")
+    if speculative.draft_vocab is not None and needs(speculative.method) != HEAD:
+        raise ConfigError(
+            "speculative.draft_vocab: of no use: it is for heads that read the target's lm_head (eagle1, eagle2, "
+            f"sequoia), and {speculative.method} is set"
+        )
 
 
 def _siblings(name: str) -> list[str]:

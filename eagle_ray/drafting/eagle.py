@@ -43,6 +43,7 @@ class EagleDrafter:
     """The head, its one-layer cache, which lies in the target's blocks, and the pairs that it has not read yet.
 
     window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without them, EAGLE-2's own.
+    token_ids: those of the target's lm_head that a head without one of its own reads; None is all.
     """
 
     prefill_passes = 1
@@ -54,10 +55,12 @@ class EagleDrafter:
         window: int = QUEUE_WINDOW,
         calibration: Calibration | None = None,
         coupling: Coupling | None = None,
+        token_ids: Int[Tensor, " Dv"] | None = None,
     ):
         self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-        logits_of = partial(head.logits, target_logits=target.logits)
-        self.ranking = Ranking(logits_of, calibration, coupling, head.token_ids)
+        lm_head = target.logits if token_ids is None else target.logits_over(token_ids)
+        self._token_ids = head.token_ids if token_ids is None else token_ids
+        self.ranking = Ranking(partial(head.logits, target_logits=lm_head), calibration, coupling, self._token_ids)
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
         self._embed = head.embed_tokens or target.embed_tokens
@@ -206,7 +209,7 @@ class EagleDrafter:
 
     @property
     def shape(self) -> dict[str, Any]:
-        ids, kind = self.head.token_ids, type(self.head).__name__
+        ids, kind = self._token_ids, type(self.head).__name__
         return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
 
     def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:

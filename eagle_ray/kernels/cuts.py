@@ -157,9 +157,9 @@ def narrow(
         if part == 0:
             tl.store(bases + now + row, base)
         at = sums + ((now + row) * num_parts + part).to(tl.int64) * DIGITS
+        reached = tl.minimum(tl.maximum(orders - base, 0) >> shift, DIGITS - 1).to(tl.int32)
         for digit in tl.static_range(1, DIGITS):
-            reached = orders >= base + (tl.full((), digit, tl.int64) << shift)
-            tl.store(at + digit, tl.sum(tl.where(reached, weights, 0)).to(tl.int64))
+            tl.store(at + digit, tl.sum(tl.where(reached >= digit, weights, 0)))
 
 
 @triton.jit(do_not_specialize=["num_rows", "turn"])

@@ -13,8 +13,10 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from eagle_ray.errors import EngineError
 
 DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_WEIGHTS = 1 << 18  # below it the call costs one row more than the packing saves: 256 x 256 loses, 512 x 512 wins
@@ -61,6 +63,24 @@ def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None
             weight = _plain_weight(child)
             if weight is not None and weight.numel() >= fewest_weights and can_pack(weight.device.type, weight.dtype):
                 setattr(module, name, PackedLinear(child))
+
+
+def rows_of(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
+    """A layer of some of the outputs alone, in the given order, packed where the whole is.
+
+    Raises EngineError for a quantised layer, whose rows are not to be had one by one.
+    """
+    if isinstance(linear, PackedLinear):
+        weight, bias = linear._weight.to_dense(), linear._bias
+    elif (weight := _plain_weight(linear)) is not None:
+        bias = linear.bias
+    else:
+        raise EngineError(f"no rows can be taken from the target's lm_head, which is a {type(linear).__name__}")
+    with torch.device("meta"):
+        part = nn.Linear(linear.in_features, len(rows), bias=bias is not None)
+    part.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
+    part.bias = None if bias is None else nn.Parameter(bias.detach()[rows], requires_grad=False)
+    return PackedLinear(part) if isinstance(linear, PackedLinear) else part
 
 
 def _plain_weight(module: nn.Module) -> nn.Parameter | None:

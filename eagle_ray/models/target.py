@@ -21,7 +21,9 @@ from eagle_ray.models.anatomy import examine
 from eagle_ray.models.attention import Layout, PromptLayout, TreeLayout
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
 from eagle_ray.models.families import check_config, exact_positions, finished
+from eagle_ray.models.heads import LogitsOf
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.linear import rows_of
 from eagle_ray.models.loading import eos_ids
 from eagle_ray.models.placement import decoder_layers
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
@@ -133,6 +135,11 @@ class Target:
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
         """The lm_head, and what the model's config says is done to its logits."""
         return self._finished(self._lm_head(hidden))
+
+    def logits_over(self, token_ids: Int[Tensor, " D"]) -> LogitsOf:
+        """`logits` of these tokens alone, from a copy of their rows of the lm_head. Raises EngineError."""
+        lm_head = rows_of(self._lm_head, token_ids)
+        return lambda hidden: self._finished(lm_head(hidden))
 
     def _run(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout

@@ -66,11 +66,8 @@ class Launch:
 
 
 def resources(call: Callable[[], object], capability: int) -> dict[str, Resources]:
-    """Of every kernel that the call launches, the worst of its launches."""
-    found: dict[str, Resources] = {}
-    for name, launch in launches(call).items():
-        found[name] = launch.compile(capability)
-    return found
+    """Of every kernel that the call launches, for each set of its constants."""
+    return {name: launch.compile(capability) for name, launch in launches(call).items()}
 
 
 def launches(call: Callable[[], object]) -> dict[str, Launch]:
@@ -80,7 +77,8 @@ def launches(call: Callable[[], object]) -> dict[str, Launch]:
     def note(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
         launch = Launch.of(kernel, args, kwargs)
         fixed = [p.name for p in kernel.params if p.is_constexpr]
-        seen[f"{kernel.__name__} {[launch.arguments[name] for name in fixed]}"] = launch
+        absent = [name for name, value in launch.arguments.items() if value is None]
+        seen[f"{kernel.__name__} {[launch.arguments[name] for name in fixed]} {absent}"] = launch
 
     run, JITFunction.run = JITFunction.run, note
     try:

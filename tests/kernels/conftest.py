@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter, which looks at its variable when they are defined: before any test imports one."""
+"""Kernels run in Triton's interpreter, for which its variable must be set before any test imports one."""
 
 import os
 

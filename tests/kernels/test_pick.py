@@ -69,8 +69,11 @@ def test_the_logarithms_hold_at_the_ends_of_the_uniform():
     assert ((out / wanted - 1).abs() < 3e-7).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", [2048, 256])
+@pytest.mark.parametrize(
+    "dtype, block",
+    [(torch.float32, 2048), (torch.float16, 2048), (torch.bfloat16, 2048), (torch.bfloat16, 128)],
+    ids=str,
+)
 def test_every_cut_picks_the_portable_token(dtype, block):
     logits = (3 * torch.randn(8, 301, generator=torch.Generator().manual_seed(block))).to(dtype)
     wanted, found = both(logits, PARAMS, block=block)
@@ -114,7 +117,7 @@ def orders(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_rows_are_picked_alone_as_in_company():
-    logits = 2 * torch.randn(4, 200, generator=torch.Generator().manual_seed(5))
+    logits = 2 * torch.randn(4, 200, generator=torch.Generator().manual_seed(5)).bfloat16()
     params = PARAMS[2:6]
     sampling, rows = BatchSampling.of(params), torch.arange(4)
     together = fused(logits, sampling, rows, rows)
@@ -141,7 +144,9 @@ def test_extremes_are_picked_as_in_the_portable_path(row):
     assert found == wanted
 
 
-@pytest.mark.parametrize("logits", [torch.full((3, 40), torch.nan), torch.full((3, 40), -torch.inf)], ids=["nan", "-inf"])
+@pytest.mark.parametrize(
+    "logits", [torch.full((3, 40), torch.nan), torch.full((3, 40), -torch.inf)], ids=["nan", "-inf"]
+)
 def test_cuts_of_nonsense_are_tokens(logits):
     assert all(0 <= token < 40 for token in both(logits, PARAMS[2:6])[1])
 
@@ -175,7 +180,7 @@ def test_log_probs_of_a_row_with_a_nan_are_nan(interpreted):
 
 def test_processed_scores_say_what_could_have_been_picked():
     """The kernels never pick what `process` drops: 12 picks under a sharp cut, by different noise."""
-    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).expand(12, 60)
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).bfloat16().expand(12, 60)
     sampling, rows = BatchSampling.of([SamplingParams(1.5, top_k=3, seed=1)]), torch.arange(40)
     kept = process(logits[:1], sampling, rows[:1]).isfinite()[0]
     tokens = fused(logits, sampling, rows * 0, rows)

@@ -9,7 +9,12 @@ from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
 
 PLAIN = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(), SamplingParams(2.0, seed=5)]
-CUT = [SamplingParams(), SamplingParams(1.0, seed=3, top_k=4), SamplingParams(0.7, top_p=0.9), SamplingParams(2.0, min_p=0.1)]
+CUT = [
+    SamplingParams(),
+    SamplingParams(1.0, seed=3, top_k=4),
+    SamplingParams(0.7, top_p=0.9),
+    SamplingParams(2.0, min_p=0.1),
+]
 LENGTHS = torch.tensor([5, 9, 3, 7])
 
 

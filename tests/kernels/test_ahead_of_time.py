@@ -1,0 +1,63 @@
+"""Every kernel compiles for the GPUs it is meant for, without one, and keeps its numbers in registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+from dataclasses import asdict
+
+import torch
+from eagle_ray.kernels.commit import commit
+from eagle_ray.kernels.log_probs import log_probs_of
+from eagle_ray.kernels.pick import pick
+from eagle_ray.kernels.topk import Push, top_k
+from tests.kernels.ahead_of_time import resources
+
+dtype, capability, most = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "all"
+logits, whole = torch.zeros(4, 128256, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+real, cache = torch.ones(4), torch.zeros(2, 9, 32, 8, 128, dtype=dtype)
+push = Push(torch.ones(4), 4.0, real, whole, whole, torch.zeros(4, 1), whole)
+cuts = (whole, real, real) if most else (None, None, real)
+found = {}
+for call in (
+    lambda: pick(logits, real, *cuts, whole, whole, whole),
+    lambda: pick(logits, real, None, None, None, whole, whole, whole),
+    lambda: log_probs_of(logits, whole),
+    lambda: top_k(logits[:, None], 10),
+    lambda: top_k(logits[:, None], 10, push),
+    lambda: commit(cache, cache, whole[:, None], whole, whole, torch.zeros(4, 6, dtype=torch.int64)),
+):
+    found |= {name: asdict(used) for name, used in resources(call, capability).items()}
+print(json.dumps(found))
+"""
+
+
+def compiled(dtype: str, capability: int, which: str) -> dict[str, dict[str, int]]:
+    """In a process of its own: here the kernels belong to the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", SCRIPT, dtype, str(capability), which]
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_what_every_step_runs_compiles_and_spills_nothing():
+    found = compiled("bfloat16", 90, "few")
+    assert {name.split()[0] for name in found} >= {"draw", "winner", "sum_parts", "best_of_parts", "merge", "move"}
+    assert not {name: used for name, used in found.items() if used["spilled"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_of_it_compiles_and_spills_nothing(dtype, capability):
+    found = compiled(dtype, capability, "all")
+    assert {name.split()[0] for name in found} >= {"peak", "narrow", "settle", "ties"}
+    assert not {name: used for name, used in found.items() if used["spilled"]}
