@@ -6,6 +6,10 @@ import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.kernels.interpreter import mend
+
+mend()
+
 
 @pytest.fixture
 def interpreted(monkeypatch):

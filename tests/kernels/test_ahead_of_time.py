@@ -17,7 +17,7 @@ from eagle_ray.kernels.commit import commit
 from eagle_ray.kernels.log_probs import log_probs_of
 from eagle_ray.kernels.pick import pick
 from eagle_ray.kernels.topk import Push, top_k
-from tests.kernels.ahead_of_time import resources
+from tests.kernels.launches import resources
 
 dtype, capability, most = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "all"
 logits, whole = torch.zeros(4, 128256, dtype=dtype), torch.zeros(4, dtype=torch.int64)
