@@ -4,9 +4,9 @@
     python jobs/count_tokens.py corpus.txt runs/yesterday --target org/model --out vocab.txt
     eagle-ray run ... --set speculative.draft_vocab=vocab.txt --set speculative.draft_vocab_size=32768
 
-Counts the outputs of runs, Parquet files with a column token_ids or output_token_ids, and any other file as lines of text
-with the target's tokenizer. What the target itself wrote is the best measure of what it will write: a text says nothing
-of the tokens that end an answer. Prints which share of all tokens the first ids are.
+Counts outputs of runs, Parquet files with a column token_ids or output_token_ids, and any other file as text, line by
+line, with the target's tokenizer. What the target itself wrote is the best measure of what it will write: a text says
+nothing of the tokens that end an answer. Prints which share of all tokens the first ids are.
 """
 
 from __future__ import annotations
