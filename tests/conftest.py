@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +20,8 @@ from eagle_ray.data.ray_environment import LOCAL, prepare
 TESTS = Path(__file__).parent
 WITH_RAY = ("data/", "serve/test_endpoint.py", "test_cli.py", "test_demo.py", "test_export.py", "test_review.py")
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
+if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
 MakeJob = Callable[..., JobConfig]
 

@@ -19,6 +19,9 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.doctor.finding import Finding, gib
 from eagle_ray.doctor.machine import free_memory, num_cores, total_memory
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.kernels import tile_shape
+from eagle_ray.kernels.availability import CHOICE, why_not
+from eagle_ray.models.families import head_dims
 from eagle_ray.models.linear import PackedLinear, pack_linears
 from eagle_ray.pair import build_pair
 from eagle_ray.speculative.sampling import SamplingParams
@@ -80,19 +83,33 @@ def threads(num_workers: int, per_worker: int) -> Finding:
 
 def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype) -> Finding:
     """The path that a target's attention and linear layers take on a device. shape: the target's configuration."""
+    missing = why_not(torch.device(device)) or tile_shape.why_not(dtype, *head_dims(shape))
     softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
     why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
+    portable = "matmul, softmax, matmul" if why else "scaled_dot_product_attention"
     facts = {
-        "path": "matmul, softmax, matmul" if why else "scaled_dot_product_attention",
+        "path": portable if missing else "tree attention in Triton",
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
         "packed_linears": _packs(device, dtype),
+        "no_kernels": missing,
     }
-    attends = facts["path"] + (f" for {' and '.join(why)}" if why else "")
+    attends = facts["path"] + (f" for {' and '.join(why)}" if why and missing else "")
     linears = "packed for oneDNN" if facts["packed_linears"] else "torch's own"
-    ours = "; no CUDA kernel of eagle_ray's own yet" if device == "cuda" else ""
+    ours = f"; no Triton kernels: {missing}" if missing and device != "cpu" else ""
     says = f"{attends}, over blocks of the cache, in {facts['dtype']} on {device}; linear layers {linears}{ours}"
-    return Finding("attention", says, facts, advice=_slow_dtype(device, dtype))
+    return Finding("attention", says, facts, advice=_slow_dtype(device, dtype) or _kernels_todo(device, missing))
+
+
+def _kernels_todo(device: str, missing: str | None) -> str | None:
+    """What a user of a GPU can do for speed; nothing where the GPU or the model is what stands against it."""
+    if device != "cuda" or missing is None:
+        return None
+    if "not installed" in missing:
+        return "install triton, which comes with torch's CUDA build, for the kernels"
+    if CHOICE in missing:
+        return f"unset {CHOICE} for the kernels"
+    return "give Triton a C compiler (CC) and a writable ~/.triton" if "fails here" in missing else None
 
 
 def _slow_dtype(device: str, dtype: torch.dtype) -> str | None:

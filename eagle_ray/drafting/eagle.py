@@ -26,8 +26,9 @@ from torch import Tensor
 from eagle_ray.drafting.drafter import Draft, Text, Verified
 from eagle_ray.drafting.pair_queue import PairQueue
 from eagle_ray.drafting.ranking import Ranking
-from eagle_ray.models.attention import PromptLayout, TreeLayout
+from eagle_ray.models.attention import Layout, PromptLayout
 from eagle_ray.models.heads import DraftHead
+from eagle_ray.models.kernel_tree_layout import tree_layout
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.calibration import Calibration
@@ -290,12 +291,12 @@ class EagleDrafter:
         column_depths: Int[Tensor, "B M"],
         row_of: Int[Tensor, "B F"] | None = None,
         unpack: Int[Tensor, " R"] | None = None,
-    ) -> TreeLayout:
+    ) -> Layout:
         """Rows that see their slot from the first column it has a pair in."""
         first = torch.tensor([self._first[slot] for slot in batch.host_slots], device=cells.device)
-        return TreeLayout(
-            cache=self.cache,
-            batch=batch,
+        return tree_layout(
+            self.cache,
+            batch,
             cells=cells,
             ancestors=ancestors,
             depths=column_depths[:, -ancestors.shape[1] :],
@@ -317,7 +318,7 @@ class EagleDrafter:
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
         columns: Int[Tensor, " R"],
-        layout: PromptLayout | TreeLayout,
+        layout: Layout,
     ) -> Float[Tensor, "R H"]:
         positions = columns - self.head.first_column
         return self.head(self._embed(tokens)[None], features[None], positions[None], layout)[0]

@@ -61,14 +61,19 @@ def exact_positions(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def head_dims(config: PretrainedConfig) -> tuple[int, int]:
+    """Numbers of a key and of a value, as the heads read them."""
+    if getattr(config, "kv_lora_rank", None) is not None:  # multi-head latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim, head_dim
+
+
 def numbers_per_token(config: PretrainedConfig) -> int:
     """Keys and values that one layer keeps of a token, counted in numbers; as examined models have them."""
-    latent = getattr(config, "kv_lora_rank", None)
-    if latent is not None:  # multi-head latent attention, kept as the heads read it
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        return config.num_attention_heads * width
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
+    latent = getattr(config, "kv_lora_rank", None) is not None  # kept for every head
+    kv_heads = None if latent else getattr(config, "num_key_value_heads", None)
+    return (kv_heads or config.num_attention_heads) * sum(head_dims(config))
 
 
 def finished(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_ray.models.anatomy import examine
-from eagle_ray.models.attention import Layout, PromptLayout, TreeLayout
+from eagle_ray.models.attention import Layout, PromptLayout
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
 from eagle_ray.models.families import check_config, exact_positions, finished
 from eagle_ray.models.heads import LogitsOf
+from eagle_ray.models.kernel_tree_layout import takes_kernels, tree_layout
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.linear import rows_of
 from eagle_ray.models.loading import eos_ids
@@ -167,16 +168,17 @@ class Target:
             for hook in hooks:
                 hook.remove()
 
-    def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> TreeLayout:
+    def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> Layout:
         seq = rows.seq.clamp(min=0)
         columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.padding)
-        return TreeLayout(
-            cache=self.cache,
-            batch=batch,
+        return tree_layout(
+            self.cache,
+            batch,
             cells=self.cache.cells(batch.slots[seq], columns),
-            ancestors=tree.ancestors(max_depth),
+            ancestors=tree.ancestor_words(max_depth) if takes_kernels(self.cache) else tree.ancestors(max_depth),
             depths=tree.depths,
             column_depths=tree.depths,
             row_of=None if rows.is_rectangle else rows.row_of,
             unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
+            seq=rows.seq,
         )

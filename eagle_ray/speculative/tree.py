@@ -21,6 +21,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.speculative.ancestor_words import own_bits, unpacked
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -104,19 +106,25 @@ class DraftTree:
         )
 
     def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
-        """[b, i, j]: node j is node i or an ancestor of it, by pointer doubling; max_depth bounds the depths."""
+        """[b, i, j]: node j is node i or an ancestor of it; max_depth bounds the depths."""
+        if self.num_nodes == 1:
+            return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
+        return unpacked(self.ancestor_words(max_depth), self.num_nodes)
+
+    def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
+        """The same in bits, by pointer doubling: each turn a node learns what one twice as far up has seen."""
         batch, num_nodes = self.tokens.shape
+        words = own_bits(num_nodes, self.tokens.device).expand(batch, -1, -1)
         if num_nodes == 1:
-            return torch.ones(batch, 1, 1, dtype=torch.bool, device=self.tokens.device)
-        node = torch.arange(num_nodes, device=self.tokens.device)
-        jump = torch.where(self.parents >= 0, self.parents, node)
-        reach = (node[:, None] == node) | (node == jump[:, :, None])
+            return words
+        jump = torch.where(self.parents >= 0, self.parents, torch.arange(num_nodes, device=self.tokens.device))
         distance = 1
-        while distance < max_depth:
-            reach = reach | reach.gather(1, jump[:, :, None].expand(batch, num_nodes, num_nodes))
-            jump = jump.gather(1, jump)
+        while True:
+            words = words | words.gather(1, jump[:, :, None].expand_as(words))
             distance *= 2
-        return reach
+            if distance > max_depth:
+                return words
+            jump = jump.gather(1, jump)
 
     def confidences(self) -> Float[Tensor, "B N"]:
         """Calibrated probability of each node given that its parent was accepted; 1 for roots, 0 for padding."""

@@ -14,6 +14,17 @@ def test_attention_says_why_it_is_explicit():
     assert soft.facts["path"] != plain.facts["path"] and "its soft-cap" in soft.says
 
 
+def test_a_gpu_without_kernels_is_explained(monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
+    monkeypatch.setattr(compute, "_packs", lambda *_: False)
+    finding = attention(LlamaConfig(), "cuda", torch.float32)
+    assert "no Triton kernels: EAGLE_RAY_KERNELS=portable" in finding.says and "unset" in finding.advice
+    monkeypatch.setattr(compute, "why_not", lambda device: None)
+    assert attention(Gemma2Config(), "cuda", torch.float32).facts["path"] == "tree attention in Triton"
+    huge = attention(LlamaConfig(head_dim=512), "cuda", torch.float32)
+    assert "larger than 256" in huge.says and huge.advice is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 @pytest.mark.parametrize("wanted, level", [("auto", "advice"), ("cuda", "problem")])
 def test_a_driver_that_torch_cannot_use_is_told(wanted, level, monkeypatch):

@@ -4,10 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_ray.speculative.ancestor_words import packed, unpacked
 from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.tree import DraftTree
-from tests.toy import best
+from tests.toy import best, random_tree
 
 
 def grown(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTree:
@@ -91,6 +92,25 @@ def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
                 node = int(tree.parents[b, node])
                 walk.add(node)
             assert set(reach[b, i].nonzero().flatten().tolist()) == walk
+
+
+@given(st.integers(1, 200), st.integers(0, 99))
+def test_words_hold_what_is_seen(columns, seed):
+    seen = torch.rand(2, 3, columns, generator=torch.Generator().manual_seed(seed)) < 0.5
+    words = packed(seen)
+    assert words.shape[2] == -(-columns // 64) and torch.equal(unpacked(words, columns), seen)
+    for column in (0, columns // 2, columns - 1):
+        assert torch.equal(words[:, :, column // 64] >> column % 64 & 1, seen[:, :, column].long())
+
+
+def test_more_nodes_than_a_word_have_their_ancestors_in_several():
+    tree = random_tree(torch.Generator().manual_seed(3), 150)
+    depth = int(tree.depths.max())
+    assert tree.ancestor_words(depth).shape == (1, 150, 3)
+    reach = tree.ancestors(depth)[0]
+    assert torch.equal(reach.sum(1), tree.depths[0] + 1)
+    assert all(reach[i, p] and torch.equal(reach[i] & (torch.arange(150) != i), reach[p])
+               for i, p in enumerate(tree.parents[0].tolist()) if p >= 0)  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)

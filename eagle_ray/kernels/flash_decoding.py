@@ -1,0 +1,264 @@
+"""Flash decoding through a block table, then over a tree's own columns by ancestor words: the device's side.
+
+A program takes BLOCK_M of one tree's nodes x query heads that share a key/value head, over one part of the columns:
+
+    first      full tiles: all is seen       length         length + M
+      |------- part 0 -------|------- part 1 ---|-- tail: bits --|
+
+The last part takes the tail too, and `combine` puts the parts together. Into how many parts contexts are split is the
+launch's, how long a part is the device's: a shorter sequence has fewer. Maxima and sums are fp32, in powers of two.
+Arguments are those of Trees, Tiles and TileShape.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+VARYING = [
+    "lengths",
+    "first",
+    "window",
+    "num_parts",
+    "words",
+    "depths",
+    "column_depths",
+    "slots",
+    "table",
+    "seq",
+    "starts",
+    "counts",
+    "tile_trees",
+    "tile_begins",
+    "per_tree",
+    "num_trees",
+    "num_nodes",
+    "num_rows",
+    "num_words",
+    "num_columns",
+    "most_columns",
+    "table_width",
+    "depth_pitch",
+    "column_pitch",
+]  # compiled once, whatever their values and alignment
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend(
+    query, keys, values, out, parts, tops, sinks, scaling, softcap,
+    lengths, first, window, num_parts, words, depths, column_depths, slots, table,
+    seq, starts, counts, tile_trees, tile_begins, per_tree, num_trees, num_nodes, num_rows, num_words,
+    num_columns, most_columns, table_width, depth_pitch, column_pitch, query_head, query_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One part of one tile of rows: its share of the output, or the output itself where there is one part."""
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    if per_tree > 0:
+        tree, begin = tile // per_tree, tile % per_tree * BLOCK_M
+        start, count = tree * num_nodes, num_nodes
+    else:
+        if num_parts == 1:
+            _clear(out, seq, num_rows, kv_head * GROUP, GROUP, HEADS, DV, PAD_DV, BLOCK_M)
+        tree, begin = tl.load(tile_trees + tile).to(tl.int32), tl.load(tile_begins + tile).to(tl.int32)
+        if tree >= num_trees:
+            return
+        start, count = tl.load(starts + tree).to(tl.int32), tl.load(counts + tree).to(tl.int32)
+    length, low, part_tiles, used = _span(lengths, first, window, tree, num_parts, BLOCK_N, LEAST_TILES)
+    if part >= used:
+        return
+
+    place = begin + tl.arange(0, BLOCK_M)
+    node, head = place // GROUP, kv_head * GROUP + place % GROUP
+    real = node < count
+    row = (start + node).to(tl.int64)
+    words += (tree * num_nodes + node) * num_words
+    depths += tree * depth_pitch + node
+    column_depths += tree * column_pitch
+    q = _gathered(query + row * query_row + head * query_head, real, DK, PAD_DK, WIDE)
+    acc = tl.zeros((BLOCK_M, PAD_DV), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks is not None:  # one more score, of which the first part keeps count
+        counted = real & (part == 0)
+        top = tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * LOG2E
+        total = counted.to(tl.float32)
+
+    blocks = table + tl.load(slots + tree) * table_width
+    keys += kv_head * DK
+    values += kv_head * DV
+    begin, end = low // BLOCK_N + part * part_tiles, length // BLOCK_N
+    begin, end = begin * BLOCK_N, tl.minimum(begin + part_tiles, end) * BLOCK_N
+    last = tl.minimum(length + num_columns, most_columns)
+    if (first is not None) or (window is not None):
+        clear = low
+        if window is not None:
+            deepest = tl.max(tl.load(depths, mask=real, other=0), 0).to(tl.int32)
+            clear = tl.maximum(low, length + deepest - window + 1)
+        for column in tl.range(begin, tl.minimum(end, clear), BLOCK_N, num_stages=1):
+            columns = column + tl.arange(0, BLOCK_N)
+            seen = _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window)
+            acc, top, total = _step(
+                acc, top, total, q, keys, values, blocks, columns, seen, last, scaling, softcap,
+                KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
+            )  # fmt: skip
+        begin = tl.maximum(begin, tl.cdiv(clear, BLOCK_N) * BLOCK_N)
+    for column in range(begin, end, BLOCK_N):
+        acc, top, total = _step(
+            acc, top, total, q, keys, values, blocks, column + tl.arange(0, BLOCK_N), None, last, scaling, softcap,
+            KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
+        )  # fmt: skip
+    if part == used - 1:
+        for column in tl.range(length // BLOCK_N * BLOCK_N, last, BLOCK_N, num_stages=1):
+            columns = column + tl.arange(0, BLOCK_N)
+            seen = _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window)
+            acc, top, total = _step(
+                acc, top, total, q, keys, values, blocks, columns, seen, last, scaling, softcap,
+                KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
+            )  # fmt: skip
+
+    dims = tl.arange(0, PAD_DV)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    where = row * HEADS + head
+    stored = real[:, None] & (dims < DV)[None, :]
+    if num_parts == 1:
+        tl.store(out + where[:, None] * DV + dims[None, :], result.to(out.dtype.element_ty), mask=stored)
+    else:
+        where += part.to(tl.int64) * num_rows * HEADS
+        tl.store(parts + where[:, None] * DV + dims[None, :], result, mask=stored)
+        tl.store(tops + where, tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), top), mask=real)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def combine(
+    out, parts, tops, lengths, first, window, num_parts, seq, per_tree, num_nodes, num_rows,
+    HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr,
+    MOST_PARTS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: its parts, weighted by their sums; zeros for a padding row."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    tree = row // num_nodes if per_tree > 0 else tl.load(seq + row).to(tl.int32)
+    _, _, _, used = _span(lengths, first, window, tl.maximum(tree, 0), num_parts, BLOCK_N, LEAST_TILES)
+    used = tl.where(tree < 0, 0, used)
+    stride = num_rows.to(tl.int64) * HEADS
+    where = row * HEADS + head
+    every = tl.arange(0, MOST_PARTS)
+    top = tl.max(tl.load(tops + where + every * stride, mask=every < used, other=float("-inf")), 0)
+    dims = tl.arange(0, PAD_DV)
+    acc = tl.zeros((PAD_DV,), tl.float32)
+    total = 0.0
+    for done in range(0, used, TOGETHER):
+        part = done + tl.arange(0, TOGETHER)
+        weight = tl.exp2(tl.load(tops + where + part * stride, mask=part < used, other=float("-inf")) - top)
+        places = (where + part * stride)[:, None] * DV + dims[None, :]
+        each = tl.load(parts + places, mask=(part < used)[:, None] & (dims < DV)[None, :], other=0.0)
+        acc += tl.sum(each * weight[:, None], 0)
+        total += tl.sum(weight, 0)
+    result = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + where * DV + dims, result.to(out.dtype.element_ty), mask=dims < DV)
+
+
+@triton.jit
+def _span(lengths, first, window, tree, num_parts, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr):
+    """Committed columns, the first that its root sees, the tiles of a part, and how many parts have work."""
+    length = tl.load(lengths + tree).to(tl.int32)
+    low = length * 0
+    if first is not None:
+        low = tl.load(first + tree).to(tl.int32)
+    if window is not None:
+        low = tl.maximum(low, length - window + 1)
+    num_tiles = tl.maximum(length // BLOCK_N - low // BLOCK_N, 0)
+    part_tiles = tl.maximum(tl.cdiv(num_tiles, num_parts), LEAST_TILES)
+    return length, low, part_tiles, tl.maximum(tl.cdiv(num_tiles, part_tiles), 1)
+
+
+@triton.jit
+def _step(
+    acc, top, total, query, keys, values, blocks, columns, seen, last, scaling, softcap,
+    KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values. seen: None where every row sees all of it, and all of it is there."""
+    if seen is None:
+        there = None
+        block = tl.load(blocks + columns // BLOCK_SIZE)
+    else:
+        there = columns < last
+        block = tl.load(blocks + columns // BLOCK_SIZE, mask=there, other=0)
+    cells = (block * BLOCK_SIZE + columns % BLOCK_SIZE) * KV_HEADS
+    k = _gathered(keys + cells * DK, there, DK, PAD_DK, WIDE)
+    v = _gathered(values + cells * DV, there, DV, PAD_DV, WIDE)
+    scores = _capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scaling, softcap)
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    base = new
+    if seen is not None:  # a row may have seen nothing yet
+        base = tl.where(new == float("-inf"), 0.0, new)
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(top - base)
+    total = total * kept + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+    return acc, new, total
+
+
+@triton.jit
+def _gathered(places, there, DIM: tl.constexpr, PAD_DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Rows of DIM numbers, zeros where there is none. WIDE: as fp32, since Triton's interpreter multiplies no bf16."""
+    dims = tl.arange(0, PAD_DIM)
+    numbers = places[:, None] + dims[None, :]
+    if there is None:
+        rows = tl.load(numbers) if DIM == PAD_DIM else tl.load(numbers, mask=(dims < DIM)[None, :], other=0.0)
+    else:
+        rows = tl.load(numbers, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+    return rows.to(tl.float32) if WIDE else rows
+
+
+@triton.jit
+def _capped(scores, scaling, softcap):
+    """Scaled, squashed to (-softcap, softcap), and in powers of two."""
+    if softcap is None:
+        capped = scores * (scaling * LOG2E)
+    else:
+        squashed = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E * scaling / softcap)) + 1.0)  # tanh
+        capped = squashed * (softcap * LOG2E)
+    return capped
+
+
+@triton.jit
+def _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window):
+    """Which rows see which columns: committed ones from low on, tree columns by their bits, windows by positions."""
+    in_tree = columns - length
+    word = tl.min(in_tree, 0) >> 6
+    bits = words + word
+    lower = tl.load(bits, mask=real & (word >= 0) & (word < num_words), other=0)
+    upper = tl.load(bits + 1, mask=real & (word >= -1) & (word < num_words - 1), other=0)
+    bits = tl.where(((in_tree >> 6) == word)[None, :], lower[:, None], upper[:, None])
+    seen = ((bits >> (in_tree & 63).to(tl.int64)[None, :]) & 1) != 0
+    seen |= ((in_tree < 0) & (columns >= low))[None, :]
+    if window is not None:
+        inside = (in_tree >= 0) & (in_tree < num_columns)
+        column_depth = tl.load(column_depths + in_tree, mask=inside, other=0).to(tl.int32)
+        position = tl.where(in_tree < 0, columns, length + column_depth)
+        depth = tl.load(depths, mask=real, other=0).to(tl.int32)
+        seen &= (length + depth)[:, None] - position[None, :] < window
+    return seen
+
+
+@triton.jit
+def _clear(
+    out, seq, num_rows, head, GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Zeros for the padding rows of this program's share, which is BLOCK_M rows at most."""
+    share = tl.cdiv(num_rows, tl.num_programs(0))
+    offset = tl.arange(0, BLOCK_M)
+    row = tl.program_id(0) * share + offset
+    mine = (offset < share) & (row < num_rows)
+    padding = mine & (tl.load(seq + row, mask=mine, other=0) < 0)
+    dims = tl.arange(0, PAD_DV)
+    nothing = tl.zeros((BLOCK_M, PAD_DV), out.dtype.element_ty)
+    for i in range(GROUP):
+        places = (row.to(tl.int64) * HEADS + head + i)[:, None] * DV + dims[None, :]
+        tl.store(out + places, nothing, mask=padding[:, None] & (dims < DV)[None, :])

@@ -1,0 +1,105 @@
+"""KernelTreeLayout: TreeLayout for Triton's kernels; and the choice between the two.
+
+What it needs stands on the device before the first layer attends, whatever the lengths: on the host it knows only a
+bound on them. So one CUDA graph serves every batch of a size. Does not know tokens, or who drafted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from eagle_ray.kernels import tile_shape
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.kernels.trees import PackedRows, Trees
+from eagle_ray.models.attention import LayerAttention, TreeLayout
+from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.speculative.ancestor_words import packed
+
+log = logging.getLogger("eagle_ray")
+
+
+def takes_kernels(kv_cache: KVCache) -> bool:
+    """Whether passes over this cache attend by Triton's kernels; says once where the model speaks against it."""
+    keys, values = kv_cache.keys, kv_cache.values
+    return use_triton(keys.device) and _suits(keys.dtype, keys.shape[-1], values.shape[-1])
+
+
+@cache
+def _suits(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    reason = tile_shape.why_not(dtype, key_dim, value_dim)
+    if reason is not None:
+        log.info("portable attention, not Triton's: %s", reason)
+    return reason is None
+
+
+def tree_layout(
+    kv_cache: KVCache,
+    batch: BatchSlots,
+    cells: Int[Tensor, " R"],
+    ancestors: Bool[Tensor, "B N M"] | Int[Tensor, "B N words"],
+    depths: Int[Tensor, "B N"],
+    column_depths: Int[Tensor, "B M"],
+    row_of: Int[Tensor, "B N"] | None = None,
+    unpack: Int[Tensor, " R"] | None = None,
+    first: Int[Tensor, " B"] | None = None,
+    seq: Int[Tensor, " R"] | None = None,
+) -> TreeLayout | KernelTreeLayout:
+    """The layout that this cache's device takes, from what TreeLayout is made of.
+
+    ancestors: as words only where `takes_kernels`. seq: the tree of each row, -1 for padding rows; None: none is.
+    """
+    if not takes_kernels(kv_cache):
+        return TreeLayout(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first)
+    num_nodes = depths.shape[1]
+    words = ancestors if ancestors.dtype == torch.int64 else packed(ancestors)
+    seq = unpack // num_nodes if seq is None and unpack is not None else seq
+    rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
+    return KernelTreeLayout(kv_cache, batch, cells, words, depths, column_depths, rows, first)
+
+
+@dataclass(slots=True)
+class KernelTreeLayout:
+    """Trees of up to N rows each, on top of what B slots hold: TreeLayout's rows, seen by kernels.
+
+    words: of each tree's rows, over M tree columns. rows: where each tree's are among R, None for the rectangle B x N.
+    batch: its host_lengths are read as a bound on the lengths and nothing else.
+    """
+
+    cache: KVCache
+    batch: BatchSlots
+    cells: Int[Tensor, " R"]
+    words: Int[Tensor, "B N words"]
+    depths: Int[Tensor, "B N"]
+    column_depths: Int[Tensor, "B M"]
+    rows: PackedRows | None = None
+    first: Int[Tensor, " B"] | None = None
+    _trees: Trees = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._trees = Trees(
+            slots=self.batch.slots,
+            lengths=self.batch.lengths,
+            table=self.cache.blocks.table,
+            words=self.words.contiguous(),
+            depths=self.depths,
+            column_depths=self.column_depths,
+            rows=self.rows,
+            first=self.first,
+            most_columns=self.cache.blocks.padding,
+            longest=self.batch.max_length,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+        from eagle_ray.kernels.tree_attention import tree_attention
+
+        layer = attention.layer
+        self.cache.write(layer, self.cells, key[0], value[0])
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        shown = (attention.scaling, attention.window, attention.softcap, attention.sinks)
+        return tree_attention(query[0], keys, values, self._trees, *shown)[None]

@@ -1,0 +1,37 @@
+"""Which tree columns a node sees, as words of 64 bits: column j is bit j % 64 of word j // 64.
+
+    node 3 sees 0, 1 and itself      [True, True, False, True]      0b1011
+
+What a GPU's attention reads, and what pointer doubling is cheap on. Does not know trees.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+WORD = 64
+
+
+def num_words(columns: int) -> int:
+    return -(-columns // WORD)
+
+
+def own_bits(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N words"]:
+    """Each of N nodes sees its own column."""
+    node = torch.arange(num_nodes, device=device)
+    words = torch.zeros(num_nodes, num_words(num_nodes), dtype=torch.int64, device=device)
+    return words.scatter_(1, (node // WORD)[:, None], (1 << (node % WORD))[:, None])
+
+
+def packed(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
+    padding = num_words(seen.shape[-1]) * WORD - seen.shape[-1]
+    bits = F.pad(seen.to(torch.int64), (0, padding)).unflatten(-1, (-1, WORD))
+    return (bits << torch.arange(WORD, device=seen.device)).sum(-1)
+
+
+def unpacked(words: Int[Tensor, "*rows words"], columns: int) -> Bool[Tensor, "*rows M"]:
+    bits = words[..., None] >> torch.arange(min(columns, WORD), device=words.device) & 1
+    return bits.flatten(-2)[..., :columns].bool()

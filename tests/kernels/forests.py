@@ -1,0 +1,110 @@
+"""Random trees over random caches, attended to by the kernels and by the portable path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eagle_ray.kernels.trees import PackedRows
+from eagle_ray.models.attention import LayerAttention, TreeLayout
+from eagle_ray.models.blocks import Blocks
+from eagle_ray.models.kernel_tree_layout import KernelTreeLayout
+from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.speculative.ancestor_words import packed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Trees of counts[b] nodes over lengths[b] columns, in the first rows of R; the rest is padding.
+
+    rectangle: rows are B x N. bound: all that the host knows of the lengths, for the kernels.
+    """
+
+    lengths: list[int]
+    counts: list[int]
+    kv_heads: int = 2
+    group: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    padding: int = 0
+    rectangle: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    firsts: list[int] | None = None
+    bound: int | None = None
+    seed: int = 0
+
+    def attended(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, heads * value_dim] by the kernels, by the portable path in fp32, and which rows are real."""
+        torch.manual_seed(self.seed)
+        cache, batch = self._filled(), BatchSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE)
+        parents = [torch.tensor([-1] + [int(torch.randint(i, ())) for i in range(1, n)]) for n in self.counts]
+        num_nodes = max(self.counts)
+        ancestors, depths = self._ancestors(parents, num_nodes)
+        seq, node, row_of = self._rows(num_nodes)
+        heads, num_rows = self.kv_heads * self.group, len(seq)
+        query = torch.randn(1, heads, num_rows, self.key_dim, device=DEVICE, dtype=self.dtype)
+        key = torch.randn(1, self.kv_heads, num_rows, self.key_dim, device=DEVICE, dtype=self.dtype)
+        value = torch.randn(1, self.kv_heads, num_rows, self.value_dim, device=DEVICE, dtype=self.dtype)
+        sinks = torch.randn(heads, device=DEVICE) if self.sinks else None
+        attention = LayerAttention(0, self.key_dim**-0.5, self.window, self.softcap, sinks)
+        columns = torch.where(seq >= 0, batch.lengths[seq.clamp(min=0)] + node, cache.blocks.padding)
+        cells = cache.cells(batch.slots[seq.clamp(min=0)], columns)
+        first = None if self.firsts is None else torch.tensor(self.firsts, device=DEVICE)
+        rows = PackedRows.of(seq, len(self.lengths), num_nodes if self.rectangle else None)
+        rows = None if self.rectangle and min(self.counts) == num_nodes else rows
+        known = batch if self.bound is None else replace(batch, host_lengths=[self.bound] * len(self.lengths))
+        kernels = KernelTreeLayout(cache, known, cells, packed(ancestors), depths, depths, rows, first)
+        ours = kernels.attend(query, key, value, attention)
+        exact = self._exact(cache)
+        unpack = seq.clamp(min=0) * num_nodes + node
+        portable = TreeLayout(exact, batch, cells, ancestors, depths, depths, row_of, unpack, first)
+        theirs = portable.attend(query.float(), key.float(), value.float(), attention)
+        return *(x[0].transpose(0, 1).flatten(1).float() for x in (ours, theirs)), seq >= 0
+
+    def _filled(self) -> KVCache:
+        """Every slot in blocks that lie anywhere, the columns past its length too."""
+        capacity = max(self.lengths) + max(self.counts) + 1
+        blocks = Blocks(len(self.lengths), capacity, device=DEVICE)
+        order = torch.randperm(blocks.num_blocks).tolist()
+        blocks._free = order
+        for slot, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
+            assert blocks.reserve(slot, length + count)
+        cache = KVCache(blocks, 1, self.kv_heads, self.key_dim, self.dtype, DEVICE, self.value_dim)
+        cache.keys.copy_(torch.randn(cache.keys.shape, device=DEVICE))
+        cache.values.copy_(torch.randn(cache.values.shape, device=DEVICE))
+        return cache
+
+    def _exact(self, cache: KVCache) -> KVCache:
+        """The same numbers in fp32."""
+        exact = KVCache(cache.blocks, 1, self.kv_heads, self.key_dim, torch.float32, DEVICE, self.value_dim)
+        exact.keys.copy_(cache.keys)
+        exact.values.copy_(cache.values)
+        return exact
+
+    def _ancestors(self, parents: list[Tensor], num_nodes: int) -> tuple[Tensor, Tensor]:
+        """By walking up, one node at a time."""
+        seen = torch.zeros(len(parents), num_nodes, num_nodes, dtype=torch.bool)
+        depths = torch.zeros(len(parents), num_nodes, dtype=torch.int64)
+        for b, tree in enumerate(parents):
+            for i, parent in enumerate(tree.tolist()):
+                seen[b, i] = seen[b, parent] if parent >= 0 else False
+                depths[b, i] = depths[b, parent] + 1 if parent >= 0 else 0
+                seen[b, i, i] = True
+        return seen.to(DEVICE), depths.to(DEVICE)
+
+    def _rows(self, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """seq and node of each row, and the row of each node."""
+        places = [(b, i) for b, n in enumerate(self.counts) for i in range(num_nodes if self.rectangle else n)]
+        seq = [b if i < self.counts[b] else -1 for b, i in places] + [-1] * self.padding
+        node = [i for _, i in places] + [0] * self.padding
+        row_of = torch.zeros(len(self.counts), num_nodes, dtype=torch.int64)
+        for row, (b, i) in enumerate(places):
+            row_of[b, i] = row
+        return torch.tensor(seq, device=DEVICE), torch.tensor(node, device=DEVICE), row_of.to(DEVICE)

@@ -1,0 +1,74 @@
+"""Where kernels run, where they do not and why, and that what cannot have them goes on without."""
+
+import sys
+
+import pytest
+import torch
+
+from eagle_ray.kernels import availability, tile_shape
+from eagle_ray.kernels.availability import use_triton, why_not
+from eagle_ray.models.attention import TreeLayout
+from eagle_ray.models.blocks import Blocks
+from eagle_ray.models.kernel_tree_layout import takes_kernels
+from eagle_ray.models.kv_cache import KVCache
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.toy import llama_engine, run
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch):
+    """Answers are kept; each test asks for the first time."""
+    for asked in (availability._chosen, availability._why_not_cuda):
+        asked.cache_clear()
+    monkeypatch.delenv("EAGLE_RAY_KERNELS", raising=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Tesla T4, as torch tells of it."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+
+
+def test_a_cpu_runs_kernels_only_by_wish_and_by_the_interpreter(monkeypatch):
+    assert "no CUDA device" in why_not(CPU)
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert why_not(CPU) is None and use_triton(CPU)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "no CUDA device" in why_not(CPU) and not use_triton(CPU)
+
+
+def test_an_old_gpu_and_a_missing_triton_are_said_once(gpu, monkeypatch, messages, caplog):
+    caplog.set_level("INFO", "eagle_ray")
+    assert not use_triton(GPU) and not use_triton(GPU)
+    assert [m for m in messages if "compute capability 7.5 is under 8.0" in m and "portable" in m] == messages
+    monkeypatch.setattr(availability, "find_spec", lambda name: None)
+    assert why_not(GPU) == "triton is not installed"
+
+
+@pytest.mark.parametrize("choice, says", [("portable", "=portable"), ("cuda", "is none of")])
+def test_the_environment_has_its_say(choice, says, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", choice)
+    assert says in why_not(GPU)
+
+
+def test_a_model_that_kernels_do_not_serve_takes_the_portable_path(monkeypatch, messages, caplog):
+    caplog.set_level("INFO", "eagle_ray")
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    assert tile_shape.why_not(torch.float64, 64, 64) and tile_shape.why_not(torch.bfloat16, 320, 64)
+    wide, narrow = (KVCache(Blocks(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64))
+    assert takes_kernels(narrow) and not takes_kernels(wide) and not takes_kernels(wide)
+    assert len([m for m in messages if "heads of 320 numbers are larger than 256" in m]) == 1
+
+
+def test_a_cpu_needs_nothing_of_triton(monkeypatch, messages):
+    for name in ("triton", "eagle_ray.kernels.flash_decoding", "eagle_ray.kernels.tree_attention"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    attended = []
+    attend = TreeLayout.attend
+    monkeypatch.setattr(TreeLayout, "attend", lambda *args: attended.append(1) or attend(*args))
+    run(llama_engine(1, 4, 2, 2), [[5, 6, 7]], [SamplingParams(max_tokens=4, ignore_eos=True)])
+    assert attended and not [m for m in messages if "Triton" in m]

@@ -1,0 +1,30 @@
+"""Every kernel compiles for GPUs that are not here, keeps to their registers and fits their shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.kernels.ahead_of_time import PTXAS
+
+SHARED = {80: 99 << 10, 90: 227 << 10}  # the first is an RTX 30's or 40's, which the same shapes serve; an A100 has 163
+
+SPILLED = 16  # bytes: ptxas gives up to four registers for one program more on a core
+
+
+@pytest.mark.skipif(not PTXAS.is_file(), reason="this Triton brings no ptxas")
+@pytest.mark.parametrize("which", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_attention_compiles_within_a_gpus_registers_and_memory(which):
+    """In a process of its own: in this one Triton interprets."""
+    command = [sys.executable, "-m", "tests.kernels.compile_attention", which]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {k["capability"] for k in kernels} == {80, 90}
+    for kernel in kernels:
+        assert kernel["spilled"] <= SPILLED, kernel
+        assert kernel["shared"] <= SHARED[kernel["capability"]], kernel
+        assert kernel["copies"] > 0 or "bf16" not in kernel["kernel"], kernel
+    assert any(k["warp_groups"] for k in kernels if k["capability"] == 90)

@@ -1,0 +1,52 @@
+"""A whole engine whose passes attend by the kernels makes the portable engine's tokens."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.kernels.trees import PackedRows, Tiles
+from eagle_ray.models.kernel_tree_layout import KernelTreeLayout
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.engine.test_global_planner import world
+from tests.engine.test_host_syncs import WatchCopies, WatchOperations
+from tests.kernels.test_tree_attention import trees_of
+from tests.toy import llama_engine, run
+
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]
+PARAMS = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 0.8, 0.0)]
+
+
+@pytest.mark.parametrize("planner", ["uniform", "plain", pytest.param("global", marks=pytest.mark.slow)])
+def test_the_same_tokens_by_either_path(planner, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
+    portable = run(engine(planner), PROMPTS, PARAMS)
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    heads = Counter()
+    attend = KernelTreeLayout.attend
+    monkeypatch.setattr(
+        KernelTreeLayout, "attend", lambda self, q, *x: heads.update([q.shape[1]]) or attend(self, q, *x)
+    )
+    kernels = run(engine(planner), PROMPTS, PARAMS)
+    assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
+    assert set(heads) == {4}  # the target's and the head's
+    assert heads[4] >= 2 * max(s.stats.num_steps for s in kernels)
+
+
+def engine(planner: str):
+    """Two slots for three prompts, so that batches are ragged; the trees of all planners are ones that pay."""
+    made = llama_engine(2) if planner == "plain" else llama_engine(2, 6, 3, 3)
+    if planner == "global":
+        made.planner = GlobalPlanner(6, 3, 3, world(draft_share=0.01), can_look=False)
+    return made
+
+
+def test_where_rows_lie_is_found_without_a_look_at_them():
+    seq = torch.tensor([0, 0, 1, 3, 3, -1])
+    with WatchOperations() as operations, WatchCopies() as copies:
+        trees = trees_of(seq, 4)
+        Tiles.of(trees, 6, 4, 16)
+    assert (operations.seen, copies.seen) == ([], [])
+    rows = PackedRows.of(seq, 4)
+    assert rows.starts.tolist() == [0, 2, 3, 3] and rows.counts.tolist() == [2, 1, 0, 2]

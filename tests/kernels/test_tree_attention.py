@@ -1,0 +1,97 @@
+"""Tree attention's kernels equal the portable path, on trees and caches of every kind."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_ray.kernels.tile_shape import TileShape, num_splits, tile_shape
+from eagle_ray.kernels.trees import PackedRows, Tiles, Trees
+from tests.kernels.forests import Forest
+
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SETTINGS = settings(max_examples=8, deadline=None)
+
+
+def check(forest: Forest) -> None:
+    """Real rows are equal within the dtype's rounding, padding rows are zeros."""
+    ours, theirs, real = forest.attended()
+    torch.testing.assert_close(ours[real], theirs[real], atol=ROUNDING[forest.dtype], rtol=ROUNDING[forest.dtype])
+    assert not ours[~real].any()
+
+
+@SETTINGS
+@given(data=st.data(), seed=st.integers(0, 999), rectangle=st.booleans(), group=st.sampled_from([1, 3, 4]))
+def test_trees_of_any_size_over_any_length(data, seed, rectangle, group):
+    sizes = data.draw(st.lists(st.tuples(st.integers(0, 150), st.integers(1, 12)), min_size=1, max_size=4))
+    lengths, counts = (list(each) for each in zip(*sizes, strict=True))
+    padding = 0 if rectangle else data.draw(st.integers(0, 5))
+    firsts = data.draw(st.none() | st.tuples(*(st.integers(0, length) for length in lengths)))
+    window = data.draw(st.none() | st.integers(1, 200))
+    check(
+        Forest(lengths, counts, 1, group, padding=padding, rectangle=rectangle, firsts=firsts, window=window, seed=seed)
+    )
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("group, dims", [(1, (64, 64)), (8, (80, 96)), (2, (256, 64)), (7, (128, 128))])
+def test_every_dtype_head_size_and_ratio_of_heads(dtype, group, dims):
+    check(Forest([0, 70, 300], [1, 9, 3], 2, group, *dims, dtype=dtype, padding=2))
+
+
+@pytest.mark.parametrize("counts", [[64, 65], [130, 3]])
+def test_more_nodes_than_a_word_has_bits(counts):
+    check(Forest([40, 250], counts, 1, 2))
+
+
+@pytest.mark.parametrize("softcap, sinks, window", [(2.0, False, None), (None, True, 70), (5.0, True, 9)])
+def test_what_models_ask_of_attention(softcap, sinks, window):
+    check(Forest([5, 300, 700], [6, 5, 4], 2, 2, softcap=softcap, sinks=sinks, window=window))
+
+
+@pytest.mark.parametrize("lengths", [[2000, 3], [64, 63, 65, 128], [31, 32, 33]])
+def test_contexts_in_parts_and_at_the_edges_of_blocks_and_tiles(lengths):
+    check(Forest(lengths, [4] * len(lengths), 1, 4, padding=1))
+
+
+@pytest.mark.parametrize("rectangle", [False, True])
+def test_the_host_knows_no_length_but_a_bound(rectangle):
+    """As in a captured pass: parts for the longest that there may be, of which short sequences use few."""
+    check(Forest([0, 130, 700], [3, 3, 1], 1, 2, bound=6000, rectangle=rectangle, padding=0 if rectangle else 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("window", [None, 5000])
+def test_long_contexts(dtype, window):
+    check(Forest([32_000, 9_000, 0], [20, 3, 2], 1, 4, dtype=dtype, window=window, firsts=[1, 700, 0]))
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 12), st.sampled_from([16, 64]))
+def test_tiles_hold_every_row_once(counts, group, size):
+    counts = counts if any(counts) else [1]
+    seq = torch.tensor([b for b, n in enumerate(counts) for _ in range(n)] + [-1])
+    tiles = Tiles.of(trees_of(seq, len(counts)), len(seq), group, size)
+    places = [(b, m) for b, begin in zip(tiles.trees.tolist(), tiles.begins.tolist(), strict=True) if b < len(counts)
+              for m in range(begin, min(begin + size, counts[b] * group))]  # fmt: skip
+    assert sorted(places) == [(b, m) for b, n in enumerate(counts) for m in range(n * group)]
+    assert len(tiles.trees) == tiles.count
+
+
+def trees_of(seq: torch.Tensor, batch: int) -> Trees:
+    """Nothing but where rows lie."""
+    nothing = torch.zeros(batch, 1, 1, dtype=torch.int64)
+    rows = PackedRows.of(seq, batch)
+    return Trees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0, 0)
+
+
+@given(st.integers(1, 4000), st.integers(0, 40_000), st.integers(1, 200))
+def test_splits_are_worth_their_work_and_no_more_than_the_cores_take(programs, columns, cores):
+    shape = TileShape(64, 64, 4, 3, per_core=2)
+    splits = num_splits(programs, columns, shape, cores)
+    assert splits >= 1 and (splits == 1 or (columns // splits >= 128 and programs * splits <= cores * 2))
+
+
+def test_one_tree_in_a_long_context_fills_a_gpu():
+    shape = tile_shape(60 * 4, 128, 128, torch.bfloat16, (9, 0))
+    assert num_splits(2 * 8, 16_000, shape, 132) * 2 * 8 >= 120
