@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.drafting.drafter import Draft, Verified
+from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.drafting.ranking import Ranking
@@ -99,8 +99,8 @@ class TableDrafter(NoDrafter):
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
         return Draft(builder.build(), builder.levels, builder.depth, 0)
 
-    def extend(self, batch: BatchSlots, verified: Verified) -> None:
-        self.ranking.learn(verified.result)
+    def learn(self, result: VerifyResult) -> None:
+        self.ranking.learn(result)
 
 
 def table_engine(

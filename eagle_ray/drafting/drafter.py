@@ -108,6 +108,9 @@ class Drafter(Protocol):
     def extend(self, batch: BatchSlots, verified: Verified) -> None:
         """The target accepted a path of each tree on top of `batch`. No model runs."""
 
+    def learn(self, result: VerifyResult) -> None:
+        """The same once the step's results are on their way to the host: what it teaches for later drafts."""
+
     @property
     def shape(self) -> dict[str, Any]:
         """What its costs depend on beside the target's, as JSON."""

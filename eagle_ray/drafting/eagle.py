@@ -16,6 +16,7 @@ goes on with a shorter past. Does not know budgets, acceptance or requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft, Text, Verified
 from eagle_ray.drafting.pair_queue import PairQueue
-from eagle_ray.drafting.ranking import Ranking
+from eagle_ray.drafting.ranking import Lesson, Ranking
 from eagle_ray.models.attention import Layout, PromptLayout
 from eagle_ray.models.heads import DraftHead
 from eagle_ray.models.kernel_tree_layout import tree_layout
@@ -35,9 +36,37 @@ from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import Frontier, TreeBuilder
 from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.replay import Padded, Replay
 from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.speculative.upload import upload
+from eagle_ray.speculative.verify import VerifyResult
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Pairs that the head has not read yet: of each of B sequences those of columns `starts` up to its root's.
+
+    first: the first column that each sequence sees. host_starts: empty where a captured pass is for any. longest: at
+    least the number of each one's pairs. unpack: which rows of the rectangle B x longest are pairs; None runs all.
+    """
+
+    first: Int[Tensor, " B"]
+    starts: Int[Tensor, " B"]
+    host_starts: list[int]
+    longest: int
+    unpack: Int[Tensor, " R"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """All candidates, their log values by level, and what they were made from."""
+
+    tree: DraftTree
+    levels: list[Float[Tensor, "B _ K"]]
+    lesson: Lesson
 
 
 class EagleDrafter:
@@ -45,9 +74,11 @@ class EagleDrafter:
 
     window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without them, EAGLE-2's own.
     token_ids: those of the target's lm_head that a head without one of its own reads; None is all.
+    replay: runs the drafts whose shape is known beforehand, catching up included; None runs them all as they come.
     """
 
     prefill_passes = 1
+    replay: Replay | None = None
 
     def __init__(
         self,
@@ -112,28 +143,61 @@ class EagleDrafter:
         self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
     ) -> Draft:
         """EAGLE-2's expansion: the top `width` nodes of each level get children (section 4.1)."""
-        members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
-        builder = self.builder(roots if members is None else roots[members], plan.width, plan.shape)
-        self.ranking.begin(sampling, at.lengths, plan.members)
-        features, num_caught_up = self._catch_up(at)
-        features, ancestors, widths = features[:, None], None, []
+        for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
+            self._give_up(slot, length)
+        num_pairs = sum(self._waiting(at))
+        fixed = plan.members is None and plan.enough is None
+        if self.replay is not None and self.replay.works and fixed:
+            grown = self._replayed(at, roots, plan, sampling, self.replay)
+        else:
+            members = None if plan.members is None else upload(plan.members, roots.device)
+            self.ranking.begin(sampling, at.lengths, plan.members)
+            grown = self._grown(at, roots if members is None else roots[members], plan, self._backlog(at))
+            if members is not None:
+                grown = replace(grown, tree=grown.tree.spread(members, roots))
+        for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
+            self._end[slot] = length + 1
+        return Draft(grown.tree, grown.levels, len(grown.levels), num_pairs)
+
+    def _replayed(
+        self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, replay: Replay
+    ) -> Grown:
+        """A draft of the plan's full depth for everyone, whatever their lengths."""
+        longest, size, bound = plan.max_depth + 1, replay.batch_size(len(roots)), replay.context(at.max_length)
+        self._read_all_but(longest, at)
+        first, starts = self._columns(at)
+        nowhere, shape = self.cache.blocks.nowhere, (size,)
+        inputs = [Padded(at.slots, shape, nowhere), *(Padded(x, shape) for x in (at.lengths, roots, first, starts))]
+        kind = sampling.kind
+        key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.shape, kind, self.builder)
+
+        def grow(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor) -> Grown:
+            self.ranking.begin(BatchSampling.bound(kind, *chosen), lengths)
+            backlog = Backlog(first, starts, [], longest)
+            return self._grown(BatchSlots.bounded(slots, lengths, bound), roots, plan, backlog)
+
+        grown = replay.run(key, grow, inputs + sampling.padded(size))
+        self.ranking.lesson = replace(grown.lesson, sampling=sampling)
+        num = len(roots)
+        return Grown(grown.tree.first(num), [level[:num] for level in grown.levels], grown.lesson)
+
+    def _grown(self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, backlog: Backlog) -> Grown:
+        """Read the backlog, then level by level until the plan is fulfilled."""
+        builder = self.builder(roots, plan.width, plan.shape)
+        features = self._catch_up(at, backlog)[:, None]
         self._grow(builder, features, None, plan.children)
-        at = at.advanced(1)
+        at, seen = at.advanced(1), None
         while builder.depth < plan.max_depth and not (plan.enough and plan.enough(builder)):
             frontier = builder.frontier()
-            ancestors = _descend(ancestors, frontier)
-            widths.append(frontier.tokens.shape[1])
-            features = self._level(at, widths, frontier, features, ancestors)
+            seen = _descend(seen, frontier, builder.depth - 1)
+            features = self._level(at, frontier, features, seen, backlog.first)
             self._grow(builder, features, frontier, plan.children)
-        tree = builder.build()
-        tree = tree if members is None else tree.spread(members, roots)
-        return Draft(tree, builder.levels, builder.depth, num_caught_up)
+        return Grown(builder.build(), builder.levels, self.ranking.lesson)
 
     def extend(self, batch: BatchSlots, verified: Verified) -> None:
-        """Queue the pairs of the accepted path and the bonus token; where trees were drafted, learn from the picks."""
+        """Queue the pairs of the accepted path and the bonus token."""
         result = verified.result
-        self.ranking.learn(result)
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
         columns = batch.lengths[:, None] + 1 + offset
@@ -146,6 +210,10 @@ class EagleDrafter:
             verified.features[path_rows.flatten()],
             valid.flatten(),
         )
+
+    def learn(self, result: VerifyResult) -> None:
+        """Where trees were drafted, from the picks."""
+        self.ranking.learn(result)
 
     def _meet(self, prompts: Prompts) -> None:
         """New sequences begin at their first chunk; of the others, what waited too long is given up."""
@@ -213,72 +281,79 @@ class EagleDrafter:
         ids, kind = self._token_ids, type(self.head).__name__
         return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
 
-    def _catch_up(self, batch: BatchSlots) -> tuple[Float[Tensor, "B H"], int]:
-        """Read what waits in the queue, the root's pair last; that pair's outputs, and how many pairs were read."""
-        for slot, length in zip(batch.host_slots, batch.host_lengths, strict=True):
-            self._give_up(slot, length)
-        columns = [self._end[slot] for slot in batch.host_slots]
-        counts = [length + 1 - column for length, column in zip(batch.host_lengths, columns, strict=True)]
-        tokens, features = self._queued(batch.host_slots, columns, counts)
-        return self._read(batch.host_slots, columns, counts, tokens, features), sum(counts)
+    def _waiting(self, at: BatchSlots) -> list[int]:
+        """How many pairs of each sequence wait, its root's included."""
+        return [length + 1 - self._end[slot] for slot, length in zip(at.host_slots, at.host_lengths, strict=True)]
 
-    def _read(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> Float[Tensor, "B H"]:
-        """One pass of the head over counts[b] pairs of each slot, from columns[b] on; the output of each last one."""
-        device, longest = tokens.device, max(counts)
-        at = BatchSlots.of(slots, columns, device)
-        lengths = torch.tensor(counts, device=device)
-        index = torch.arange(longest, device=device)
-        real = index < lengths[:, None]
-        row_of = (lengths.cumsum(0) - lengths)[:, None] + index
-        unpack = torch.tensor(
-            [b * longest + i for b, n in enumerate(counts) for i in range(n)], dtype=torch.int64, device=device
-        )
-        places = (at.lengths[:, None] + index).flatten()[unpack]
+    def _columns(self, at: BatchSlots) -> Int[Tensor, "2 B"]:
+        """The first column that each sequence sees, and the first one that waits."""
+        return upload([[of[slot] for slot in at.host_slots] for of in (self._first, self._end)], at.slots.device)
+
+    def _backlog(self, at: BatchSlots) -> Backlog:
+        """All that waits, packed where some have more than others."""
+        counts, (first, starts) = self._waiting(at), self._columns(at)
+        longest, unpack = max(counts), None
+        if min(counts) < longest:
+            rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
+            unpack = upload(rows, at.slots.device)
+        return Backlog(first, starts, [self._end[slot] for slot in at.host_slots], longest, unpack)
+
+    def _read_all_but(self, most: int, at: BatchSlots) -> None:
+        """Where more pairs wait than that, as after a long while without drafts: read all but everyone's last one."""
+        counts = [count - 1 for count in self._waiting(at)]
+        if max(counts) < most:
+            return
+        columns = [self._end[slot] for slot in at.host_slots]
+        tokens, features = self._queued(at.host_slots, columns, counts)
+        self._read_prompts(at.host_slots, columns, counts, tokens, features)
+
+    def _catch_up(self, at: BatchSlots, backlog: Backlog) -> Float[Tensor, "B H"]:
+        """One pass of the head over what waits; the output of each root's pair."""
+        device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
+        index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
+        real = index < counts[:, None]
+        columns = backlog.starts[:, None] + index
+        slots = at.slots[:, None].expand_as(columns)
+        cells = self.cache.cells(slots, torch.where(real, columns, self.cache.blocks.padding))
+        packed = slots.flatten(), columns.flatten(), cells.flatten()
+        if unpack is None:
+            row = longest * torch.arange(len(counts), device=device)
+        else:
+            row, packed = counts.cumsum(0) - counts, tuple(x[unpack] for x in packed)
+        tokens, features = self._queue.take(*packed[:2])
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-        rectangle = min(counts) == longest
         layout = self._layout(
-            at,
-            cells=self.cache.cells(at.slots[unpack // longest], places),
-            ancestors=causal.expand(len(slots), -1, -1),
-            column_depths=index.expand(len(slots), -1),
-            row_of=None if rectangle else torch.where(real, row_of, 0),
-            unpack=None if rectangle else unpack,
+            BatchSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
+            cells=packed[2],
+            ancestors=causal.expand(len(counts), -1, -1),
+            column_depths=index.expand(len(counts), -1),
+            first=backlog.first,
+            row_of=None if unpack is None else torch.where(real, row[:, None] + index, 0),
+            unpack=unpack,
         )
-        hidden = self._run(tokens, self.head.reduce(features), places, layout)
-        for slot, column, count in zip(slots, columns, counts, strict=True):
-            self._end[slot] = column + count
-        return hidden[lengths.cumsum(0) - 1]
+        hidden = self._run(tokens, self.head.reduce(features), packed[1], layout)
+        return hidden[row + counts - 1]
 
     def _level(
         self,
         batch: BatchSlots,
-        widths: list[int],
         frontier: Frontier,
         features: Float[Tensor, "B P H"],
-        ancestors: Bool[Tensor, "B F M"],
+        seen: Seen,
+        first: Int[Tensor, " B"],
     ) -> Float[Tensor, "B F H"]:
-        """Run the head on a frontier; features are those of the frontier before it.
-
-        widths: of all frontiers so far, this one's last; their nodes are the M tree columns.
-        """
+        """Run the head on a frontier, the last of what is seen; features are those of the frontier before it."""
         parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
-        device, width, level = batch.slots.device, widths[-1], len(widths)
-        depths = torch.tensor([depth for depth, count in enumerate(widths) for _ in range(count)], device=device)
-        places = batch.lengths[:, None] + torch.arange(sum(widths) - width, sum(widths), device=device)
+        width, num_columns = seen.ancestors.shape[1:]
+        places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
         layout = self._layout(
             batch,
-            cells=self.cache.cells(batch.slots[:, None], places).flatten(),
-            ancestors=ancestors,
-            column_depths=depths.expand(len(batch.slots), -1),
+            cells=self.cache.cells(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            ancestors=seen.ancestors,
+            column_depths=seen.depths.expand(len(batch.slots), -1),
+            first=first,
         )
-        columns = (batch.lengths[:, None] + level - 1).expand(-1, width)  # where these nodes will stand if accepted
+        columns = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
         inputs = features.gather(1, parents).flatten(0, 1)
         hidden = self._run(frontier.tokens.flatten(), inputs, columns.flatten(), layout)
         return hidden.view(*frontier.tokens.shape, -1)
@@ -289,11 +364,11 @@ class EagleDrafter:
         cells: Int[Tensor, " R"],
         ancestors: Bool[Tensor, "B F M"],
         column_depths: Int[Tensor, "B M"],
+        first: Int[Tensor, " B"],
         row_of: Int[Tensor, "B F"] | None = None,
         unpack: Int[Tensor, " R"] | None = None,
     ) -> Layout:
         """Rows that see their slot from the first column it has a pair in."""
-        first = torch.tensor([self._first[slot] for slot in batch.host_slots], device=cells.device)
         return tree_layout(
             self.cache,
             batch,
@@ -338,11 +413,25 @@ def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
     return max(max_nodes + 1, max_depth + 1, 1 + max(max_depth - 1, 0) * width)
 
 
-def _descend(ancestors: Bool[Tensor, "B P M"] | None, frontier: Frontier) -> Bool[Tensor, "B F M2"]:
-    """Which tree columns the new frontier sees: its parents' and, in F new columns, each node itself."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which of the M tree columns so far each node of the last frontier sees, and those columns' depths.
+
+    depth: of that frontier, which stands in the last columns.
+    """
+
+    ancestors: Bool[Tensor, "B F M"]
+    depths: Int[Tensor, " M"]
+    depth: int
+
+
+def _descend(seen: Seen | None, frontier: Frontier, depth: int) -> Seen:
+    """A frontier deeper: it sees what its parents see and, in F new columns, each node itself."""
     batch, width = frontier.tokens.shape
     itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(batch, width, width)
-    if ancestors is None:
-        return itself
-    parents = frontier.parent_rows[:, :, None].expand(-1, -1, ancestors.shape[2])
-    return torch.cat([ancestors.gather(1, parents), itself], 2)
+    depths = frontier.tokens.new_full((width,), depth)
+    if seen is None:
+        return Seen(itself, depths, depth)
+    parents = frontier.parent_rows[:, :, None].expand(-1, -1, seen.ancestors.shape[2])
+    ancestors = torch.cat([seen.ancestors.gather(1, parents), itself], 2)
+    return Seen(ancestors, torch.cat([seen.depths, depths]), depth)

@@ -26,6 +26,7 @@ from eagle_ray.speculative.merge import Merged, merge
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling
 from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.speculative.verify import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,12 @@ class MergedDrafter:
     def extend(self, batch: BatchSlots, verified: Verified) -> None:
         for part in self._parts:
             part.extend(batch, verified)
+
+    def learn(self, result: VerifyResult) -> None:
+        for part in self._parts:
+            part.learn(result)
         if self._drafted is not None:
-            self._learn(self._drafted, verified.result.tokens, verified.result.num_accepted)
+            self._learn(self._drafted, result.tokens, result.num_accepted)
         self._drafted = None
 
     def forget(self) -> None:

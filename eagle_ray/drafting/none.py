@@ -13,6 +13,7 @@ from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Prompts
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.verify import VerifyResult
 
 
 class NoDrafter:
@@ -46,4 +47,7 @@ class NoDrafter:
         pass
 
     def extend(self, batch: BatchSlots, verified: Verified) -> None:
+        pass
+
+    def learn(self, result: VerifyResult) -> None:
         pass

@@ -12,11 +12,14 @@ from torch import Tensor
 
 
 class PairQueue:
-    """window: pairs of each slot that are kept; the pair of column j stands where the pair of j - window stood."""
+    """window: pairs of each slot that are kept; the pair of column j stands where the pair of j - window stood.
+
+    num_slots: one slot more is there, for the sequences that fill up a batch.
+    """
 
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
         self.window, self.device = window, device
-        self._nowhere = num_slots * window  # a last row takes what is not to be kept
+        self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
         self._tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
         self._features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
 

@@ -29,6 +29,7 @@ from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import Frontier, TreeBuilder
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.verify import VerifyResult
 
 
 class PathDrafter(NoDrafter):
@@ -66,12 +67,15 @@ class PathDrafter(NoDrafter):
         return Draft(tree, builder.levels, builder.depth, len(at.host_slots))
 
     def extend(self, batch: BatchSlots, verified: Verified) -> None:
-        """Keep the feature of each last accepted node; where trees were drafted, learn from the picks."""
+        """Keep the feature of each last accepted node."""
         result = verified.result
-        self.ranking.learn(result)
         last = result.accepted_nodes.gather(1, result.num_accepted[:, None])
         rows = verified.rows.row_of.gather(1, last)[:, 0]
         self._features.index_copy_(0, batch.slots, verified.features[rows])
+
+    def learn(self, result: VerifyResult) -> None:
+        """Where trees were drafted, from the picks."""
+        self.ranking.learn(result)
 
     def forget(self) -> None:
         self.ranking.forget()

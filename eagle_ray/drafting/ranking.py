@@ -20,12 +20,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.offers import Offers
+from eagle_ray.drafting.offers import Offered, Offers
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import LARGE_NOISE, Coupling, least_kept
 from eagle_ray.speculative.expand import Frontier
 from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise
+from eagle_ray.speculative.upload import upload
 from eagle_ray.speculative.verify import VerifyResult
 
 MOST_FUSED = 32  # children of a node that the kernel finds, one after the other
@@ -45,8 +46,25 @@ class Children:
     draft_log_probs: Float[Tensor, "B F K"]
 
 
+@dataclass(slots=True)
+class Lesson:
+    """What one step's trees were made from, for the picks to teach by.
+
+    members: which sequences of the batch they are of. sampling, lengths: theirs. features: of each level's frontier.
+    """
+
+    members: Int[Tensor, " M"] | slice
+    sampling: BatchSampling
+    lengths: Int[Tensor, " M"]
+    features: list[Float[Tensor, "M F H"]]
+    offered: Offered
+
+
 class Ranking:
-    """logits_of: the head's logits from its features. token_ids: the tokens they are of; None where that is all."""
+    """logits_of: the head's logits from its features. token_ids: the tokens they are of; None where that is all.
+
+    lesson: what `learn` is going to learn from; None where nothing was drafted since. It may be kept and set again.
+    """
 
     def __init__(
         self,
@@ -60,49 +78,51 @@ class Ranking:
         self._order = None if token_ids is None else token_ids.argsort()
         self._offers = Offers(calibration)
         self._step = 0
-        self._features: list[Float[Tensor, "B F H"]] = []  # of each level's frontier
+        self.lesson: Lesson | None = None
 
     def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
         """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
 
         members: their indices in the batch that sampling describes; None for all of it.
         """
-        self._members = slice(None) if members is None else torch.tensor(members, device=lengths.device)
-        self._sampling = sampling if members is None else sampling.select(members)
-        self._lengths, self._features = lengths, []
-        self._offers.begin((self._sampling.temperature > 0).long())
+        at = slice(None) if members is None else upload(members, lengths.device)
+        sampling = sampling if members is None else sampling.select(members)
+        self._offers.begin((sampling.temperature > 0).long())
+        self.lesson = Lesson(at, sampling, lengths, [], self._offers.offered)
 
     def forget(self) -> None:
         """Back to the start, as if no pick had been seen."""
-        self._step, self._features = 0, []
+        self._step, self.lesson = 0, None
         self._offers.forget()
         if self.coupling is not None:
             self.coupling.fit.forget()
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
         """The `width` likeliest children of every node of the next level's frontier."""
-        level = len(self._features)
+        level = len(self.lesson.features)
         logits = self._logits_of(features)
         width = min(width, logits.shape[-1])
         best = self._fused_best if use_triton(logits.device) and width <= MOST_FUSED else self._best
         scores, index, own = best(level, logits, width)
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows offers nothing
         tokens = index if self._token_ids is None else self._token_ids[index]
-        self._features.append(features)
+        self.lesson.features.append(features)
         return Children(tokens, self._offers.add(frontier, tokens, scores), own)
 
     def learn(self, result: VerifyResult) -> None:
         """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
-        if not self._features or (self.calibration is None and self.coupling is None):
+        lesson = self.lesson
+        if lesson is None or (self.calibration is None and self.coupling is None):
             return
-        tokens, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
+        self._offers.offered = lesson.offered
+        tokens, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
         self._step += 1
         for level in self._offers.to_learn(tokens.shape[1]):
             self._offers.learn(level, tokens, num_accepted)
-            if self.coupling is not None and self._sampling.any_sampled:
+            if self.coupling is not None and lesson.sampling.any_sampled:
                 node, reached = self._offers.node_on_path(level, tokens, num_accepted)
                 self._couple(level, node, tokens[:, level], reached)
-        self._features = []
+        self.lesson = None
 
     def _best(
         self, level: int, logits: Float[Tensor, "B F D"], width: int
@@ -110,10 +130,13 @@ class Ranking:
         """The likeliest places, their log-probabilities and, third, the head's own log-probabilities of them."""
         logits = logits.float()
         ranked = own = logits.log_softmax(-1)
-        if self.coupling is not None and self._sampling.any_sampled:
-            rows = self._sampling.sampled_rows
+        sampling = self.lesson.sampling
+        if self.coupling is not None and sampling.any_sampled:
+            rows = sampling.sampled_rows
             noise = self._noise(level, rows, logits.shape[-1])
-            coupled = self.coupling.log_probs(level, logits[rows], self._sampling, rows, noise)
+            coupled = self.coupling.log_probs(level, logits[rows], sampling, rows, noise)
+            if sampling.is_bound:
+                coupled = torch.where((sampling.temperature > 0)[:, None, None], coupled, own)
             ranked = own.index_copy(0, rows, coupled)
         scores, index = ranked.topk(width, -1)
         return scores, index, own.gather(-1, index)
@@ -124,14 +147,14 @@ class Ranking:
         """The same by kernels: nothing as wide as the vocabulary is made."""
         from eagle_ray.kernels.topk import Push, top_k
 
-        sampling, push = self._sampling, None
+        sampling, push = self.lesson.sampling, None
         if self.coupling is not None and sampling.any_sampled:
             push = Push(
                 weights=self.coupling.fit.parameters[level, 0],
                 large=LARGE_NOISE,
                 temperature=sampling.temperature,
                 seed=sampling.seed,
-                positions=self._lengths + level + 1,
+                positions=self.lesson.lengths + level + 1,
                 floors=least_kept(logits, sampling, torch.arange(len(logits), device=logits.device))
                 if sampling.any_cut
                 else None,
@@ -143,14 +166,14 @@ class Ranking:
         self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
     ) -> None:
         """From PICKS_A_STEP sequences at most, others at the next step: their logits are made once more."""
-        sampled = self._sampling.sampled_rows
-        turns = -(-len(sampled) // PICKS_A_STEP)
-        rows = sampled[self._step // len(self._features) % turns :: turns]
-        logits = self._logits_of(self._features[level][rows, node[rows]]).float()
+        features, sampling = self.lesson.features, self.lesson.sampling
+        turns = -(-len(sampling.sampled) // PICKS_A_STEP)
+        rows = sampling.sampled_rows[self._step // len(features) % turns :: turns]
+        logits = self._logits_of(features[level][rows, node[rows]]).float()
         places, known = self._places(picks[rows])
         noise = self._noise(level, rows, logits.shape[-1])
         known = known & logits.isfinite().all(-1)
-        self.coupling.learn(level, logits.nan_to_num(), self._sampling, rows, noise, places, reached[rows] & known)
+        self.coupling.learn(level, logits.nan_to_num(), sampling, rows, noise, places, reached[rows] & known)
 
     def _places(self, picks: Int[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Bool[Tensor, " S"]]:
         """Where the picks stand among the tokens that can be drafted, and whether they do."""
@@ -163,4 +186,4 @@ class Ranking:
     def _noise(self, level: int, rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "S D"]:
         """The target's own at the tokens chosen after this level's nodes; the roots stand at `lengths`."""
         ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
-        return gumbel_noise(self._sampling.seed[rows], self._lengths[rows] + level + 1, ids)
+        return gumbel_noise(self.lesson.sampling.seed[rows], self.lesson.lengths[rows] + level + 1, ids)

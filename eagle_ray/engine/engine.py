@@ -14,23 +14,22 @@ import time
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Drafter, Verified
-from eagle_ray.engine.logprobs import record_outputs, tops
+from eagle_ray.drafting.drafter import Draft, Drafter
+from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.graphs import Graphs
+from eagle_ray.engine.host_copy import HostCopy
+from eagle_ray.engine.logprobs import ranked, record_outputs
 from eagle_ray.engine.planner import Outcome, Planner
 from eagle_ray.engine.prefill import Prefiller
 from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
-from eagle_ray.engine.sequence import Ranked, Sequence, check_fits
-from eagle_ray.engine.step_record import StepRecord, step_record
+from eagle_ray.engine.sequence import Sequence, check_fits
+from eagle_ray.engine.step_record import StepRecord
 from eagle_ray.engine.stopwatch import Stopwatch
+from eagle_ray.engine.verify_step import StepShape, Verifier
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import log_probs_of, pick
 from eagle_ray.speculative.stats import AcceptanceStats
-from eagle_ray.speculative.tree import VerifyRows
-from eagle_ray.speculative.verify import VerifyResult, accept_path
 
 
 @dataclass(slots=True)
@@ -62,6 +61,8 @@ class Engine:
     max_model_len: most tokens, prompt and output, of a sequence. num_spec_tokens: longest draft path that any plan
     allows (max_depth; 0 for plain decoding): the length of the acceptance statistics. prefill_tokens: most prompt
     tokens computed in one step, so that no prompt stalls those who decode (on a CPU twice as many are hardly faster).
+    graphs: through which steps are replayed; then `extend` of the drafter must be capturable, as it is of an
+    EagleDrafter, whose drafts are replayed too, and of a NoDrafter.
     """
 
     def __init__(
@@ -72,12 +73,17 @@ class Engine:
         max_model_len: int,
         num_spec_tokens: int,
         prefill_tokens: int = 512,
+        graphs: Graphs | None = None,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
         blocks = target.cache.blocks
         self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
         self.prefiller = Prefiller(target, drafter)
+        self.graphs = graphs
+        self.verifier = Verifier(target, graphs, num_spec_tokens)
+        if isinstance(drafter, EagleDrafter):
+            drafter.replay = graphs
         self.counters = EngineCounters(target.cache.num_slots)
 
     @property
@@ -132,64 +138,50 @@ class Engine:
         self.counters.prefill_s += time.monotonic() - now
 
     def _decode(self, batch: Batch, num_prompt_tokens: int) -> None:
-        """Plan, draft, allocate, verify, accept, commit, extend, append."""
-        watch = Stopwatch(self.target.device)
+        """Plan, draft, allocate, verify, learn, append; see verify_step for what verifying is."""
+        watch, recorded = Stopwatch(self.target.device), self._num_recorded
         plan = self.planner.plan(batch).among(batch.spacious)
         draft = Draft.of_roots(batch.roots)
         if plan.drafts:
             draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
         watch.mark()
         allocation = self.planner.allocate(draft, plan, batch)
-        tree = draft.tree.rerank(allocation.keep, allocation.num_nodes)
-        rows = tree.pack(batch.at.lengths, allocation.num_rows)
+        shape, verdict = self.verifier.run(self.drafter, batch, draft, allocation, watch.mark)
+        copy = HostCopy(verdict.record[: len(batch)], *(verdict.tops or ()))
+        self.drafter.learn(verdict.result)
+        num_accepted = self._take(batch, plan, draft, shape, *copy.read())
         watch.mark()
-        logits, features = self.target.verify(tree, rows, batch.at, draft.depth)
-        watch.mark()
-        picks = pick(logits, batch.sampling, rows.seq.clamp(min=0), rows.positions + 1)
-        result = accept_path(tree, rows, picks, draft.depth)
-        self.target.commit(batch.at, result)
-        self.drafter.extend(batch.at, Verified(tree, rows, logits, features, result))
-        logprobs = self._path_logprobs(batch, rows, result, logits)
-        ranked = self._path_tops(batch, rows, result, logits)
-        num_accepted = self._take(batch, plan, draft, step_record(tree, result, draft.depth, logprobs), ranked)
-        watch.mark()
-        sizes = (len(batch), batch.num_cached, len(draft.levels), draft.num_caught_up, len(rows.tokens))
-        self._learn(Outcome(plan, *sizes, num_accepted, num_prompt_tokens, watch.read()))
-
-    def _path_logprobs(
-        self, batch: Batch, rows: VerifyRows, result: VerifyResult, logits: Float[Tensor, "R V"]
-    ) -> Float[Tensor, "B D1"] | None:
-        if not any(s.sampling.logprobs for s in batch.sequences):
-            return None
-        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
-        return log_probs_of(logits[path_rows.flatten()], result.tokens.flatten()).view_as(path_rows)
-
-    def _path_tops(
-        self, batch: Batch, rows: VerifyRows, result: VerifyResult, logits: Float[Tensor, "R V"]
-    ) -> list[list[Ranked]]:
-        """The likeliest tokens along each path; nothing where nobody asked."""
-        most = max(s.sampling.top_logprobs for s in batch.sequences)
-        if not most:
-            return [[] for _ in batch.sequences]
-        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
-        flat, width = tops(logits[path_rows.flatten()], most), path_rows.shape[1]
-        return [flat[i * width : (i + 1) * width] for i in range(len(batch))]
+        sizes = (len(batch), batch.num_cached, len(draft.levels), draft.num_caught_up, shape.num_rows)
+        is_first = self._num_recorded > recorded
+        self._learn(Outcome(plan, *sizes, num_accepted, num_prompt_tokens, watch.read(), is_first))
 
     def _take(
-        self, batch: Batch, plan: Plan, draft: Draft, record: Int[Tensor, "B X"], ranked: list[list[Ranked]]
+        self,
+        batch: Batch,
+        plan: Plan,
+        draft: Draft,
+        shape: StepShape,
+        record: list[list[int]],
+        top_ids: list | None = None,
+        top_values: list | None = None,
     ) -> int:
-        """The step's copy to the host, and what follows from it for each sequence; drafts accepted in all."""
+        """What follows from the step's copy for each sequence; drafts accepted in all."""
         members = set(range(len(batch)) if plan.members is None else plan.members)
         num_accepted = 0
-        for i, (sequence, row) in enumerate(zip(batch.sequences, record.tolist(), strict=True)):
-            step = StepRecord.of(row, draft.depth)
+        for i, (sequence, row) in enumerate(zip(batch.sequences, record, strict=True)):
+            step = StepRecord.of(row, shape.max_depth)
             sequence.target_forwards += 1
             sequence.draft_forwards += draft.num_passes if i in members else 0
             step.count(sequence.stats)
             num_accepted += len(step.tokens) - 1
-            record_outputs(sequence, step.logprobs, ranked[i][: len(step.tokens)])
+            tops = ranked(top_ids[i], top_values[i])[: len(step.tokens)] if top_ids else []
+            record_outputs(sequence, step.logprobs, tops)
             self._append(sequence, step.tokens)
         return num_accepted
+
+    @property
+    def _num_recorded(self) -> int:
+        return 0 if self.graphs is None else self.graphs.num_captured
 
     def _learn(self, outcome: Outcome) -> None:
         self.counters.num_plain_steps += not outcome.depth

@@ -183,7 +183,7 @@ class GlobalPlanner:
         """Every tree within its bounds; nodes deeper than a sequence has tokens to go are worth nothing."""
         max_depths = None
         if min(batch.rooms) <= draft.depth:
-            max_depths = torch.tensor(batch.rooms, device=draft.tree.tokens.device) - 1
+            max_depths = batch.room_at - 1
         return Budget(num_rows=0, num_nodes=1 + self._max_nodes, max_depths=max_depths)
 
     def _review(self, batch: Batch) -> None:

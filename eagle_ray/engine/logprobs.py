@@ -8,7 +8,7 @@ Does not know the model or when it is run.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.engine.sequence import Ranked, Sequence
@@ -19,8 +19,18 @@ def tops(logits: Float[Tensor, "R V"], most: int) -> list[Ranked]:
     """The `most` likeliest tokens of each row; ties in any order. Nothing is computed for 0."""
     if not most:
         return [[] for _ in range(len(logits))]
+    return ranked(*(column.tolist() for column in likeliest(logits, most)))
+
+
+def likeliest(logits: Float[Tensor, "R V"], most: int) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
+    """The same on the device: ids and log-probabilities."""
     values, ids = logits.float().log_softmax(-1).topk(min(most, logits.shape[-1]))
-    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return ids, values
+
+
+def ranked(ids: list[list[int]], values: list[list[float]]) -> list[Ranked]:
+    """The same on the host."""
+    return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
 
 
 def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[Ranked]) -> None:

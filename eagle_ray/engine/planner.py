@@ -45,6 +45,7 @@ class Outcome:
 
     num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
     num_accepted: drafts, of the whole batch. num_prompt_tokens: of the prompts that were computed along with it.
+    is_first: something was made that later steps of this kind only use: its seconds say nothing of theirs.
     """
 
     plan: Plan
@@ -56,6 +57,7 @@ class Outcome:
     num_accepted: int
     num_prompt_tokens: int
     seconds: Seconds
+    is_first: bool = False
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ from eagle_ray.errors import RequestError
 from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class Chunk:
 class Batch:
     """The running sequences, in slot order, and the same as tensors.
 
-    roots: the last committed token of each. rooms: tokens that each may still produce. spacious: indices of those who
-    have KV space for a tree, not just for its root; None is all of them.
+    roots: the last committed token of each. rooms: tokens that each may still produce; room_at: the same on the device.
+    spacious: indices of those who have KV space for a tree, not just for its root; None is all of them.
     """
 
     sequences: list[Sequence]
@@ -59,6 +60,7 @@ class Batch:
     roots: Int[Tensor, " B"]
     sampling: BatchSampling
     rooms: list[int]
+    room_at: Int[Tensor, " B"]
     spacious: tuple[int, ...] | None
 
     @property
@@ -144,12 +146,21 @@ class Scheduler:
         sequences = sorted(self._decoding(), key=lambda s: s.slot)
         if not sequences:
             return None
-        at = BatchSlots.of([s.slot for s in sequences], [s.num_cached for s in sequences], self._device)
-        roots = torch.tensor([s.root for s in sequences], dtype=torch.int64, device=self._device)
+        self._blocks.settle()
+        slots, lengths = [s.slot for s in sequences], [s.num_cached for s in sequences]
         rooms = [s.max_tokens - len(s.output_ids) for s in sequences]
+        at, length_at, roots, room_at = upload([slots, lengths, [s.root for s in sequences], rooms], self._device)
         spacious = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
         everyone = len(spacious) == len(sequences)
-        return Batch(sequences, at, roots, self._sampling_of(sequences), rooms, None if everyone else spacious)
+        return Batch(
+            sequences,
+            BatchSlots(at, length_at, slots, lengths),
+            roots,
+            self._sampling_of(sequences),
+            rooms,
+            room_at,
+            None if everyone else spacious,
+        )
 
     def retire(self) -> list[Sequence]:
         """Running -> finished: free the slots of sequences that are done, and return them."""

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from eagle_ray.speculative.upload import upload
+
 # Drafted nodes per sequence, on average over the batch, at which a curve is kept.
 SIZES = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 RATE = 0.2  # how far one observation of many sequences moves what is known; of fewer, by the root of their number
@@ -122,7 +124,7 @@ def _curve(levels: list[Float[Tensor, "M ..."]]) -> Float[Tensor, " S"]:
     most = min(values.numel(), int(SIZES[-1] * num_members))
     total = values.topk(most).values.exp().cumsum(0) / num_members
     total = torch.cat([total.new_zeros(1), total])
-    places = torch.tensor([size * num_members for size in SIZES], device=total.device).clamp(max=most)
+    places = upload([size * num_members for size in SIZES], total.device, torch.float32).clamp(max=most)
     below = places.floor().long()
     above = (below + 1).clamp(max=most)
     return total[below] + (places - below) * (total[above] - total[below])

@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.models.prefixes import Prefixes
+from eagle_ray.speculative.upload import sent
 
 BLOCK_SIZE = 32  # columns: small enough to waste little, large enough that gathering is as fast as reading
 
@@ -28,8 +29,8 @@ class Blocks:
     """The tables of num_slots slots over a pool of num_blocks blocks.
 
     capacity: most columns of a slot. num_blocks: None is enough for every slot to be full.
-    table: on the device; columns that nobody reserved lie in block `num_blocks`, which takes padding rows and is
-    never read for its content.
+    nowhere: one slot more, which never holds anything: that of the sequences that fill up a batch. Columns that nobody
+    reserved lie in block `num_blocks`, which takes padding rows and is never read for its content.
     """
 
     def __init__(
@@ -43,13 +44,28 @@ class Blocks:
         self.num_slots, self.capacity, self.size = num_slots, capacity, size
         blocks_per_slot = self.blocks_for(capacity)
         self.num_blocks = num_slots * blocks_per_slot if num_blocks is None else num_blocks
-        shape = (num_slots, blocks_per_slot + 1)  # the last entry is never reserved: column `padding` lies there
-        self.table: Int[Tensor, "S W"] = torch.full(shape, self.num_blocks, dtype=torch.int64, device=device)
+        self.nowhere = num_slots
+        shape = (num_slots + 1, blocks_per_slot + 1)  # the last entry is never reserved: column `padding` lies there
+        self._host_table = torch.full(shape, self.num_blocks, dtype=torch.int64)
+        self._table = sent(self._host_table, device)
+        self._is_stale = False
         self.padding = blocks_per_slot * size
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
         self._references = [0] * self.num_blocks
         self._free = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous and memory small
         self._prefixes = Prefixes()
+
+    @property
+    def table(self) -> Int[Tensor, "S1 W"]:
+        """Which block each column of each slot lies in; on the device, always in the same memory."""
+        self.settle()
+        return self._table
+
+    def settle(self) -> None:
+        """Send the device what the host has changed, in one copy; before a captured pass, which cannot ask for it."""
+        if self._is_stale and self._table is not self._host_table:
+            self._table.copy_(self._host_table.pin_memory(), non_blocking=True)
+        self._is_stale = False
 
     @property
     def num_available(self) -> int:
@@ -88,7 +104,8 @@ class Blocks:
             return
         for block in reversed(held[keep:]):  # the last first: what is reused least goes first when space runs out
             self._release(block)
-        self.table[slot, keep : len(held)] = self.num_blocks
+        self._host_table[slot, keep : len(held)] = self.num_blocks
+        self._is_stale = True
         del held[keep:]
 
     def free(self, slot: int) -> None:
@@ -128,13 +145,15 @@ class Blocks:
         idle = [block for block in range(self.num_blocks) if self._prefixes.is_idle(block)]
         unused = [block for block, count in enumerate(counts) if count == 0]
         assert sorted([*self._free, *idle]) == unused, f"free {self._free}, idle {idle}, unused {unused}"
+        assert self.table[self.nowhere].eq(self.num_blocks).all(), "the slot that never holds anything"
         self._prefixes.check_integrity()
 
     def _extend(self, slot: int, blocks: list[int]) -> None:
         if not blocks:
             return
         held = self._held[slot]
-        self.table[slot, len(held) : len(held) + len(blocks)] = torch.tensor(blocks, device=self.table.device)
+        self._host_table[slot, len(held) : len(held) + len(blocks)] = torch.tensor(blocks)
+        self._is_stale = True
         held += blocks
 
     def _take(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.models.blocks import Blocks
+from eagle_ray.speculative.upload import upload
 from eagle_ray.speculative.verify import VerifyResult
 
 SPLIT_COLUMNS = 512  # measured: one more pass over a batch costs as much as reading a few hundred columns for nothing
@@ -25,24 +26,33 @@ SPLIT_COLUMNS = 512  # measured: one more pass over a batch costs as much as rea
 
 @dataclass(frozen=True, slots=True)
 class BatchSlots:
-    """The slots of B sequences and how many tokens each of them holds, on the device and on the host."""
+    """The slots of B sequences and how many tokens each of them holds, on the device and on the host.
+
+    bound: where the host knows no slots and lengths, because a captured pass is for any of them: what none exceeds.
+    """
 
     slots: Int[Tensor, " B"]
     lengths: Int[Tensor, " B"]
     host_slots: list[int]
     host_lengths: list[int]
+    bound: int | None = None
 
     @classmethod
     def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> BatchSlots:
-        both = torch.tensor([slots, lengths], dtype=torch.int64, device=device)
+        both = upload([slots, lengths], device)
         return cls(both[0], both[1], slots, lengths)
+
+    @classmethod
+    def bounded(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> BatchSlots:
+        """Whatever the tensors hold when the pass is run, up to a length of `bound`, which is at least 1."""
+        return cls(slots, lengths, [], [], bound)
 
     def groups(self) -> list[tuple[Int[Tensor, " b"] | None, BatchSlots]]:
         """The sequences by similar length: where they stand in the batch (None: all of them) and they themselves."""
-        parts = length_groups(self.host_lengths)
+        parts = [[]] if self.bound is not None else length_groups(self.host_lengths)
         if len(parts) == 1:
             return [(None, self)]
-        return [(torch.tensor(part, device=self.slots.device), self.select(part)) for part in parts]
+        return [(upload(part, self.slots.device), self.select(part)) for part in parts]
 
     def select(self, members: Sequence[int]) -> BatchSlots:
         """Those sequences of the batch alone."""
@@ -51,15 +61,18 @@ class BatchSlots:
 
     @property
     def min_length(self) -> int:
-        return min(self.host_lengths)
+        return 0 if self.bound is not None else min(self.host_lengths)
 
     @property
     def max_length(self) -> int:
-        return max(self.host_lengths)
+        return self.bound if self.bound is not None else max(self.host_lengths)
 
     def advanced(self, columns: int) -> BatchSlots:
         """The same slots with `columns` more tokens in each."""
-        return replace(self, lengths=self.lengths + columns, host_lengths=[n + columns for n in self.host_lengths])
+        bound = None if self.bound is None else self.bound + columns
+        return BatchSlots(
+            self.slots, self.lengths + columns, self.host_slots, [n + columns for n in self.host_lengths], bound
+        )
 
 
 class KVCache:

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.speculative.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Candidates:
         """Draft tokens that the m best candidates are expected to yield, for each size m; one look at the device."""
         values = self.log_values.exp()
         totals = torch.cat([values.new_zeros(1), values.cumsum(0)])
-        return totals[torch.tensor(sizes, device=values.device)].tolist()
+        return totals[upload(sizes, values.device)].tolist()
 
     def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
         """The roots and as many of the best candidates as num_rows has room for."""

@@ -14,6 +14,7 @@ log-probabilities come from.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from eagle_ray.speculative.static_tree import StaticTree
 from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.speculative.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,7 @@ class TreeBuilder:
         return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
 
     def _named(self, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
-        places = [parent * children_each + rank for parent, rank in self._shape.expanded(self.depth)]
-        return torch.tensor(places, dtype=torch.int64, device=values.device).expand(len(values), -1)
+        return _places(self._shape, self.depth, children_each, values.device).expand(len(values), -1)
 
     def build(self) -> DraftTree:
         """All candidates so far: 1 + F*K nodes a level, breadth-first. Padding is marked where it stands: `rerank`
@@ -110,6 +111,12 @@ class TreeBuilder:
             draft_log_probs=torch.cat(self._draft_log_probs, 1),
             valid=log_values > -torch.inf,
         )
+
+
+@lru_cache(maxsize=64)
+def _places(shape: StaticTree, depth: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
+    """Where the nodes of a level that have children stand among all of it; sent to the device once."""
+    return upload([parent * children_each + rank for parent, rank in shape.expanded(depth)], device)
 
 
 def _offered(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:

@@ -20,9 +20,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.speculative.replay import Padded
+from eagle_ray.speculative.upload import upload
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
+Kind = tuple[bool, bool, bool, bool]
+"""Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -75,6 +79,7 @@ class BatchSampling:
     """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs.
 
     temperature: 0 for greedy sequences. sampled: the others, by index; sampled_rows: the same on the device.
+    is_bound: a captured pass is for any such tensors: `sampled` then names every sequence, and temperatures tell.
     """
 
     temperature: Float[Tensor, " B"]
@@ -87,26 +92,63 @@ class BatchSampling:
     any_top_p: bool
     any_top_k: bool
     any_min_p: bool
+    is_bound: bool = False
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> BatchSampling:
         """The parameters of a batch, in its order. Top-k off is stored as 0."""
         rows = [i for i, p in enumerate(params) if not p.is_greedy]
         sampled = [params[i] for i in rows]
+        temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
+        floats = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
+        temperature, top_p, min_p = upload(floats, device, torch.float32)
+        top_k, seed = upload([[p.top_k for p in params], [as_int64(p.seed) for p in params]], device)
         return cls(
-            temperature=torch.tensor(
-                [0.0 if p.is_greedy else p.temperature for p in params], dtype=torch.float32, device=device
-            ),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seed=torch.tensor([as_int64(p.seed) for p in params], dtype=torch.int64, device=device),
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
             sampled=rows,
-            sampled_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            sampled_rows=upload(rows, device),
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_top_k=any(p.top_k > 0 for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
         )
+
+    def padded(self, num_sequences: int) -> list[Padded]:
+        """What `bound` takes, for so many sequences; who fills up is greedy."""
+        return [
+            Padded(column, (num_sequences,), fill)
+            for column, fill in (
+                (self.temperature, 0.0),
+                (self.top_p, 1.0),
+                (self.top_k, 0),
+                (self.min_p, 0.0),
+                (self.seed, 0),
+            )
+        ]
+
+    @classmethod
+    def bound(
+        cls,
+        kind: Kind,
+        temperature: Float[Tensor, " P"],
+        top_p: Float[Tensor, " P"],
+        top_k: Int[Tensor, " P"],
+        min_p: Float[Tensor, " P"],
+        seed: Int[Tensor, " P"],
+    ) -> BatchSampling:
+        """Whatever the tensors hold when the pass is run, as long as it is of this kind."""
+        any_sampled, *flags = kind
+        rows = list(range(len(seed))) if any_sampled else []
+        every = torch.arange(len(rows), device=seed.device)
+        return cls(temperature, top_p, top_k, min_p, seed, rows, every, *flags, is_bound=True)
+
+    @property
+    def kind(self) -> Kind:
+        """Whether any of them is sampled at all, and which processors any needs."""
+        return self.any_sampled, self.any_top_p, self.any_top_k, self.any_min_p
 
     @property
     def any_sampled(self) -> bool:
@@ -119,7 +161,7 @@ class BatchSampling:
 
     def select(self, members: Sequence[int]) -> BatchSampling:
         """The same for some of the sequences."""
-        index = torch.tensor(members, dtype=torch.int64, device=self.seed.device)
+        index = upload(members, self.seed.device)
         sampled = set(self.sampled)
         rows = [i for i, member in enumerate(members) if member in sampled]
         return replace(
@@ -130,7 +172,7 @@ class BatchSampling:
             min_p=self.min_p[index],
             seed=self.seed[index],
             sampled=rows,
-            sampled_rows=torch.tensor(rows, dtype=torch.int64, device=self.seed.device),
+            sampled_rows=upload(rows, self.seed.device),
         )
 
 

@@ -81,10 +81,18 @@ class DraftTree:
             valid=place(self.valid, batch.valid, False),
         )
 
+    def first(self, num_trees: int) -> DraftTree:
+        """The first so many of the trees."""
+        return DraftTree(*(column[:num_trees] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All of it, in the order in which it is made."""
+        return self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid
+
     def to(self, device: torch.device | str) -> DraftTree:
         """The same trees on another device."""
-        columns = (self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid)
-        return DraftTree(*(column.to(device, non_blocking=True) for column in columns))
+        return DraftTree(*(column.to(device, non_blocking=True) for column in self.columns))
 
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
         """The subtrees on the given nodes: ascending indices, N where there is none."""

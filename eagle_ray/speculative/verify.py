@@ -20,7 +20,7 @@ from eagle_ray.speculative.tree import DraftTree, VerifyRows
 class VerifyResult:
     """The accepted path of each tree; D1 is the longest possible draft path plus one.
 
-    accepted_nodes[b, 0] = 0, the root; padding -1. num_accepted: root and bonus excluded.
+    accepted_nodes[b, 0] = 0, the root; padding -1. num_accepted: root and bonus excluded; -1 where there is no root.
     tokens[b, :num_accepted[b] + 1] are valid: the accepted drafts, then the bonus token.
     """
 
@@ -53,7 +53,7 @@ def accepted_mask(tree: DraftTree, picks_at: Int[Tensor, "B N"], max_depth: int)
     """Nodes on the walk, the root included: picked at their parent, and so is every ancestor."""
     parents = tree.parents.clamp(min=0)
     picked = (tree.tokens == picks_at.gather(1, parents)) & tree.valid
-    picked[:, 0] = True
+    picked[:, 0] = tree.valid[:, 0]
     accepted = picked
     for _ in range(max_depth - 1):
         accepted = picked & accepted.gather(1, parents)

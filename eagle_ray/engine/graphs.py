@@ -1,0 +1,185 @@
+"""Graphs: passes of fixed shapes, recorded once each and replayed: on a GPU a step is then a few launches.
+
+    graphs = Graphs.of(target)
+    engine = Engine(target, drafter, planner, ..., graphs=graphs)
+    graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
+
+A key is recorded when it first comes up, after two runs on a side stream. All graphs share one pool of memory; what
+each returns stays its own. On a CPU nothing can be recorded: the function is called again, on the same input tensors,
+and its results are copied into those of the first call, so that whatever is wrong with padding, buckets or results that
+are kept too long is wrong there too. Where recording fails, everything runs unrecorded from then on, with one line in
+the log. Does not know what the functions do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_ray.engine.costs import BUCKETS
+from eagle_ray.speculative.replay import Padded
+from eagle_ray.models.target import Target
+
+log = logging.getLogger("eagle_ray")
+
+LARGE_ROWS = 512  # past the last bucket, rows are padded to a multiple of this
+WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
+SHORTEST_CONTEXT = {"cpu": 64, "cuda": 1024}
+CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
+MIB = 2**20
+
+
+class Graphs:
+    """num_slots, capacity: bounds of the batches and contexts that come up.
+
+    num_captured, num_replayed: passes recorded and run. seconds, bytes: what recording took, of time and of the device.
+    """
+
+    def __init__(self, device: torch.device | str, num_slots: int, capacity: int):
+        self._device, self._num_slots, self._capacity = torch.device(device), num_slots, capacity
+        self._graphs: dict[Hashable, HostGraph | CudaGraph] = {}
+        self._pool = CudaPool() if self._device.type == "cuda" else None
+        self.num_captured = self.num_replayed = self.bytes = 0
+        self.seconds = 0.0
+        self.works = True
+
+    @classmethod
+    def of(cls, target: Target) -> Graphs:
+        return cls(target.device, target.cache.num_slots, target.cache.capacity)
+
+    def batch_size(self, num_sequences: int) -> int:
+        return min(_bucket(num_sequences), self._num_slots)
+
+    def num_rows(self, num_rows: int) -> int:
+        return _bucket(num_rows)
+
+    def num_nodes(self, num_nodes: int) -> int:
+        return 1 << (num_nodes - 1).bit_length()
+
+    def context(self, longest: int) -> int:
+        bound, growth = (of[self._device.type] for of in (SHORTEST_CONTEXT, CONTEXT_GROWTH))
+        while bound < longest:
+            bound *= growth
+        return min(bound, self._capacity)
+
+    def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
+        """Replay.run; results are in tensors of the padded shapes."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self.num_replayed += 1
+            graph.inputs.fill(inputs)
+            return graph.replay()
+        buffers = Buffers(inputs)
+        buffers.fill(inputs)
+        return self._captured(key, function, buffers) if self.works else function(*buffers.tensors)
+
+    @property
+    def summary(self) -> str:
+        """What was recorded and what it took, in words."""
+        made = f"{self.num_captured} graphs in {self.seconds:.1f} s, {self.bytes / MIB:.0f} MiB"
+        return f"{made}; {self.num_replayed} replays"
+
+    def _captured(self, key: Hashable, function: Callable[..., Any], inputs: Buffers) -> Any:
+        started, before = time.monotonic(), self._reserved()
+        try:
+            graph = HostGraph(function, inputs) if self._pool is None else CudaGraph(function, inputs, self._pool)
+        except RuntimeError as error:  # of CUDA, its memory included
+            if self._pool is None:
+                raise
+            self.works = False
+            reason = str(error).strip().splitlines()[0]
+            log.warning("CUDA graphs are off from here on: recording %s failed (%s)", key, reason)
+            return function(*inputs.tensors)
+        self._graphs[key] = graph
+        seconds, size = time.monotonic() - started, self._reserved() - before
+        self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
+        log.debug("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
+        return graph.replay()
+
+    def _reserved(self) -> int:
+        return 0 if self._pool is None else torch.cuda.memory_reserved(self._device)
+
+
+class Buffers:
+    """The input tensors of one key, at the same place for every run."""
+
+    def __init__(self, inputs: Sequence[Padded]):
+        self.tensors = [padded.tensor.new_full(padded.shape, padded.fill) for padded in inputs]
+
+    def fill(self, inputs: Sequence[Padded]) -> None:
+        """These numbers in the corners, and around them what fills up."""
+        for buffer, padded in zip(self.tensors, inputs, strict=True):
+            if buffer.shape == padded.tensor.shape:
+                buffer.copy_(padded.tensor, non_blocking=True)
+                continue
+            buffer.fill_(padded.fill)
+            buffer[tuple(slice(size) for size in padded.tensor.shape)].copy_(padded.tensor, non_blocking=True)
+
+
+class HostGraph:
+    """What a CPU does in place of a replay: the same call, to results at the same place."""
+
+    def __init__(self, function: Callable[..., Any], inputs: Buffers):
+        self.inputs, self._function = inputs, function
+        self._results = function(*inputs.tensors)
+
+    def replay(self) -> Any:
+        again = self._function(*self.inputs.tensors)
+        for result, fresh in zip(tensors_of(self._results), tensors_of(again), strict=True):
+            result.copy_(fresh)
+        return self._results
+
+
+class CudaPool:
+    """The memory that all recordings share, and the stream on which they are made."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+
+
+class CudaGraph:
+    """One recording. Its results, and nothing else it makes, keep their memory."""
+
+    def __init__(self, function: Callable[..., Any], inputs: Buffers, pool: CudaPool):
+        self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream()
+        pool.stream.wait_stream(here)
+        with torch.cuda.stream(pool.stream):
+            for _ in range(WARM_UPS):
+                function(*inputs.tensors)
+        here.wait_stream(pool.stream)
+        recording = torch.cuda.graph(
+            self._graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
+        )
+        with recording:
+            self._results = function(*inputs.tensors)
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self._results
+
+
+def tensors_of(results: Any) -> Iterator[Tensor]:
+    """Every tensor in a structure of dataclasses, lists and tuples, in its order."""
+    if isinstance(results, Tensor):
+        yield results
+    elif is_dataclass(results):
+        for field in fields(results):
+            yield from tensors_of(getattr(results, field.name))
+    elif isinstance(results, list | tuple):
+        for part in results:
+            yield from tensors_of(part)
+
+
+def _bucket(size: int) -> int:
+    """The next number of rows for which costs are measured."""
+    if size > BUCKETS[-1]:
+        return -(-size // LARGE_ROWS) * LARGE_ROWS
+    return next(bucket for bucket in BUCKETS if bucket >= size)

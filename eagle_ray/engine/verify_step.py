@@ -1,0 +1,160 @@
+"""verify_step: what the device does between the allocation of rows and the step's copy to the host.
+
+    rerank -> pack -> one pass of the target -> pick -> walk -> commit -> the drafter's news -> record
+
+The same function runs as it comes, on the shapes of the moment, or captured, on padded ones: see `Verifier`. It asks
+nothing of the host and reads nothing but tensors, some of which it changes in place: the caches and the drafter's
+queue. Does not know sequences, planners or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.drafting.drafter import Draft, Drafter, Verified
+from eagle_ray.engine.logprobs import likeliest
+from eagle_ray.engine.planner import Allocation
+from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.step_record import step_record
+from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.models.target import Target
+from eagle_ray.speculative.replay import Padded, Replay
+from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
+from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.speculative.verify import VerifyResult, accept_path
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What of a step is no tensor.
+
+    num_nodes: of each tree, root included. num_rows: of the pass. max_depth: bound on the nodes' depths; 0 where
+    nothing was drafted. logprobs: whether the record has them. num_tops: how many of the likeliest tokens are named.
+    """
+
+    num_nodes: int
+    num_rows: int
+    max_depth: int
+    logprobs: bool
+    num_tops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """record: see step_record. tops: ids and log-probabilities of the likeliest tokens along each path."""
+
+    result: VerifyResult
+    record: Int[Tensor, "B X"]
+    tops: tuple[Int[Tensor, "B D1 K"], Float[Tensor, "B D1 K"]] | None
+
+
+def verify_step(
+    target: Target,
+    drafter: Drafter,
+    batch: BatchSlots,
+    sampling: BatchSampling,
+    tree: DraftTree,
+    keep: Bool[Tensor, "B N"],
+    shape: StepShape,
+    mark: Callable[[], None] = lambda: None,
+) -> Verdict:
+    """mark: called right before and right after the target's pass."""
+    tree = tree.rerank(keep, shape.num_nodes)
+    rows = tree.pack(batch.lengths, shape.num_rows)
+    mark()
+    logits, features = target.verify(tree, rows, batch, shape.max_depth)
+    mark()
+    picks = pick(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
+    result = accept_path(tree, rows, picks, shape.max_depth)
+    target.commit(batch, result)
+    drafter.extend(batch, Verified(tree, rows, logits, features, result))
+    logprobs = tops = None
+    if shape.logprobs:
+        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+        path = logits[path_rows.flatten()]
+        logprobs = log_probs_of(path, result.tokens.flatten()).view_as(path_rows)
+        if shape.num_tops:
+            tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest(path, shape.num_tops))
+    return Verdict(result, step_record(tree, result, shape.max_depth, logprobs), tops)
+
+
+class Verifier:
+    """Runs verify_step: through `replay` where there is one, and else as it comes.
+
+    max_depth: of any draft that may come up.
+    """
+
+    def __init__(self, target: Target, replay: Replay | None, max_depth: int):
+        self._target, self._replay, self._max_depth = target, replay, max_depth
+
+    def run(
+        self, drafter: Drafter, batch: Batch, draft: Draft, allocation: Allocation, mark: Callable[[], None]
+    ) -> tuple[StepShape, Verdict]:
+        """The shape of one step and its verdict; that of a replay stands until the next step."""
+        shape = _shape(batch, draft, allocation)
+        if self._replay is None or not self._replay.works:
+            parts = batch.at, batch.sampling, draft.tree, allocation.keep
+            return shape, verify_step(self._target, drafter, *parts, shape, mark)
+        mark()
+        shape = self._fixed(shape, len(batch), self._replay)
+        verdict = self._replayed(drafter, batch, draft.tree, allocation.keep, shape, self._replay)
+        mark()
+        return shape, verdict
+
+    def _fixed(self, shape: StepShape, batch_size: int, replay: Replay) -> StepShape:
+        """The next larger of the few shapes that are captured; a plain step has rows for the batch and no more."""
+        if not shape.max_depth:
+            return replace(shape, num_rows=replay.batch_size(batch_size))
+        num_nodes, num_rows = replay.num_nodes(shape.num_nodes), replay.num_rows(shape.num_rows)
+        return replace(shape, num_nodes=num_nodes, num_rows=num_rows, max_depth=self._max_depth)
+
+    def _replayed(
+        self,
+        drafter: Drafter,
+        batch: Batch,
+        tree: DraftTree,
+        keep: Bool[Tensor, "B N"],
+        shape: StepShape,
+        replay: Replay,
+    ) -> Verdict:
+        """For any batch of this size whose longest sequence fits, in the slots and with the trees of the moment."""
+        size, bound = replay.batch_size(len(batch)), replay.context(batch.at.max_length)
+        num_candidates = replay.num_nodes(tree.num_nodes) if shape.max_depth else 1
+        target, kind = self._target, batch.sampling.kind
+
+        def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> Verdict:
+            at, sampling = BatchSlots.bounded(slots, lengths, bound), BatchSampling.bound(kind, *tensors[:5])
+            tree, keep = _trees(*tensors[5:])
+            return verify_step(target, drafter, at, sampling, tree, keep, shape)
+
+        slots = Padded(batch.at.slots, (size,), target.cache.blocks.nowhere)
+        trees = _padded(tree, keep, (size, num_candidates)) if shape.max_depth else [Padded(batch.roots, (size,))]
+        inputs = [slots, Padded(batch.at.lengths, (size,)), *batch.sampling.padded(size), *trees]
+        return replay.run(("verify", size, num_candidates, bound, kind, shape), verify, inputs)
+
+
+def _shape(batch: Batch, draft: Draft, allocation: Allocation) -> StepShape:
+    asked = [s.sampling for s in batch.sequences if s.sampling.logprobs]
+    num_tops = max((sampling.top_logprobs for sampling in asked), default=0)
+    return StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, bool(asked), num_tops)
+
+
+def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[Padded]:
+    """Trees and nodes that are not kept, not even the roots, around those that there are."""
+    fills = (0, -1, 0, -torch.inf, -torch.inf, False)
+    columns = (Padded(column, shape, fill) for column, fill in zip(tree.columns, fills, strict=True))
+    return [*columns, Padded(keep, shape, False)]
+
+
+def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N"]]:
+    """Back from `_padded`, or from the roots alone."""
+    if not others:
+        tree = DraftTree.of_roots(first)
+        return tree, tree.valid
+    *columns, keep = others
+    return DraftTree(first, *columns), keep

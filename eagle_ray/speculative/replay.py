@@ -1,0 +1,52 @@
+"""Replay: how a pass of fixed shapes is run again and again, and Padded, what it is given.
+
+    size = replay.batch_size(len(slots))
+    inputs = [Padded(slots, (size,), nowhere), Padded(lengths, (size,))]
+    drafted = replay.run(("draft", size, depth), function, inputs)
+
+The function takes plain tensors of the padded shapes, reads nothing else that changes but tensors in place, and returns
+whatever holds its results; those are overwritten by the next run under the same key. Does not know how that is done:
+see engine/graphs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A tensor that stands in the first corner of a larger one. fill: what is in the rest of that."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    fill: float = 0
+
+
+@runtime_checkable
+class Replay(Protocol):
+    @property
+    def works(self) -> bool:
+        """Whether `run` still does what it is for."""
+
+    def batch_size(self, num_sequences: int) -> int:
+        """Sequences of a pass for so many."""
+
+    def num_rows(self, num_rows: int) -> int:
+        """Rows of a pass for so many."""
+
+    def num_nodes(self, num_nodes: int) -> int:
+        """Nodes of each tree for so many."""
+
+    def context(self, longest: int) -> int:
+        """Tokens in the cache that a pass is prepared for where the longest sequence has so many."""
+
+    def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
+        """What the function returns, with its results for these inputs.
+
+        Under one key the function does the same, to inputs of the same padded shapes.
+        """
