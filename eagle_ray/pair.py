@@ -8,6 +8,8 @@ Knows where models live and how large their caches must be. Does not know rows, 
 
 from __future__ import annotations
 
+import logging
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +24,13 @@ from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import needs
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
+from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.cost_cache import cached_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.graphs import Graphs, why_not_captured
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.errors import EngineError
@@ -39,6 +43,9 @@ from eagle_ray.models.target import Target
 from eagle_ray.models.threads import settle_threads
 from eagle_ray.text import Text
 
+log = logging.getLogger("eagle_ray")
+
+GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
@@ -134,17 +141,34 @@ def build_engine(
     _check_kv_tokens(kv_tokens, columns)
     layers = feature_layers(weights, config.num_hidden_layers)
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
+    drafter = NoDrafter() if plain else make_drafter(speculative, target, weights)
+    graphs = graphs_for(target, drafter)
     if plain:
-        return Engine(target, NoDrafter(), UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0)
-    drafter = make_drafter(speculative, target, weights)
+        return Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0, graphs=graphs)
     fixed = fixed_planner(speculative, drafter)
     planner = fixed or UniformPlanner(*_tree_of(speculative))
-    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth)
+    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth, graphs=graphs)
     if speculative.budget == "global" and fixed is None:
         tree, parts = _tree_of(speculative), cost_parts(engine, speculative)
         costs = cached_costs(parts, lambda: measure(engine, *tree))
-        engine.planner = GlobalPlanner(*tree, costs, can_look=target.device.type == "cpu")
+        can_look, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
+        engine.planner = GlobalPlanner(*tree, costs, can_look, padded)
     return engine
+
+
+def graphs_for(target: Target, drafter: Drafter) -> Graphs | None:
+    """Steps are replayed on a GPU where nothing stands against it; EAGLE_RAY_GRAPHS=off or on says otherwise.
+
+    On a CPU `on` runs the same fixed shapes without being faster: that is for tests.
+    """
+    wish = os.environ.get(GRAPHS, "on" if target.device.type == "cuda" else "off")
+    if wish not in ("off", "on"):
+        raise ConfigError(f"{GRAPHS}: {wish!r} is neither 'off' nor 'on'")
+    reason = why_not_captured(target, drafter)
+    if wish == "off" or reason is not None:
+        log.info("steps are not replayed: %s", f"{GRAPHS}=off" if wish == "off" else reason)
+        return None
+    return Graphs.of(target)
 
 
 def limits_of(model: ModelConfig) -> Limits:
@@ -323,7 +347,7 @@ def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, obje
         "slots": target.cache.num_slots,
         "blocks": target.cache.blocks.num_blocks,  # with few of them not all slots can be measured at once
         "tree": _tree_of(speculative),
-    }
+    } | ({} if engine.graphs is None else {"graphs": True})
 
 
 def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graphs import Graphs
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.blocks import Blocks
@@ -155,11 +156,13 @@ def llama_engine(
     kv_tokens: int | None = None,
     prefill_tokens: int = 512,
     weights: EagleHead | Eagle3Head | None = None,
+    graphs: bool = False,
     **shape: object,
 ) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
 
-    weights: the head; None is one of EAGLE-2. shape: the Llama's, where it is not LLAMA's.
+    weights: the head; None is one of EAGLE-2. graphs: whether steps are replayed. shape: the Llama's, where it is not
+    LLAMA's.
     """
     model, weights = llama(seed, **shape), weights or head(seed)
     layers = weights.feature_layers(model.config.num_hidden_layers)
@@ -167,7 +170,8 @@ def llama_engine(
     learning = dict(calibration=Calibration(max_depth), coupling=Coupling(max_depth))
     drafter = EagleDrafter(weights, target, **learning) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
-    return Engine(target, drafter, planner, 128, num_spec_tokens=max_depth, prefill_tokens=prefill_tokens)
+    replayed = Graphs.of(target) if graphs else None
+    return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed)
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:

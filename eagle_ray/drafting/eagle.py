@@ -172,7 +172,9 @@ class EagleDrafter:
         kind = sampling.kind
         key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.shape, kind, self.builder)
 
-        def grow(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor) -> Grown:
+        def grow(
+            slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor
+        ) -> Grown:
             self.ranking.begin(BatchSampling.bound(kind, *chosen), lengths)
             backlog = Backlog(first, starts, [], longest)
             return self._grown(BatchSlots.bounded(slots, lengths, bound), roots, plan, backlog)

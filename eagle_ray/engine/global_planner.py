@@ -13,6 +13,7 @@ seconds; does not know models, requests or who drafts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -59,13 +60,22 @@ class GlobalPlanner:
     """max_nodes, max_depth, top_k: bounds on each sequence's tree, as for UniformPlanner, and not more than it needs.
 
     can_look: whether asking the device between levels is cheap, as on a CPU; otherwise depth is decided beforehand, and
-    a step that drafts asks once, for the values by which it sets the number of rows.
+    a step that drafts asks once, for the values by which it sets the number of rows. padded: how many rows a pass for
+    so many has.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, top_k: int, costs: StepCosts, can_look: bool = True):
+    def __init__(
+        self,
+        max_nodes: int,
+        max_depth: int,
+        top_k: int,
+        costs: StepCosts,
+        can_look: bool = True,
+        padded: Callable[[int], int] = int,
+    ):
         widths = (*(w for w in WIDTHS if w < top_k), top_k)
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
-        self.costs, self._can_look = costs, can_look
+        self.costs, self._can_look, self._padded = costs, can_look, padded
         self.foreseen_s = self.foreseen_plain_s = 0.0  # of all steps so far, by the costs: as taken, and without drafts
         self._curves = ValueCurves(widths, self._max_depth)
         self._best = Prospect(0.0)
@@ -125,8 +135,8 @@ class GlobalPlanner:
             return Allocation(draft.tree.valid, 1, size)
         candidates = Candidates.of(draft.tree, self._budget(draft, batch))
         num_candidates = len(candidates.log_values)
-        rows = [size, *self._buckets(size, num_candidates)]
-        gains = candidates.expected([n - size for n in rows])
+        rows = self._passes([size, *self._buckets(size, num_candidates)])
+        gains = candidates.expected([min(n - size, num_candidates) for n in rows])
         drafted = self.costs.drafted(draft.num_caught_up, plan.num_members(size), plan.width, len(draft.levels))
         spent = drafted + self.costs.draft_rest(size)
         rates = [self._rate(batch, gain, spent, n) for n, gain in zip(rows, gains, strict=True)]
@@ -137,7 +147,10 @@ class GlobalPlanner:
         return Allocation(keep, min(most, draft.tree.num_nodes), rows[best])
 
     def learn(self, outcome: Outcome) -> None:
-        self.foreseen_s += self.costs.foresee(outcome).total
+        foreseen = self.costs.foresee(outcome)
+        if outcome.is_first:
+            outcome = replace(outcome, seconds=foreseen)
+        self.foreseen_s += foreseen.total
         self.foreseen_plain_s += self.costs.plain_step(outcome.batch_size, outcome.num_cached)
         self.costs.learn(outcome)
         self._num_steps += 1
@@ -174,6 +187,10 @@ class GlobalPlanner:
         """Tokens a second of a step that has spent some seconds and verifies num_rows rows."""
         return (len(batch) + self._trust * gain) / (spent + self.costs.verified(num_rows, batch.num_cached))
 
+    def _passes(self, rows: list[int]) -> list[int]:
+        """Those of the passes that there are which take so many rows."""
+        return sorted({self._padded(n) for n in rows})
+
     def _buckets(self, size: int, num_candidates: int) -> list[int]:
         """Rows that a pass may have beyond the roots of `size` sequences: a CPU takes any number, a GPU's are set."""
         most = size + num_candidates
@@ -205,7 +222,7 @@ class GlobalPlanner:
         size, costs = len(batch), self.costs
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
         most = size * (1 + self._max_nodes)
-        rows = [size, *(n for n in BUCKETS if size < n < most), most]
+        rows = self._passes([size, *(n for n in BUCKETS if size < n < most), most])
         verify = {n: costs.verified(n, batch.num_cached) for n in rows}
         prospects = []
         for width in self._curves.widths:

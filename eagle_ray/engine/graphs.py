@@ -22,9 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_ray.drafting.drafter import Drafter
+from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.costs import BUCKETS
-from eagle_ray.speculative.replay import Padded
+from eagle_ray.models.families import exact_positions
 from eagle_ray.models.target import Target
+from eagle_ray.speculative.replay import Padded
 
 log = logging.getLogger("eagle_ray")
 
@@ -164,6 +168,18 @@ class CudaGraph:
     def replay(self) -> Any:
         self._graph.replay()
         return self._results
+
+
+def why_not_captured(target: Target, drafter: Drafter) -> str | None:
+    """Why steps of these two cannot be replayed; None where they can, as far as is known before it is tried."""
+    devices = {parameter.device for parameter in target.model.parameters()}
+    if len(devices) > 1:
+        return f"the target lies on {len(devices)} devices"
+    if exact_positions(target.model.config) is not None:
+        return "the target's rotary embedding asks for the largest position of each pass"
+    if type(drafter) not in (EagleDrafter, NoDrafter):
+        return f"{type(drafter).__name__} works on the host"
+    return None
 
 
 def tensors_of(results: Any) -> Iterator[Tensor]:

@@ -179,7 +179,7 @@ class _Bench:
             self._planner.setting, self._planner.outcome = setting, None
             self._engine.step()
             outcome = self._planner.outcome
-            if outcome is not None and outcome.batch_size == setting.batch_size:
+            if outcome is not None and outcome.batch_size == setting.batch_size and not outcome.is_first:
                 return outcome
 
     def _add(self, length: int) -> None:
