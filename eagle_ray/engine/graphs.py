@@ -36,6 +36,7 @@ LARGE_ROWS = 512  # past the last bucket, rows are padded to a multiple of this
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
 SHORTEST_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
+SPOILED = 0x7F  # in every byte: large integers, and floats that no result would hold
 MIB = 2**20
 
 
@@ -103,7 +104,7 @@ class Graphs:
         self._graphs[key] = graph
         seconds, size = time.monotonic() - started, self._reserved() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
-        log.debug("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
+        log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph.replay()
 
     def _reserved(self) -> int:
@@ -115,19 +116,28 @@ class Buffers:
 
     def __init__(self, inputs: Sequence[Padded]):
         self.tensors = [padded.tensor.new_full(padded.shape, padded.fill) for padded in inputs]
+        self._given: list[Tensor | None] = [None] * len(inputs)
 
     def fill(self, inputs: Sequence[Padded]) -> None:
         """These numbers in the corners, and around them what fills up."""
-        for buffer, padded in zip(self.tensors, inputs, strict=True):
-            if buffer.shape == padded.tensor.shape:
-                buffer.copy_(padded.tensor, non_blocking=True)
-                continue
-            buffer.fill_(padded.fill)
-            buffer[tuple(slice(size) for size in padded.tensor.shape)].copy_(padded.tensor, non_blocking=True)
+        for i, (buffer, padded) in enumerate(zip(self.tensors, inputs, strict=True)):
+            if self._given[i] is not padded.tensor:
+                _fill(buffer, padded)
+            self._given[i] = padded.tensor if padded.is_fixed else None
+
+
+def _fill(buffer: Tensor, padded: Padded) -> None:
+    if buffer.shape != padded.tensor.shape:
+        buffer.fill_(padded.fill)
+        buffer = buffer[tuple(slice(size) for size in padded.tensor.shape)]
+    buffer.copy_(padded.tensor, non_blocking=True)
 
 
 class HostGraph:
-    """What a CPU does in place of a replay: the same call, to results at the same place."""
+    """What a CPU does in place of a replay: the same call, to results at the same place.
+
+    What a call leaves elsewhere is spoiled: on a GPU it would be there from the recording on and never again.
+    """
 
     def __init__(self, function: Callable[..., Any], inputs: Buffers):
         self.inputs, self._function = inputs, function
@@ -137,7 +147,15 @@ class HostGraph:
         again = self._function(*self.inputs.tensors)
         for result, fresh in zip(tensors_of(self._results), tensors_of(again), strict=True):
             result.copy_(fresh)
+        lasting = {_memory(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))}
+        for fresh in tensors_of(again):
+            if _memory(fresh) not in lasting:
+                fresh.untyped_storage().fill_(SPOILED)
         return self._results
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class CudaPool:

@@ -20,11 +20,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A tensor that stands in the first corner of a larger one. fill: what is in the rest of that."""
+    """A tensor that stands in the first corner of a larger one. fill: what is in the rest of that.
+
+    is_fixed: the tensor is never changed in place, so that the one that was given last need not be copied again.
+    """
 
     tensor: Tensor
     shape: tuple[int, ...]
     fill: float = 0
+    is_fixed: bool = False
 
 
 @runtime_checkable

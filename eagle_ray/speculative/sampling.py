@@ -118,16 +118,9 @@ class BatchSampling:
 
     def padded(self, num_sequences: int) -> list[Padded]:
         """What `bound` takes, for so many sequences; who fills up is greedy."""
-        return [
-            Padded(column, (num_sequences,), fill)
-            for column, fill in (
-                (self.temperature, 0.0),
-                (self.top_p, 1.0),
-                (self.top_k, 0),
-                (self.min_p, 0.0),
-                (self.seed, 0),
-            )
-        ]
+        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed)
+        fills = (0.0, 1.0, 0, 0.0, 0)
+        return [Padded(x, (num_sequences,), fill, is_fixed=True) for x, fill in zip(columns, fills, strict=True)]
 
     @classmethod
     def bound(
