@@ -147,10 +147,10 @@ class EagleDrafter:
         for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
             self._give_up(slot, length)
         num_pairs = sum(self._waiting(at))
-        fixed = plan.members is None and plan.enough is None
+        grown, fixed = None, plan.members is None and plan.enough is None
         if self.replay is not None and self.replay.works and fixed:
             grown = self._replayed(at, roots, plan, sampling, self.replay)
-        else:
+        if grown is None:
             members = None if plan.members is None else upload(plan.members, roots.device)
             self.ranking.begin(sampling, at.lengths, plan.members)
             grown = self._grown(at, roots if members is None else roots[members], plan, self._backlog(at))
@@ -162,8 +162,8 @@ class EagleDrafter:
 
     def _replayed(
         self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, replay: Replay
-    ) -> Grown:
-        """A draft of the plan's full depth for everyone, whatever their lengths."""
+    ) -> Grown | None:
+        """A draft of the plan's full depth for everyone, whatever their lengths; None where replaying fails now."""
         longest, size, bound = plan.max_depth + 1, replay.batch_size(len(roots)), replay.context(at.max_length)
         self._read_all_but(longest, at)
         first, starts = self._columns(at)
@@ -180,6 +180,8 @@ class EagleDrafter:
             return self._grown(BatchSlots.bounded(slots, lengths, bound), roots, plan, backlog)
 
         grown = replay.run(key, grow, inputs + sampling.padded(size))
+        if not replay.works:
+            return None
         self.ranking.lesson = replace(grown.lesson, sampling=sampling)
         num = len(roots)
         return Grown(grown.tree.first(num), [level[:num] for level in grown.levels], grown.lesson)

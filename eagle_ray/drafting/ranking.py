@@ -85,7 +85,7 @@ class Ranking:
 
         members: their indices in the batch that sampling describes; None for all of it.
         """
-        at = slice(None) if members is None else upload(members, lengths.device)
+        at = slice(len(lengths)) if members is None else upload(members, lengths.device)
         sampling = sampling if members is None else sampling.select(members)
         self._offers.begin((sampling.temperature > 0).long())
         self.lesson = Lesson(at, sampling, lengths, [], self._offers.offered)

@@ -1,0 +1,271 @@
+"""Replayed steps give what eager ones give: no number comes from padding, from an earlier run or from another bucket.
+
+On a CPU a replay is the same call on the same static tensors, with everything spoiled that a GPU would not make again.
+"""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eagle_ray.engine import graphs as graphs_module
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
+from eagle_ray.engine.graphs import Buffers, Graphs, HostGraph
+from eagle_ray.engine.planner import Outcome
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.static_planner import StaticPlanner
+from eagle_ray.models.blocks import BLOCK_SIZE
+from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.speculative.replay import Padded
+from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.static_tree import MC_SIM_7B_63
+from tests.engine.test_global_planner import world
+from tests.engine.test_lossless import Whimsical, some_params, some_prompts
+from tests.toy import head3, llama_engine, run
+
+E3 = dict(num_hidden_layers=7)
+SLOTS = 6
+
+
+def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **sizes: object) -> Engine:
+    shape = dict(weights=head3(), **E3) if generation == 3 else {}
+    return llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
+
+
+def jobs(num: int, most: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and parameters of sequences that end after very different numbers of steps, some with logprobs."""
+    params = [
+        replace(
+            p, max_tokens=2 + 7 * i % most, ignore_eos=i % 2 == 0, logprobs=i % 5 == 0, top_logprobs=3 * (i % 10 == 0)
+        )
+        for i, p in enumerate(some_params(num, most))
+    ]
+    return some_prompts(num), params
+
+
+def told(sequence: Sequence) -> tuple:
+    """All that is counted of a sequence, but for the sums of probabilities, which differ in their last digits."""
+    stats = sequence.stats
+    counts = [stats.histogram, stats.proposed_by_depth, stats.per_step_budget, stats.per_step_accepted]
+    confident = [stats.drafted.nodes, stats.drafted.accepted, stats.calibrated.accepted]
+    passes = [sequence.target_forwards, sequence.draft_forwards]
+    return sequence.output_ids, *counts, *confident, *passes, stats.num_plain_steps, stats.num_discarded_tokens
+
+
+def assert_same(ours: list[Sequence], theirs: list[Sequence]) -> None:
+    assert [told(s) for s in ours] == [told(s) for s in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
+        assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
+
+
+def fits(engine: Engine) -> list[torch.Tensor]:
+    """What calibration and coupling have come to."""
+    if not engine.drafter.prefill_passes:
+        return []
+    ranking = engine.drafter.ranking
+    return [ranking.calibration.fit.parameters, ranking.coupling.fit.parameters]
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+@pytest.mark.parametrize("tree", [(0, 0, 0), (1, 1, 1), (12, 4, 4), (60, 6, 10)], ids=str)
+def test_a_replayed_engine_does_what_an_eager_one_does(tree, generation):
+    """Greedy and sampled, coupled, while sequences come and go: outputs, statistics, log-probabilities."""
+    ours, theirs = engine(tree, generation), engine(tree, generation, graphs=False)
+    sequences = run(ours, *jobs(14))
+    assert_same(sequences, run(theirs, *jobs(14)))
+    assert [s.output_ids for s in sequences] == [s.output_ids for s in run(engine((0, 0, 0), generation), *jobs(14))]
+    assert ours.graphs.num_replayed > 2 * ours.graphs.num_captured > 0
+    if ours.drafter.prefill_passes:  # what was learnt is the same too
+        for ranking, other in ((ours.drafter.ranking, theirs.drafter.ranking),):
+            for fit, expected in (
+                (ranking.calibration.fit, other.calibration.fit),
+                (ranking.coupling.fit, other.coupling.fit),
+            ):
+                torch.testing.assert_close(fit.parameters, expected.parameters, atol=1e-3, rtol=1e-3)
+
+
+def test_without_calibration_and_coupling_too():
+    ours, theirs = engine((12, 4, 4), 2), engine((12, 4, 4), 2, graphs=False)
+    for each in (ours, theirs):
+        each.drafter.ranking.calibration = each.drafter.ranking.coupling = each.drafter.ranking._offers.calibration = (
+            None
+        )
+    assert_same(run(ours, *jobs(9)), run(theirs, *jobs(9)))
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+def test_chunks_and_prefixes_change_nothing(generation):
+    header = (some_prompts(1, seed=9)[0] * 70)[:70]
+    prompts = [header * (i % 2) + ids for i, ids in enumerate(some_prompts(8))]
+    params = some_params(8, max_tokens=12)
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), generation, graphs=False), prompts, params)]
+    chunked = engine((12, 4, 4), generation, prefill_tokens=17)
+    assert [s.output_ids for s in run(chunked, prompts, params)] == outputs
+    assert chunked.counters.num_reused_tokens > 0 and chunked.graphs.num_replayed > 0
+
+
+def test_pre_emption_changes_nothing():
+    """Four that grow to three blocks each over a pool of five: trees are cut, the youngest goes and comes back."""
+    prompts = [(ids * 30)[:length] for ids, length in zip(some_prompts(4), (20, 25, 28, 30), strict=True)]
+    params = [replace(p, ignore_eos=True) for p in some_params(4, max_tokens=60)]
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, params)]
+    scarce = llama_engine(4, 12, 4, 4, kv_tokens=5 * BLOCK_SIZE, graphs=True)
+    assert [s.output_ids for s in run(scarce, prompts, params)] == outputs
+    assert scarce.counters.num_preemptions > 0 and scarce.graphs.num_replayed > 0
+
+
+class OffAndOn:
+    """Long without drafts, then with some of some depth, by turns."""
+
+    drafting = True
+
+    def __init__(self, uniform, off: int):
+        self._uniform, self._off, self._step = uniform, off, 0
+        self.caught_up = []
+
+    def plan(self, batch) -> Plan:
+        self._step += 1
+        return PLAIN if self._step % (self._off + 3) < self._off else replace(self._uniform.plan(batch), max_depth=2)
+
+    def allocate(self, draft, plan, batch):
+        return self._uniform.allocate(draft, plan, batch)
+
+    def learn(self, outcome: Outcome) -> None:
+        self.caught_up.append(outcome.num_caught_up / outcome.batch_size)
+
+
+@pytest.mark.parametrize("off", [1, 12])
+def test_speculation_that_returns_reads_what_it_missed(off):
+    engines = [engine((12, 4, 4), 2, graphs) for graphs in (True, False)]
+    prompts, params = some_prompts(8), [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=60)]
+    for each in engines:
+        each.planner = OffAndOn(each.planner, off)
+    ours, theirs = (run(each, prompts, params) for each in engines)
+    assert_same(ours, theirs)
+    assert engines[0].planner.caught_up == engines[1].planner.caught_up
+    assert off < max(engines[0].planner.caught_up)  # more than a replay reads, where the time was long
+
+
+def test_whatever_is_planned_for_whomever():
+    """Members, widths, depths and budgets at random: some drafts are replayed, some are not."""
+    fickle = engine((20, 5, 4), 2, prefill_tokens=40)
+    fickle.planner = Whimsical(seed=1)
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
+    assert [s.output_ids for s in run(fickle, *jobs(12))] == outputs
+
+
+def test_a_static_tree_is_replayed():
+    engines = [engine((25, 5, 4), 2, graphs) for graphs in (True, False)]
+    for each in engines:
+        each.planner = StaticPlanner(MC_SIM_7B_63)
+    assert_same(*(run(each, *jobs(8)) for each in engines))
+
+
+def test_the_global_budget_fills_the_passes_that_there_are():
+    ours = engine((12, 4, 4), 2)
+    ours.planner = GlobalPlanner(12, 4, 4, world(draft_share=0.01), can_look=False, padded=ours.graphs.num_rows)
+    rows, learn = [], ours.planner.learn
+
+    def watched(outcome: Outcome) -> None:
+        rows.append(outcome.num_rows)
+        learn(outcome)
+
+    ours.planner.learn = watched
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
+    assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
+    assert ours.planner._num_offers > FIRST_PROBES and len(set(rows)) > 3
+    assert all(n == ours.graphs.num_rows(n) or n == SLOTS for n in rows)
+
+
+def test_who_fills_up_a_batch_leaves_nothing_behind():
+    """Five sequences in a pass for six: no block, no queue entry and no state of the sixth slot's changes."""
+    ours = engine((12, 4, 4), 2)
+    for i, ids in enumerate(some_prompts(6)):
+        ours.add(Sequence(str(i), ids, SamplingParams(max_tokens=40 if i < 5 else 3, ignore_eos=True)))
+    while len(ours.scheduler._running) != 5:
+        ours.step()
+    gone = next(slot for slot in range(SLOTS) if slot not in ours.scheduler._running)
+    queue, table = ours.drafter._queue, ours.target.cache.blocks.table
+    window = slice(gone * queue.window, (gone + 1) * queue.window)
+    before = queue._tokens[window].clone(), queue._features[window].clone()
+    replays = ours.graphs.num_replayed
+    for _ in range(3):
+        ours.step()
+    assert ours.graphs.num_replayed >= replays + 4
+    assert torch.equal(queue._tokens[window], before[0]) and torch.equal(queue._features[window], before[1])
+    assert table[-1].eq(ours.target.cache.blocks.num_blocks).all()
+    ours.scheduler.check_integrity()
+
+
+def test_buckets_hold_what_they_are_for():
+    graphs = Graphs("cpu", num_slots=50, capacity=700)
+    for n in range(1, 51):
+        assert n <= graphs.batch_size(n) <= 50
+    for n in (*range(1, 70), 2047, 2048, 2049, 5000):
+        assert n <= graphs.num_rows(n) < 2 * n or n < 3
+        assert n <= graphs.num_nodes(n) < 2 * n
+    assert {graphs.context(n) for n in range(1, 701)} == {64, 128, 256, 512, 700}
+    assert all(graphs.context(n) >= n for n in range(1, 701))
+
+
+def test_inputs_are_padded_anew_and_results_stand_until_the_next_run():
+    graphs, state = Graphs("cpu", 4, 64), torch.zeros(1)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        state.copy_(x.sum()[None])
+        return [x * 2, y + x.sum()]
+
+    def ran(*numbers: float) -> list[torch.Tensor]:
+        return graphs.run("key", function, [Padded(torch.tensor(numbers), (4,), 100.0), Padded(fixed, (2,))])
+
+    fixed = torch.zeros(2)
+    first = ran(1.0, 2.0, 3.0)
+    assert first[0].tolist() == [2, 4, 6, 200] and first[1].tolist() == [106, 106]
+    second = ran(5.0)
+    assert second[0].tolist() == [10, 200, 200, 200] and state.item() == 305
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert (graphs.num_captured, graphs.num_replayed) == (1, 1)
+
+
+def test_a_result_that_is_kept_elsewhere_is_spoiled():
+    """As on a GPU, where Python runs once: who keeps a tensor of a later call keeps nothing."""
+    graphs, kept = Graphs("cpu", 4, 64), []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x + 1)
+        return kept[-1]
+
+    for number in (1.0, 2.0):
+        result = graphs.run("key", function, [Padded(torch.tensor([number]), (1,))])
+    assert result.item() == 3 and kept[0] is result and kept[-1].item() > 1e38
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 5])
+def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_before):
+    """As on a GPU whose driver says no, at once or later: the same outputs, one line in the log."""
+    ours = engine((12, 4, 4), 2)
+
+    def recorded(function: object, inputs: Buffers, pool: object) -> HostGraph:
+        if ours.graphs.num_captured == num_before:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return HostGraph(function, inputs)
+
+    ours.graphs._pool = object()
+    monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
+    monkeypatch.setattr(Graphs, "_reserved", lambda self: 0)
+    with caplog.at_level(logging.WARNING, "eagle_ray"):
+        sequences = run(ours, *jobs(9))
+    assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
+    assert not ours.graphs.works and ours.graphs.num_captured == num_before
+    assert len(caplog.records) == 1 and "not permitted when stream is capturing)" in caplog.text
+
+
+def test_what_recording_took_can_be_read(caplog):
+    ours = engine((12, 4, 4), 2)
+    with caplog.at_level(logging.INFO, "eagle_ray"):
+        run(ours, *jobs(4))
+    assert len(caplog.records) == ours.graphs.num_captured
+    assert f"{ours.graphs.num_captured} graphs in" in ours.graphs.summary and ours.graphs.seconds > 0
