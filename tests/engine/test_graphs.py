@@ -108,11 +108,11 @@ def test_chunks_and_prefixes_change_nothing(generation):
 
 
 def test_pre_emption_changes_nothing():
-    """Four that grow to three blocks each over a pool of five: trees are cut, the youngest goes and comes back."""
-    prompts = [(ids * 30)[:length] for ids, length in zip(some_prompts(4), (20, 25, 28, 30), strict=True)]
+    """Four that grow to three blocks each over a pool of six: trees are cut, the youngest goes and comes back."""
+    prompts = [(ids * 30)[: 8 + i] for i, ids in enumerate(some_prompts(4))]
     params = [replace(p, ignore_eos=True) for p in some_params(4, max_tokens=60)]
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, params)]
-    scarce = llama_engine(4, 12, 4, 4, kv_tokens=5 * BLOCK_SIZE, graphs=True)
+    scarce = llama_engine(4, 12, 4, 4, kv_tokens=6 * BLOCK_SIZE, graphs=True)
     assert [s.output_ids for s in run(scarce, prompts, params)] == outputs
     assert scarce.counters.num_preemptions > 0 and scarce.graphs.num_replayed > 0
 
