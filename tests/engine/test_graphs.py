@@ -176,7 +176,7 @@ def test_the_global_budget_fills_the_passes_that_there_are():
     ours.planner.learn = watched
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
     assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
-    assert ours.planner._num_offers > FIRST_PROBES and len(set(rows)) > 3
+    assert ours.planner._num_offers > FIRST_PROBES and max(rows) > SLOTS
     assert all(n == ours.graphs.num_rows(n) or n == SLOTS for n in rows)
 
 
