@@ -15,7 +15,7 @@ def cache_of(seed: int, value_dim: int, dtype: torch.dtype) -> KVCache:
     """Three slots of 40 columns in blocks of 8 that lie anywhere, full of random numbers."""
     blocks = Blocks(3, 40, 20, size=8)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
-    blocks.table[:, :5] = order[:15].view(3, 5)
+    blocks.table[:3, :5] = order[:15].view(3, 5)
     cache = KVCache(blocks, 2, 3, 4, dtype, "cpu", value_dim)
     for part in (cache.keys, cache.values):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(seed)))
