@@ -27,14 +27,14 @@ def order(x):
 @triton.jit
 def ranked(score, tokens, kept):
     """int64 that order by score, then by the lower token (below 2**32). What is not kept is below everything else."""
-    key = ((order(score) - 2**31) << 32) | (_LOW - tokens)
-    return tl.where(kept, key, _LEAST + (_LOW - tokens))
+    lower = tokens ^ _LOW
+    return tl.where(kept, ((order(score) - 2**31) << 32) | lower, lower + _LEAST)
 
 
 @triton.jit
 def token_of(key):
     """The token that was ranked."""
-    return _LOW - (key & _LOW)
+    return (key & _LOW) ^ _LOW
 
 
 @triton.jit
