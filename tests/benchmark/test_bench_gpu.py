@@ -36,6 +36,7 @@ def run_script(words: list[str]) -> None:
         bench.main()
 
 
+@pytest.mark.slow
 def test_a_cell_is_measured_and_every_output_is_plain_decodings(found):
     results = json.loads((found / "results.json").read_text())
     assert results["failed"] == [] and all(check["ok"] for check in results["checks"])
@@ -50,10 +51,13 @@ def test_a_cell_is_measured_and_every_output_is_plain_decodings(found):
         assert same["num_equal"] == same["num_compared"] >= 2
         assert cell["step_ms"] >= sum(cell["parts_ms"].values()) * 0.99
     assert cells["plain"]["tau"] == 1 and cells["plain"]["roofline"] > 0
-    assert cells["eagle2"]["tau"] > 1.5 and cells["eagle2"]["rows_per_pass"] == pytest.approx(120, abs=1)
+    assert cells["eagle2"]["tau"] > 1.5 and cells["eagle2"]["rows_per_pass"] == pytest.approx(
+        128
+    )  # 2 * 60, in the bucket above
     assert results["about"]["smoke"] and results["about"]["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_tables_page_and_section_say_the_same(found):
     results = json.loads((found / "results.json").read_text())
     text = (found / "results.md").read_text()

@@ -61,6 +61,7 @@ def test_a_context_is_read_and_changes_nothing(pair, way):
         assert [s.num_cached - context for s in sequences] == [len(p) + 19 for p in PROMPTS]
 
 
+@pytest.mark.slow
 def test_acceptance_behind_a_context_is_as_without():
     """The head reads the context too, and sees nothing of it but the pair of the prompt's first token."""
     small = load_target(ASSETS / "target", torch.float32, "cpu")
