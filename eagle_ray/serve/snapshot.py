@@ -63,7 +63,10 @@ def added_up(parts: Iterable[Snapshot]) -> Snapshot:
 
 
 def prometheus_text(snapshot: Snapshot) -> str:
-    """The exposition format, version 0.0.4. What was never counted is 0, but for what labels tell apart."""
+    """The exposition format, version 0.0.4, every digit of a counter: rates are read off the last ones.
+
+    What was never counted is 0, but for what labels tell apart.
+    """
     kinds = [(COUNTERS, "counter", "_total"), (GAUGES, "gauge", ""), (HISTOGRAMS, "histogram", "")]
     samples = snapshot.counters | snapshot.gauges
     lines: list[str] = []
@@ -71,7 +74,7 @@ def prometheus_text(snapshot: Snapshot) -> str:
         for name, description in names.items():
             full = PREFIX + name + ending
             lines += [f"# HELP {full} {description}", f"# TYPE {full} {kind}"]
-            lines += [f"{PREFIX}{key} {value:g}" for key, value in samples.items() if _family(key) == name + ending]
+            lines += [f"{PREFIX}{key} {value}" for key, value in samples.items() if _family(key) == name + ending]
     return "\n".join(lines) + "\n"
 
 
