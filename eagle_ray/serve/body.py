@@ -8,8 +8,9 @@ Does not know what is in it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from eagle_ray.serve.errors import ApiError
 
@@ -22,15 +23,17 @@ class ClientLeft(Exception):
 
 async def read_body(request: Request, most: int) -> bytes:
     """most: bytes. Raises ApiError, and ClientLeft where it breaks off."""
-    _check_kind(request.headers.get("content-type", ""))
+    _check_kind(request.headers)
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(most)
     try:
         return await asyncio.wait_for(_whole(request, most), ARRIVES_WITHIN_S)
-    except ClientDisconnect:
-        raise ClientLeft from None
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body was not here after {ARRIVES_WITHIN_S:g} s", code="body_too_slow") from None
+    except ApiError:
+        raise
+    except Exception:  # ClientDisconnect, and what the server that we run in has for it: Ray's own is a cancelled task
+        raise ClientLeft from None
 
 
 async def _whole(request: Request, most: int) -> bytes:
@@ -42,10 +45,18 @@ async def _whole(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _check_kind(said: str) -> None:
-    """Web pages of strangers may send other kinds to this machine without asking it. Nothing said is JSON."""
+def _check_kind(headers: Mapping[str, str]) -> None:
+    """Web pages of strangers may send other kinds, or name none, to this machine without asking it.
+
+    From elsewhere nothing said is JSON: only browsers name an origin.
+    """
+    said = headers.get("content-type", "")
     kind = said.partition(";")[0].strip().lower()
-    if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    if (
+        (kind or "origin" in headers)
+        and kind != "application/json"
+        and not (kind.startswith("application/") and kind.endswith("+json"))
+    ):
         raise ApiError(415, f"Content-Type must be application/json, got {said}", code="bad_content_type")
 
 
