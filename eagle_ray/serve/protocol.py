@@ -116,6 +116,11 @@ class Request(Body):
         return self.max_tokens
 
     @property
+    def num_characters(self) -> int:
+        """Of all its prompts' text; one for each token id."""
+        raise NotImplementedError
+
+    @property
     def stops(self) -> list[str] | None:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
@@ -143,6 +148,10 @@ class ChatRequest(Request):
     @property
     def tops(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_characters(self) -> int:
+        return num_characters(self.messages)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -181,6 +190,10 @@ class CompletionRequest(Request):
     @property
     def tops(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_characters(self) -> int:
+        return sum(map(len, self.prompts))
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -227,6 +240,11 @@ class DetokenizeRequest(Body):
 
     def check(self) -> None:
         """Each field speaks for itself."""
+
+
+def num_characters(messages: list[Message]) -> int:
+    """Of their contents."""
+    return sum(len(message.plain()["content"]) for message in messages)
 
 
 def _check_messages(messages: list[Message]) -> None:

@@ -29,13 +29,20 @@ from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.events import DONE, error_event, event
 from eagle_ray.serve.meter import Meter
 from eagle_ray.serve.no_text import NoText
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from eagle_ray.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    num_characters,
+)
 from eagle_ray.serve.snapshot import Snapshot
 from eagle_ray.serve.typed import without_nulls
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.text import Text
 
 WARM_UP_TOKENS = 16
+LONG = 1 << 16  # characters; a tenth of a second's tokenizing
 Result = TypeVar("Result")
 Said = "Json | Exception | None"
 
@@ -50,6 +57,7 @@ class Service:
         self._room = engine.scheduler.num_slots + config.serving.max_queued
         self._num_in_flight = 0
         self._reader = ThreadPoolExecutor(1, "eagle-ray-reader")
+        self._long_reader = ThreadPoolExecutor(1, "eagle-ray-long-reader")  # megabytes hold up their like alone
         _warm_up(engine)
         self._engine = AsyncEngine(engine)
 
@@ -82,18 +90,31 @@ class Service:
     async def read(self, request: ChatRequest | CompletionRequest, is_typed: bool = False) -> Asked:
         """is_typed: see ``typed``. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        return await self._aside(asked_of, request, self.config, self.text, is_typed)
+        self._check_room()
+        return await self._aside(request.num_characters, asked_of, request, self.config, self.text, is_typed)
 
     async def tokens(self, request: TokenizeRequest) -> list[int]:
         """The ids of a prompt, or of a conversation as it is answered. Raises ApiError and RequestError."""
         self.check_model(request.model)
         if request.messages is None:
-            return await self._aside(self.text.encode, request.prompt, request.add_special_tokens)
-        return await self._aside(self.text.encode_chat, [message.plain() for message in request.messages])
+            return await self._aside(len(request.prompt), self.text.encode, request.prompt, request.add_special_tokens)
+        messages = [message.plain() for message in request.messages]
+        return await self._aside(num_characters(request.messages), self.text.encode_chat, messages)
 
-    async def _aside(self, work: Callable[..., Result], *what: Any) -> Result:
-        """Tokenize in a thread of its own: megabytes take seconds, in which everybody else goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *what)
+    async def spelled(self, request: DetokenizeRequest) -> str:
+        """The text of token ids. Raises ApiError."""
+        self.check_model(request.model)
+        if (most := max(request.tokens, default=0)) >= self.vocab_size:
+            raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
+        return await self._aside(len(request.tokens), self.text.spell, request.tokens)
+
+    async def _aside(self, size: int, work: Callable[..., Result], *what: Any) -> Result:
+        """Tokenize in a thread of its own: megabytes take seconds, in which everybody else goes on.
+
+        size: characters or tokens; what is long waits for what is long only.
+        """
+        reader = self._long_reader if size > LONG else self._reader
+        return await asyncio.get_running_loop().run_in_executor(reader, work, *what)
 
     async def answer(self, asked: Asked) -> Json:
         """All choices, or none: one that fails ends the others. Raises ApiError, RequestError, EngineError."""
@@ -104,7 +125,7 @@ class Service:
             finally:
                 for task in tasks:
                     task.cancel()
-            body = answer_of(asked, self.text)
+            body = await asyncio.to_thread(answer_of, asked, self.text)  # log-probabilities of thousands take seconds
             return without_nulls(body) if asked.is_typed else body
 
     async def events(self, asked: Asked) -> AsyncIterator[str]:
@@ -155,8 +176,7 @@ class Service:
     @contextmanager
     def _admitted(self, asked: Asked) -> Iterator[None]:
         """Room for all choices of a request while they are in flight. Raises ApiError where the queue is full."""
-        if self._num_in_flight >= self._room:
-            raise ApiError(429, f"{self._num_in_flight} sequences are in flight: try again", code="queue_full")
+        self._check_room()
         sequences = [choice.sequence for choice in asked.choices]
         self._num_in_flight += len(sequences)
         try:
@@ -164,6 +184,10 @@ class Service:
         finally:
             self._num_in_flight -= len(sequences)
             self._count(sequences)
+
+    def _check_room(self) -> None:
+        if self._num_in_flight >= self._room:
+            raise ApiError(429, f"{self._num_in_flight} sequences are in flight: try again", code="queue_full")
 
     def _count(self, sequences: list[Sequence]) -> None:
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
