@@ -15,6 +15,7 @@ from eagle_ray.data.storage import Location
 from eagle_ray.data.worker import Worker
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
+from eagle_ray.serve.snapshot import Snapshot, prometheus_text
 from tests.conftest import small_job
 from tests.serve.client import exchange, get, parsed, post, request
 from tests.serve.conftest import SETTINGS
@@ -245,13 +246,14 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything(app):
 
 def test_api_keys_guard_what_costs_and_nothing_else(service):
     guarded = copy.copy(service)
-    serving = service.config.serving.model_copy(update={"api_keys": ["one", "two"]})
+    serving = service.config.serving.model_copy(update={"api_keys": ["one", "two", "schlüssel"]})
     guarded.config = service.config.model_copy(update={"serving": serving})
     app = build_app(guarded)
     for key in ({}, {"Authorization": "Bearer three"}, {"Authorization": "two"}, {"Authorization": "Bearer é"}):
         answer = asyncio.run(post(app, TEXT, {"prompt": "a"}, key))
         assert answer.status == 401 and answer.json["error"]["code"] == "invalid_api_key"
     assert ask(app, TEXT, {"prompt": "a", "max_tokens": 1}, Authorization="Bearer two").status == 200
+    assert asyncio.run(get(app, "/v1/models", {"Authorization": "Bearer schlüssel"})).status == 200  # UTF-8, as curl
     assert asyncio.run(get(app, "/v1/models")).status == 401
     assert asyncio.run(get(app, "/health")).status == 200 and asyncio.run(get(app, "/metrics")).status == 200
 
@@ -264,6 +266,11 @@ def test_the_tokenizer_can_be_asked(app, service):
     assert chat == service.text.encode_chat(FRANCE["messages"])
     assert asyncio.run(get(app, "/tokenizer_info")).json["eos_token"] == "<|end|>"
     assert asyncio.run(get(app, "/v1/models")).json["data"][0]["max_model_len"] == service.max_model_len
+
+
+def test_counters_are_told_to_the_last_digit():
+    lines = prometheus_text(Snapshot({"prompt_tokens_total": 12_345_678, "generation_tokens_total": 0.25})).splitlines()
+    assert "eagle_ray_prompt_tokens_total 12345678" in lines and "eagle_ray_generation_tokens_total 0.25" in lines
 
 
 def test_metrics_count_what_was_answered(app, service):

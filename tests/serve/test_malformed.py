@@ -126,6 +126,21 @@ def test_only_json_is_read(app, kind):
         assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Type": json_kind}).status == 200
 
 
+def test_a_page_of_strangers_cannot_ask_by_naming_no_kind(app):
+    """Browsers send a body without a type to any machine unasked, but say where the page is from."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    stranger = {"Origin": "http://evil.example"}
+    refused(send(app, body, **stranger, **{"Content-Type": ""}), 415, "bad_content_type")
+    assert send(app, body, **{"Content-Type": ""}).status == 200
+    assert send(app, body, **stranger, **{"Content-Type": "application/json"}).status == 200
+
+
+@pytest.mark.parametrize("body", [{"model": "a" * 50_000}, {"a" * 50_000: 1}, {"stream_options": {"a" * 50_000: 1}}])
+def test_what_is_refused_is_not_sent_back_by_the_kilobyte(app, body):
+    answer = asyncio.run(post(app, TEXT, {"prompt": "a"} | body))
+    assert answer.status in (400, 404) and len(json.dumps(answer.json)) < 2500
+
+
 def test_a_body_that_says_it_is_too_large_is_not_read(app):
     refused(send(app, b"{", **{"Content-Length": str(100 << 20)}), 413, "body_too_large")
 
@@ -151,8 +166,8 @@ def test_head_is_get_without_a_body(app):
     assert send(app, b"", "/health", "HEAD").status == 200
 
 
-async def upload(app, *parts, ends):
-    """Send parts of a body and then nothing more, or leave."""
+async def upload(app, *parts, ends=False, breaks=None):
+    """Send parts of a body and then nothing more, or leave; breaks: what the server's receive raises then."""
     messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     messages += [{"type": "http.disconnect"}] if ends else []
     sent = []
@@ -160,6 +175,8 @@ async def upload(app, *parts, ends):
     async def receive():
         if messages:
             return messages.pop(0)
+        if breaks is not None:
+            raise breaks
         return await asyncio.Event().wait()
 
     async def send(message):
@@ -174,6 +191,7 @@ async def upload(app, *parts, ends):
 def test_an_upload_that_breaks_off_is_nobodys_error(app, service):
     errors = sum(value for name, value in service.meter._counts.items() if name.startswith("http_errors"))
     assert asyncio.run(upload(app, b'{"prompt": ', ends=True)) == 499
+    assert asyncio.run(upload(app, b'{"prompt": ', breaks=RuntimeError("task cancelled"))) == 499
     assert sum(value for name, value in service.meter._counts.items() if name.startswith("http_errors")) == errors
 
 
@@ -183,7 +201,7 @@ def test_an_upload_that_stalls_is_not_waited_for(app, monkeypatch):
 
 
 def test_while_a_long_prompt_is_tokenized_others_are_answered(service):
-    """The other request comes second and is answered first."""
+    """The others come second, with texts or ids, and are answered first."""
     from eagle_ray.serve.app import build_app
 
     serving = service.config.serving.model_copy(update={"max_body_bytes": 8 << 20})
@@ -197,13 +215,34 @@ def test_while_a_long_prompt_is_tokenized_others_are_answered(service):
         long = asyncio.ensure_future(ask("long", TEXT, {"prompt": "the quick brown fox " * 50_000}))
         await asyncio.sleep(0.05)
         await ask("ids", TEXT, {"prompt": [5, 6], "max_tokens": 1})
+        await ask("text", TEXT, {"prompt": "short", "max_tokens": 1})
+        await ask("chat", CHAT, {"messages": HI, "max_tokens": 1})
+        await ask("tokens", "/tokenize", {"prompt": "short"})
         await long
 
     try:
         asyncio.run(main())
     finally:
         service.config = config
-    assert sorted(order) == [("ids", 200), ("long", 400)]
+    assert order == [("ids", 200), ("text", 200), ("chat", 200), ("tokens", 200), ("long", 400)]
+
+
+def test_a_full_queue_does_not_tokenize(app, service, monkeypatch):
+    monkeypatch.setattr(service, "_room", 0)
+    monkeypatch.setattr(service.text, "encode", lambda *_: pytest.fail("it was tokenized"))
+    refused(asyncio.run(post(app, TEXT, {"prompt": "a"})), 429, "queue_full")
+
+
+def test_big_answers_are_made_beside_the_others(service, app, monkeypatch):
+    """Log-probabilities by the thousand take seconds: the loop that all share is not what makes them."""
+    import threading
+
+    makers = []
+    spell = service.text.spell
+    monkeypatch.setattr(service.text, "spell", lambda ids: makers.append(threading.current_thread()) or spell(ids))
+    asyncio.run(post(app, TEXT, {"prompt": "Once", "max_tokens": 2, "logprobs": 3}))
+    asyncio.run(post(app, "/detokenize", {"tokens": [5, 6]}))
+    assert makers and threading.main_thread() not in makers
 
 
 async def until(condition):
