@@ -8,6 +8,8 @@ Two ordinary jobs in one Ray session, with the same slots and threads; what they
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -91,7 +93,6 @@ def _where(output: Location) -> str:
     return (
         f"rows: {files} (plain decoding: {output}/baseline/data), numbers: {output}/{SUMMARY}\n"
         f"report: {output}/{REPORT}\n"
-        f"try:  python -c \"import pandas; print(pandas.read_parquet('{output}/data')"
-        "[['category', 'text', 'mean_acceptance_length']])\"\n"
-        f"or:   duckdb -c \"select category, avg(mean_acceptance_length) from '{files}' group by 1\""
+        f"try:  {os.path.relpath(sys.executable)} -c \"import duckdb; print(duckdb.read_parquet('{files}')"
+        ".aggregate('category, avg(mean_acceptance_length) tau'))\""
     )

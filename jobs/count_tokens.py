@@ -2,7 +2,7 @@
 
     python jobs/count_tokens.py runs/yesterday --out vocab.txt
     python jobs/count_tokens.py corpus.txt runs/yesterday --target org/model --out vocab.txt
-    eagle-ray run ... --set speculative.draft_vocab=vocab.txt --set speculative.draft_vocab_size=32768
+    eagle-ray run ... --set speculative.draft_vocab=vocab.txt       # draft_vocab_size: so many of the first alone
 
 Counts outputs of runs, Parquet files with a column token_ids or output_token_ids, and any other file as text, line by
 line, with the target's tokenizer. What the target itself wrote is the best measure of what it will write: a text says
@@ -31,7 +31,7 @@ def main() -> int:
     try:
         counts = count(arguments.source, arguments.target)
     except (ConfigError, OSError, UnicodeDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"count_tokens: {error}", file=sys.stderr)
         return 2
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     write_draft_vocab(arguments.out, ranked)
@@ -59,6 +59,8 @@ def counted(source: str, target: str | None) -> Iterator[Counter[int]]:
         for column in columns_of(source, "source"):
             pairs = pc.value_counts(pc.list_flatten(column))
             yield Counter(dict(zip(*(pairs.field(i).to_pylist() for i in range(2)), strict=True)))
+    elif not Path(source).is_file():
+        raise ConfigError(f"there is no {source}")
     else:
         text = tokenizer_of(target, source)
         with open(source, encoding="utf-8") as lines:

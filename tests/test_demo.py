@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import subprocess
+
 import duckdb
 import pyarrow.parquet as pq
 
@@ -28,6 +30,8 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
     baseline = read_json(Location.of(output / "_summary.json"))["baseline"]
     assert baseline["differing"] == [] and baseline["total"]["mean_acceptance_length"] > 2
     assert (output / "notes.txt").read_text() == "mine"
+    tried = next(line.removeprefix("try:") for line in shown.splitlines() if line.startswith("try:"))
+    assert "tau" in subprocess.run(tried, shell=True, check=True, capture_output=True, text=True).stdout
     query = f"select count(distinct category) from '{output}/data/*.parquet' where text <> ''"
     assert duckdb.sql(query).fetchall() == [(6,)]
 

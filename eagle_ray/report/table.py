@@ -131,11 +131,17 @@ def _steps(work: dict[str, Any] | None) -> str:
     steps, reused = engine["num_steps"], engine["num_reused_tokens"]
     parts = [
         f"{number(steps)} steps of {engine['num_verify_rows'] / steps:.1f} rows",
-        f"{engine['num_plain_steps'] / steps:.0%} without drafts, {engine['num_probes']} probes",
+        _off(engine["num_plain_steps"] / steps, engine["num_probes"]),
         f"{number(reused)} of {number(engine['num_prefill_tokens'] + reused)} prompt tokens reused",
         f"{engine['num_preemptions']} pre-emptions" if engine["num_preemptions"] else "",
     ]
     return f"engine: {', '.join(filter(None, parts))}"
+
+
+def _off(share: float, num_probes: int) -> str:
+    """How many of the steps drafted nothing; where most of them, and by choice, why."""
+    why = " (here drafts cost more than they gain)" if share > 0.5 and num_probes else ""
+    return f"{share:.0%} without drafts{why}, {num_probes} probes"
 
 
 def _baseline(measured: dict[str, Any] | None) -> str:
@@ -161,8 +167,8 @@ def _depths(counts: dict[str, Any]) -> str:
     """How many of the steps accepted a draft token at each depth."""
     if not counts["accepted_by_depth"] or not counts["steps"]:
         return ""
-    shares = (f"{accepted / counts['steps']:.0%}" for accepted in counts["accepted_by_depth"])
-    return f"steps that accepted depth 1, 2, ...: {' '.join(shares)}"
+    shares = [f"{accepted / counts['steps']:.0%}" for accepted in counts["accepted_by_depth"]]
+    return "" if set(shares) == {"0%"} else f"steps that accepted depth 1, 2, ...: {' '.join(shares)}"
 
 
 def _calibration(counts: dict[str, Any]) -> str:
