@@ -7,7 +7,8 @@ queue is full. Meanwhile private memory, open files and threads of the server's 
 
 At the end it holds, or the exit code is 1:
     no process grows: the median slope between all pairs of samples after warm-up (Theil and Sen's) is at most
-    --slope MB a minute, where it ran for LEAST_MINUTES; files and threads are no more at the end than when warm, but for a few
+    --slope MB a minute, where it ran for LEAST_MINUTES; files and threads are no more at the end than when warm, but
+    for a few
     nothing is left: no sequence runs or waits, no KV block is held
     whoever stayed had the right status, and a whole stream
 

@@ -1,8 +1,7 @@
 """The demo: the embedded pair, the real engine, two jobs side by side, once more over its own output."""
 
-from pathlib import Path
-
 import subprocess
+from pathlib import Path
 
 import duckdb
 import pyarrow.parquet as pq
