@@ -44,7 +44,7 @@ def review_json(output: Location) -> str:
 
 def comparison(run_a: Location, run_b: Location) -> str:
     """Two runs over the same rows as a table, and where their outputs part."""
-    return side_by_side_table(compared(run_a, run_b))
+    return f"A: {run_a}, B: {run_b}\n{side_by_side_table(compared(run_a, run_b))}"
 
 
 def comparison_json(run_a: Location, run_b: Location) -> str:

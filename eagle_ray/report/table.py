@@ -58,7 +58,7 @@ def comparison_table(comparison: dict[str, Any], by: str) -> str:
 
 def side_by_side_table(numbers: dict[str, Any]) -> str:
     """Two runs over the same rows: a line per group and one for all, then where their outputs part."""
-    header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B to A"]
+    header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A"]
     groups = {name or "(none)": pair for name, pair in numbers["groups"].items()} | {"all": numbers["total"]}
     table = render(header, [_pair_line(name, pair["a"], pair["b"]) for name, pair in groups.items()])
     rows, differing = numbers["rows"], numbers["differing"]
