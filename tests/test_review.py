@@ -82,7 +82,8 @@ def other(tmp_path) -> Path:
 
 def test_two_runs_stand_side_by_side(run, other, capsys):
     assert cli.main(["compare", str(run), str(other)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    names, *lines = capsys.readouterr().out.splitlines()
+    assert names == f"A: {run}, B: {other}"
     assert [line.split()[:5] for line in lines[1:4]] == [
         ["chat", "2", "3", "1.10", "1.16"],
         ["code", "1", "1", "1.90", "1.90"],
