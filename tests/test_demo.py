@@ -27,9 +27,8 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
     assert f"{count} of {count} outputs are token for token plain decoding's" in shown
     assert {line.split()[0] for line in shown.splitlines()[1:7]} == {row["category"] for row in rows}
     baseline = read_json(Location.of(output / "_summary.json"))["baseline"]
-    assert (
-        baseline["differing"] == [] and baseline["total"]["mean_acceptance_length"] > 1
-    )  # how much is a matter of time
+    assert baseline["differing"] == []
+    assert baseline["total"]["mean_acceptance_length"] > 1  # how much above it is a matter of the machine
     assert (output / "notes.txt").read_text() == "mine"
     tried = next(line.removeprefix("try:") for line in shown.splitlines() if line.startswith("try:"))
     assert "tau" in subprocess.run(tried, shell=True, check=True, capture_output=True, text=True).stdout
