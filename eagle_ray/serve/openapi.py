@@ -127,7 +127,8 @@ def _tell_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     for kind in ("ChatRequest", "CompletionRequest"):
         schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
         schemas[kind]["properties"] |= {name: {} for name in SAYS_NOTHING}
-        schemas[kind]["additionalProperties"] = False
+    for kind in (*(kind.__name__ for kind, _ in POSTS.values()), "StreamOptions", "TextPart"):
+        schemas[kind]["additionalProperties"] = {"type": "null"}  # whatever its name, it is not given
     schemas["Message"]["properties"] |= {name: {"enum": [*values, None]} for name, values in NO_TEXT.items()}
     for kind in (
         "ChatRequest",
