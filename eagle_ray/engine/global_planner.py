@@ -13,7 +13,7 @@ seconds; does not know models, requests or who drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -193,8 +193,7 @@ class GlobalPlanner:
 
     def _buckets(self, size: int, num_candidates: int) -> list[int]:
         """Rows that a pass may have beyond the roots of `size` sequences: a CPU takes any number, a GPU's are set."""
-        most = size + num_candidates
-        return [*(n for n in (FINE_BUCKETS if self._can_look else BUCKETS) if size < n < most), most]
+        return _between(FINE_BUCKETS if self._can_look else BUCKETS, size, num_candidates)
 
     def _budget(self, draft: Draft, batch: Batch) -> Budget:
         """Every tree within its bounds; nodes deeper than a sequence has tokens to go are worth nothing."""
@@ -221,8 +220,7 @@ class GlobalPlanner:
         """The best rate of every width and depth, by what such drafts have lately been worth."""
         size, costs = len(batch), self.costs
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
-        most = size * (1 + self._max_nodes)
-        rows = self._passes([size, *(n for n in BUCKETS if size < n < most), most])
+        rows = self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)])
         verify = {n: costs.verified(n, batch.num_cached) for n in rows}
         prospects = []
         for width in self._curves.widths:
@@ -291,3 +289,9 @@ class GlobalPlanner:
         if self._drafting and self._best.rate > 0:
             instead = (probe.batch_size + probe.num_accepted) / self._best.rate
         return max(probe.seconds.total - instead, PROBE_FLOOR * instead)
+
+
+def _between(buckets: Sequence[int], size: int, num_candidates: int) -> list[int]:
+    """Those that hold `size` sequences' roots and some of the candidates, and what holds them all."""
+    most = size + num_candidates
+    return [*(n for n in buckets if size < n < most), most]

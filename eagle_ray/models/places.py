@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +30,20 @@ class Shape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+
+    def llama_config(self, num_layers: int, **rest: Any) -> LlamaConfig:
+        """Of so many layers of this shape. rest: what a shape does not say."""
+        return LlamaConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            tie_word_embeddings=False,
+            **rest,
+        )
 
     @property
     def layer_weights(self) -> int:

@@ -85,17 +85,6 @@ def _mixtures(
 
 
 def _config(shape: Shape, num_layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=1 << 17,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+    return shape.llama_config(
+        num_layers, max_position_embeddings=1 << 17, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )

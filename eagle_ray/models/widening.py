@@ -121,19 +121,12 @@ def _widen_head(head: EagleHead, target_eps: float, shape: Shape) -> EagleHead:
 def _config(small: LlamaConfig, shape: Shape, num_layers: int) -> LlamaConfig:
     if small.attention_bias or small.mlp_bias or small.rope_parameters["rope_type"] != "default":
         raise EngineError("only Llamas without biases and with plain rotary embeddings are widened")
-    return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+    return shape.llama_config(
+        num_layers,
         hidden_act=small.hidden_act,
         rms_norm_eps=NO_EPS,
         rope_parameters=dict(small.rope_parameters),
         max_position_embeddings=small.max_position_embeddings,
-        tie_word_embeddings=False,
         bos_token_id=small.bos_token_id,
         eos_token_id=small.eos_token_id,
         pad_token_id=small.pad_token_id,

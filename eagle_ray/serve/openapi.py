@@ -89,12 +89,13 @@ def _get(path: str) -> Json:
     said = _content(answer) if answer else {"application/json": {"schema": {"type": "object"}}}
     if path == "/metrics":
         said = {"text/plain": {"schema": {"type": "string"}}}
-    if "{name}" not in path:
-        return _operation(summary, said, {status: REFUSALS[status] for status in statuses})
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    return _operation(summary, said, {status: REFUSALS[status] for status in [*statuses, "404"]}) | {
-        "parameters": [name]
-    }
+    has_name = "{name}" in path
+    statuses += ["404"] * has_name
+    operation = _operation(summary, said, {status: REFUSALS[status] for status in statuses})
+    if has_name:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        operation["parameters"] = [name]
+    return operation
 
 
 def _operation(summary: str, said: Json, refusals: dict[str, str]) -> Json:
@@ -127,17 +128,11 @@ def _tell_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     for kind in ("ChatRequest", "CompletionRequest"):
         schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
         schemas[kind]["properties"] |= {name: {} for name in SAYS_NOTHING}
-    for kind in (*(kind.__name__ for kind, _ in POSTS.values()), "StreamOptions", "TextPart"):
+    requests = [kind.__name__ for kind, _ in POSTS.values()]
+    for kind in (*requests, "StreamOptions", "TextPart"):
         schemas[kind]["additionalProperties"] = {"type": "null"}  # whatever its name, it is not given
     schemas["Message"]["properties"] |= {name: {"enum": [*values, None]} for name, values in NO_TEXT.items()}
-    for kind in (
-        "ChatRequest",
-        "CompletionRequest",
-        "TokenizeRequest",
-        "DetokenizeRequest",
-        "Message",
-        "StreamOptions",
-    ):
+    for kind in (*requests, "Message", "StreamOptions"):
         schema = schemas[kind]
         for name, field in schema["properties"].items():
             if name == "model":

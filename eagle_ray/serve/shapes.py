@@ -93,24 +93,27 @@ class TextChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(TypedDict):
+class _Made(TypedDict):
+    """What every answer and every chunk of one says of itself."""
+
     id: str
+    created: int
+    model: str
+
+
+class _Whole(_Made):
+    usage: Usage
+    metrics: Metrics
+
+
+class ChatCompletion(_Whole):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
-    metrics: Metrics
 
 
-class Completion(TypedDict):
-    id: str
+class Completion(_Whole):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage
-    metrics: Metrics
 
 
 class StepToken(TypedDict):
@@ -153,28 +156,23 @@ class TextChunkChoice(TypedDict):
     steps: NotRequired[list[Step]]
 
 
-class ChatChunk(TypedDict):
+class _Chunk(_Made):
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[Metrics]
+
+
+class ChatChunk(_Chunk):
     """One event of a stream. Where usage is asked for it stands in the last one, which has no choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage | None]
-    metrics: NotRequired[Metrics]
 
 
-class TextChunk(TypedDict):
+class TextChunk(_Chunk):
     """One event of a stream. Where usage is asked for it stands in the last one, which has no choices."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChunkChoice]
-    usage: NotRequired[Usage | None]
-    metrics: NotRequired[Metrics]
 
 
 class Model(TypedDict):
