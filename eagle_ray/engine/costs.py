@@ -16,7 +16,8 @@ from eagle_ray.engine.stopwatch import Seconds
 
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-LEARNING_RATE = 0.1  # how far one step's time moves what was measured
+LEARNING_RATE = 0.1  # how far one step's time moves what was measured, at least
+FIRST_WEIGHT = 3  # steps that the measurement at start-up is worth: the first steps of a size say more than later ones
 SHARED = 0.6  # of which this much is taken to hold for all numbers of rows: what drifts is mostly the machine
 NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
 STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
@@ -32,9 +33,11 @@ class CostCurve:
     rows: list[int]
     seconds: list[float]
     _rising: list[float] = field(init=False)
+    _times_seen: list[float] = field(init=False)  # steps at or near each number of rows
 
     def __post_init__(self) -> None:
         self._rising = never_falling(self.seconds)
+        self._times_seen = [0.0] * len(self.rows)
 
     def __call__(self, rows: float) -> float:
         """Seconds at `rows`; past the last measured number it rises as on average before, at least."""
@@ -63,16 +66,22 @@ class CostCurve:
         if rows > NEW_SIZE * self.rows[-1]:
             self.seconds = [*self.seconds, self(rows) * ratio]
             self.rows = [*self.rows, round(rows)]
+            self._times_seen = [*self._times_seen, 0.0]
             self._rising = never_falling(self.seconds)
             return
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
         span = max(self.rows[right] - self.rows[left], 1)
         for place, seconds in enumerate(self._rising):
-            near = 1 - abs(self.rows[place] - rows) / span if left <= place <= right else 0.0
-            share = SHARED + (1 - SHARED) * max(near, 0.0)
-            self.seconds[place] += LEARNING_RATE * share * (seconds * ratio - self.seconds[place])
+            near = max(1 - abs(self.rows[place] - rows) / span, 0.0) if left <= place <= right else 0.0
+            self.seconds[place] += self._rate(place, near) * (seconds * ratio - self.seconds[place])
+            self._times_seen[place] += near
         self._rising = never_falling(self.seconds)
+
+    def _rate(self, place: int, near: float) -> float:
+        """How far a step moves a measured number. near: 1 for a step of just so many rows, 0 for one far away."""
+        own = max(LEARNING_RATE, 1 / (1 + FIRST_WEIGHT + self._times_seen[place]))
+        return near * own + (1 - near) * SHARED * LEARNING_RATE
 
 
 def never_falling(seconds: list[float]) -> list[float]:

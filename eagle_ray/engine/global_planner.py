@@ -41,7 +41,7 @@ FIRST_MEMBERS = 2  # sequences of each of them
 OBSERVE_EVERY = 4  # drafting steps
 DEEPER_EVERY, WIDER_EVERY = 8, 32  # drafting steps, which are observed
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
-MARGIN = 1.05  # times plain decoding's rate that drafts must promise: promises are a few percent off
+MARGIN = 1.02  # times plain decoding's rate that drafts must promise before they are made: promises are a little off
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
 MEMORY = 0.98  # per step, of how far expectations came true
 PRIOR = 2.0  # tokens that expectations are taken to have been right about before anything was seen
@@ -210,10 +210,10 @@ class GlobalPlanner:
         self._reviewed = len(batch), self._num_steps
         plain = len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
         self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
-        hurdle = MARGIN
+        hurdle = 1.0
         if not self._drafting:
             backlog = min(self._num_off, HORIZON) * len(batch)
-            hurdle += self.costs.read(backlog) / (HORIZON * len(batch) / plain)
+            hurdle = MARGIN + self.costs.read(backlog) / (HORIZON * len(batch) / plain)
         self._drafting = self._best.rate > plain * hurdle
 
     def _prospects(self, batch: Batch) -> list[Prospect]:

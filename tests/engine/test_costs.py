@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
-from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
+from eagle_ray.engine.costs import FIRST_WEIGHT, LEARNING_RATE, CostCurve, StepCosts, never_falling
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import Outcome
 from eagle_ray.engine.stopwatch import Seconds
@@ -85,6 +85,15 @@ def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
         costs.learn(Outcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, Seconds(0.0, 3.0, 0.05)))
     assert costs.verify(16) == pytest.approx(3.0, rel=0.05)
     assert costs.verify(1) < costs.verify(16) * 0.6
+
+
+def test_the_first_steps_of_a_size_say_more_of_it_than_later_ones():
+    curve, moves = CostCurve([1, 8, 16], [1.0, 1.7, 2.5]), []
+    for _ in range(30):
+        before = curve(16)
+        curve.correct(16, ratio=1.1)
+        moves.append(curve(16) / before - 1)
+    assert moves[0] == pytest.approx(0.1 / (1 + FIRST_WEIGHT)) and moves[-1] == pytest.approx(0.1 * LEARNING_RATE)
 
 
 def test_real_steps_are_measured_and_forgotten():

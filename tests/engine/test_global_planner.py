@@ -1,59 +1,19 @@
 """The planner, in a world whose seconds are made up and so exact: where does it stand beside every fixed tree?"""
 
 import json
-from dataclasses import replace
 
 import pytest
 
+from eagle_ray.benchmark.priced import Priced, flat
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
-from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
+from eagle_ray.engine.planner import Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import ASSETS, build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import run
 
 LONG = SamplingParams(max_tokens=96, ignore_eos=True)
-FREE_ROWS = 8  # the passes of the made-up machine cost the same up to here, and then by the row
-
-
-def world(draft_share: float = 0.1) -> StepCosts:
-    """Verify 40 ms up to FREE_ROWS rows and 2.25 ms a row from there; a pass of the head costs a share of that."""
-
-    def curve(seconds):
-        return CostCurve(list(BUCKETS), [seconds(n) for n in BUCKETS])
-
-    def verify(n):
-        return 0.040 * max(1.0, 0.55 + 0.45 * n / FREE_ROWS)
-
-    def head(n):
-        return draft_share * verify(n)
-
-    return StepCosts(curve(verify), 1e-7, curve(head), curve(head), curve(lambda n: 0.001), curve(lambda n: 0.002))
-
-
-class Priced:
-    """A planner whose steps take the seconds that a world says, which it hears as if they had been measured."""
-
-    def __init__(self, planner: Planner, costs: StepCosts):
-        self.planner, self.costs, self.seconds, self.outcomes = planner, costs, 0.0, []
-
-    @property
-    def drafting(self):
-        return self.planner.drafting
-
-    def plan(self, batch):
-        return self.planner.plan(batch)
-
-    def allocate(self, draft, plan, batch):
-        return self.planner.allocate(draft, plan, batch)
-
-    def learn(self, outcome: Outcome):
-        seconds = self.costs.foresee(outcome)
-        self.seconds += seconds.total
-        self.outcomes.append(outcome)
-        self.planner.learn(replace(outcome, seconds=seconds))
 
 
 def tiny_prompts(pair, count: int) -> list[list[int]]:
@@ -72,7 +32,7 @@ def seconds_per_token(
 ) -> tuple[float, Priced]:
     """Made-up seconds for each token of the same prompts, batch_size of them at a time."""
     made, prompts = pair
-    priced = made.engine.planner = Priced(planner, costs or world())
+    priced = made.engine.planner = Priced(planner, costs or flat())
     num_tokens = 0
     for start in range(0, len(prompts), batch_size):
         params = [SamplingParams(max_tokens=48)] * batch_size
@@ -82,7 +42,7 @@ def seconds_per_token(
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
 def test_it_beats_the_best_fixed_tree(pair, batch_size):
-    planner = GlobalPlanner(60, 6, 10, world())
+    planner = GlobalPlanner(60, 6, 10, flat())
     seconds_per_token(pair, planner, batch_size)  # it has seen some drafts
     ours, priced = seconds_per_token(pair, planner, batch_size)
     fixed = {1: [(4, 4, 1), (8, 4, 4)], 4: [(2, 2, 1), (3, 3, 1), (4, 2, 2)], 8: [(1, 1, 1), (2, 2, 1)]}
@@ -92,7 +52,7 @@ def test_it_beats_the_best_fixed_tree(pair, batch_size):
 
 def test_it_costs_next_to_nothing_where_drafts_cannot_pay(pair):
     """A head as dear as its target: after the first probes every step is a plain one but for a few more probes."""
-    dear = world(draft_share=1.0)
+    dear = flat(head_share=1.0)
     plain, _ = seconds_per_token(pair, UniformPlanner(0, 0, 0), 8, costs=dear)
     ours, priced = seconds_per_token(pair, GlobalPlanner(60, 6, 10, dear), 8, costs=dear)
     probes = sum(o.plan.probe for o in priced.outcomes)
@@ -105,7 +65,7 @@ def test_it_costs_next_to_nothing_where_drafts_cannot_pay(pair):
 
 def test_a_plain_step_runs_no_draft_kernel(pair):
     made, prompts = pair
-    dear = world(draft_share=1.0)
+    dear = flat(head_share=1.0)
     calls = []
     hook = made.engine.drafter.head.register_forward_pre_hook(lambda *_: calls.append(len(priced.outcomes)))
     priced = made.engine.planner = Priced(GlobalPlanner(60, 6, 10, dear), dear)
@@ -121,7 +81,7 @@ def test_turning_on_again_catches_up(pair):
     """Off while the head is dear, on once it is cheap: tokens unchanged, and the drafts are as good as ever."""
     made, prompts = pair
     oracle = [s.output_ids for s in run_with(made, UniformPlanner(0, 0, 0), prompts[:4])]
-    dear, cheap = world(draft_share=2.0), world(draft_share=0.02)
+    dear, cheap = flat(head_share=2.0), flat(head_share=0.02)
     priced = made.engine.planner = Priced(GlobalPlanner(60, 6, 10, dear), dear)
     for i, ids in enumerate(prompts[:4]):
         made.engine.add(Sequence(str(i), ids, LONG))
@@ -144,7 +104,7 @@ def run_with(made, planner, prompts):
 
 def test_nothing_is_bought_that_a_sequence_has_no_room_for(pair):
     made, prompts = pair
-    made.engine.planner = GlobalPlanner(60, 6, 10, world())
+    made.engine.planner = GlobalPlanner(60, 6, 10, flat())
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(2, 10)]
     sequences = run(made.engine, prompts[:8], params)
     assert [s.stats.num_discarded_tokens for s in sequences] == [0] * 8

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaForCausalLM
 
+from eagle_ray.benchmark.priced import Priced, flat
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.drafting.text_drafter import TextDrafter
 from eagle_ray.engine.engine import Engine
@@ -18,7 +19,6 @@ from eagle_ray.pair import build_engine, build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.training.prompts import prompt_rows
-from tests.engine.test_global_planner import Priced, world
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params
 from tests.toy import head, llama, run
 
@@ -124,7 +124,7 @@ class Silent:
 def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
     engine.drafter = TextDrafter(Silent())
-    priced = engine.planner = Priced(GlobalPlanner(8, 5, 3, world()), world())
+    priced = engine.planner = Priced(GlobalPlanner(8, 5, 3, flat()), flat())
     check(engine, oracle, times=1)
     looks = [o.plan.drafts for o in priced.outcomes]
     later = looks[FIRST_LOOKS:]
@@ -135,7 +135,7 @@ def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_eng
 
 def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
     engine = make_engine("ngram", 4)
-    priced = engine.planner = Priced(GlobalPlanner(8, 5, 3, world(draft_share=0.01)), world(draft_share=0.01))
+    priced = engine.planner = Priced(GlobalPlanner(8, 5, 3, flat(head_share=0.01)), flat(head_share=0.01))
     assert check(engine, oracle, times=1).num_accepted_draft_tokens > 15
     assert sum(o.plan.drafts for o in priced.outcomes) > 0.5 * len(priced.outcomes)
     bought = {o.num_rows - o.batch_size for o in priced.outcomes}

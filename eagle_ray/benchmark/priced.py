@@ -1,0 +1,102 @@
+"""Priced: a planner in a world whose seconds are made up, and so exact.
+
+    engine.planner = Priced(GlobalPlanner(60, 6, 10, cpu()), cpu())
+    ...
+    engine.planner.tokens_per_second
+
+What a machine cannot tell apart in a minute of real seconds, made-up ones can: acceptance is the pair's own, and every
+step takes what a table of costs says. Does not know how any planner decides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.cost_cache import CURVES
+from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
+from eagle_ray.engine.planner import Allocation, Outcome, Planner
+from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.speculative.plan import Plan
+
+
+def cpu() -> StepCosts:
+    """A 230M pair on two cores, as it was measured: every row more costs something."""
+    return world([1, 4, 8, 16, 24, 64], [0.033, 0.044, 0.056, 0.076, 0.097, 0.215], 0.107, (0.001, 0.0025), 2e-6)
+
+
+def flat(free_rows: int = 8, head_share: float = 0.1) -> StepCosts:
+    """A pass costs the same up to free_rows rows, 40 ms, and rises by the row from there."""
+    seconds = [0.040 * max(1.0, 0.55 + 0.45 * n / free_rows) for n in BUCKETS]
+    return world(BUCKETS, seconds, head_share, (0.001, 0.002), 1e-7)
+
+
+def world(
+    rows: Sequence[int], seconds: Sequence[float], head_share: float, rest: tuple[float, float], attend: float
+) -> StepCosts:
+    """seconds: of a pass by its rows. head_share: of that, what a pass of the head takes.
+
+    rest: all else of a plain step and of one that drafts, s. attend: s for each cached token.
+    """
+    verify = CostCurve([*rows], [*seconds])
+    read, level = (CostCurve([*rows], [head_share * s for s in seconds]) for _ in range(2))
+    plain_rest, draft_rest = (CostCurve([1], [s]) for s in rest)
+    return StepCosts(verify, attend, read, level, plain_rest, draft_rest)
+
+
+def mistaken(costs: StepCosts, error: float, seed: int) -> StepCosts:
+    """The same, measured badly: each number is off by a lognormal factor with this standard deviation."""
+    draw = random.Random(seed)
+    true = {name: getattr(costs, name) for name in CURVES}
+    curves = {
+        name: CostCurve(curve.rows, [s * draw.lognormvariate(0, error) for s in curve.seconds])
+        for name, curve in true.items()
+    }
+    return StepCosts(attend=costs.attend * draw.lognormvariate(0, error), **curves)
+
+
+class Priced:
+    """A planner whose steps take the seconds that `costs` says, which it hears as if they had been measured.
+
+    noise: standard deviation of the logarithm of what it hears about each part of a step; what counts has none.
+    num_tokens, seconds, outcomes: of the steps since the last `reset`, first tokens after prompts left out.
+    """
+
+    def __init__(self, planner: Planner, costs: StepCosts, noise: float = 0.0, seed: int = 0):
+        self.planner, self.costs = planner, costs
+        self._noise, self._draw = noise, random.Random(seed)
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds, self.num_tokens = 0.0, 0
+        self.outcomes: list[Outcome] = []
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def drafting(self) -> bool:
+        return self.planner.drafting
+
+    def plan(self, batch: Batch) -> Plan:
+        return self.planner.plan(batch)
+
+    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+        return self.planner.allocate(draft, plan, batch)
+
+    def learn(self, outcome: Outcome) -> None:
+        seconds = self.costs.foresee(outcome)
+        self.seconds += seconds.total
+        self.num_tokens += outcome.batch_size + outcome.num_accepted
+        self.outcomes.append(outcome)
+        self.planner.learn(replace(outcome, seconds=self._heard(seconds)))
+
+    def _heard(self, seconds: Seconds) -> Seconds:
+        if not self._noise:
+            return seconds
+        parts = (seconds.draft, seconds.verify, seconds.rest)
+        return Seconds(*(part * self._draw.lognormvariate(0, self._noise) for part in parts))

@@ -1,0 +1,132 @@
+"""Where the planner stands beside every fixed tree, in made-up seconds: python jobs/bench_planner.py
+
+The engine and the embedded pair are real, and so is what is accepted; what a step takes comes from a table of costs
+(eagle_ray/benchmark/priced.py). So nothing but the texts is left to chance, and any machine prints the same. Every way
+answers the same prompts. --noise and --mistaken say what the planner makes of clocks and costs that are off; what
+counts is never off.
+
+    steady   a queue that is always full, after --warm tokens that do not count
+    drain    --drain rounds of 1.5 rows a slot, of mixed lengths, to the last one's end, on 16 slots
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from eagle_ray.benchmark.priced import Priced, cpu, flat, mistaken
+from eagle_ray.benchmark.stretch import SteadyQueue, drained
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.engine.costs import StepCosts
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.planner import Planner, UniformPlanner
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.pair import build_pair
+from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.training.prompts import prompt_rows
+
+WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "flat": flat}
+TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "8/4/4", "12/4/4"]  # max_nodes/max_depth/top_k
+OURS = (60, 6, 10)
+MOST_ROWS_OVER = 5  # of the batch, times: larger trees have no chance there and take long to lose
+DRAIN_SLOTS, DRAIN_ROWS = 16, 24
+DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
+ENDLESS_S = math.inf
+HEADER = "| batch | best fixed tree | over plain | ours over plain | ours over best | rows | depth | off | probes |"
+
+
+class NoMeter:
+    """Stands where a stretch asks for the seconds of forward passes: here nothing depends on them."""
+
+    seconds = 0.0
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    slots = max([*args.batches, DRAIN_SLOTS if args.drain else 1])
+    made = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), slots)
+    rows = [made.text.encode_chat(row["messages"]) for row in prompt_rows(per_category=32, seed=args.seed)]
+    prompts = [ids for i in range(32) for ids in rows[i::32]]
+    print(f"{HEADER}\n{'|---' * 9}|", flush=True)
+    for batch in args.batches:
+        print(line(args, str(batch), batch, lambda p, b=batch: steady(made.engine, p, prompts, b, args)), flush=True)
+    if args.drain:
+        print(line(args, "drain", DRAIN_SLOTS, lambda p: drain(made.engine, p, prompts, args)), flush=True)
+
+
+def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced], None]) -> str:
+    """One row of the table: every fixed tree that has a chance, none, and ours, all by `run`."""
+
+    def priced(planner: Planner) -> Priced:
+        made = Priced(planner, WORLDS[args.world](), args.noise, args.noise_seed)
+        run(made)
+        return made
+
+    trees = {tree: tuple(map(int, tree.split("/"))) for tree in args.trees}
+    trees = {name: tree for name, tree in trees.items() if batch == 1 or tree[0] < MOST_ROWS_OVER}
+    speeds = {"none": priced(UniformPlanner(0, 0, 0)).tokens_per_second}
+    speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
+    best = max(speeds, key=speeds.__getitem__)
+    costs = mistaken(WORLDS[args.world](), args.mistaken, args.noise_seed)
+    ours = priced(GlobalPlanner(*OURS, costs))
+    steps = ours.outcomes
+    ratios = [speeds[best] / speeds["none"], ours.tokens_per_second / speeds["none"]]
+    ratios.append(ours.tokens_per_second / speeds[best])
+    parts = [name, best, *(f"{ratio:.3f}x" for ratio in ratios)]
+    parts += [f"{sum(o.num_rows for o in steps) / sum(o.batch_size for o in steps):.2f}"]
+    parts += [f"{sum(o.depth for o in steps) / len(steps):.2f}", f"{sum(not o.depth for o in steps) / len(steps):.0%}"]
+    parts += [str(sum(o.plan.probe for o in steps))]
+    return "| " + " | ".join(parts) + " |"
+
+
+def steady(engine: Engine, planner: Priced, prompts: list[list[int]], batch: int, args: argparse.Namespace) -> None:
+    engine.planner = planner
+    queue = SteadyQueue(engine, requests(prompts, [args.tokens_each], args.temperatures), NoMeter(), batch)
+    queue.fill()
+    queue.window(args.warm, ENDLESS_S)
+    planner.reset()
+    queue.window(args.tokens, ENDLESS_S)
+    queue.end()
+    while engine.has_work:
+        engine.step()
+
+
+def drain(engine: Engine, planner: Priced, prompts: list[list[int]], args: argparse.Namespace) -> None:
+    engine.planner = planner
+    for turn in range(args.drain):
+        rows = requests(prompts[turn * DRAIN_ROWS % len(prompts) :], DRAIN_LENGTHS, args.temperatures)
+        drained(engine, list(itertools.islice(rows, DRAIN_ROWS)), NoMeter(), DRAIN_SLOTS)
+
+
+def requests(prompts: list[list[int]], lengths: Iterable[int], temperatures: Iterable[float]) -> Iterator[Sequence]:
+    parts = zip(itertools.cycle(prompts), itertools.cycle(lengths), itertools.cycle(temperatures), strict=True)
+    for i, (ids, most, temperature) in enumerate(parts):
+        yield Sequence(str(i), ids, SamplingParams(temperature, seed=i, max_tokens=most))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world", choices=WORLDS, default="cpu")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--drain", type=int, default=8, help="rounds; 0: none")
+    parser.add_argument("--trees", nargs="+", default=TREES)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="of the rows, by turns")
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--warm", type=int, default=1000)
+    parser.add_argument("--tokens-each", type=int, default=96)
+    parser.add_argument("--noise", type=float, default=0.0, help="of what is heard of a step: 0.1 is 10 %%")
+    parser.add_argument("--mistaken", type=float, default=0.0, help="costs at the start are off by this: 0.1 is 10 %%")
+    parser.add_argument("--noise-seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
