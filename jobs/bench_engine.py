@@ -2,7 +2,7 @@
 
 The embedded pair is widened to 230M parameters (eagle_ray/models/widening.py): real acceptance, though a toy's, at a
 real model's proportions of cost. Every way is an engine over the same weights; ways take turns, in another order each
-round, on the same prompts, and a round's tokens per second are divided by plain decoding's in the same round. Greedy.
+round, on the same prompts, and a round's tokens per second are divided by plain decoding's in the same round.
 
     steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
              counts the prompts too, whose number in a window is a matter of luck, over all rounds together
@@ -34,6 +34,7 @@ from torch import nn
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare
 from eagle_ray.benchmark.intervals import ratio_interval
+from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
 from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
@@ -45,17 +46,15 @@ from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_target
 from eagle_ray.models.widening import BENCH, widen_pair
 from eagle_ray.pair import build_engine, resolve
-from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.text import Text
-from eagle_ray.training.prompts import prompt_rows
+from eagle_ray.training.prompts import shuffled_prompts
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding took is cut there
 LEAST_TOKENS = 4  # of a window: several are committed at a step
 TUNING_ROUNDS, TUNING_S = 4, 0.5  # windows of each tree
 MOST_TUNED_ROWS = {"cpu": 256, "cuda": 1024}  # of a pass: larger ones have no chance and take minutes to lose
-DRAIN_ROWS = 1.5  # per slot
-DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
+PER_CATEGORY = 32  # prompts to measure on, and as many to tune on
 BAD_NOISE = 0.25  # of the trained weights: tau 1.4 with 8 nodes a tree, 3.7 undamaged; never trained 1.0
 TREES = {  # max_nodes, max_depth, top_k
     "1/1/1": (1, 1, 1),
@@ -102,17 +101,11 @@ class Models:
         pack_linears(head)
         meter = ForwardMeter(causal_lm.base_model, causal_lm.get_output_embeddings(), head)
         text = Text.load(path)
-        prompts, tuning = (shuffled_prompts(text, seed) for seed in (args.seed, args.seed + 1))
+        prompts, tuning = (shuffled_prompts(text, PER_CATEGORY, seed) for seed in (args.seed, args.seed + 1))
         return cls(causal_lm, head, meter, prompts, tuning)
 
     def engine(self, way: SpeculativeConfig, slots: int) -> Engine:
         return build_engine(self.causal_lm, self.head, way, slots, MAX_MODEL_LEN)
-
-
-def shuffled_prompts(text: Text, seed: int) -> list[list[int]]:
-    """Held-out prompts of the six categories, in turn."""
-    rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category=32, seed=seed)]
-    return [ids for i in range(32) for ids in rows[i::32]]
 
 
 def main() -> None:
@@ -178,7 +171,7 @@ def steady(
 ) -> Measured:
     """Windows of a queue that is always full, each over as many tokens as plain commits in `seconds`."""
     queues = {
-        name: SteadyQueue(engine, requests(models.prompts, 0, [args.tokens]), models.meter)
+        name: SteadyQueue(engine, requests(models.prompts, [args.tokens], args.temperatures), models.meter)
         for name, engine in engines.items()
     }
     for queue in queues.values():
@@ -191,9 +184,7 @@ def steady(
         samples[name].append(queues[name].window(num_tokens, MOST_TIMES_PLAIN * seconds))
     for queue in queues.values():
         queue.end()
-    plain, prompts = queues["plain"].outputs, list(models.prompts)
-    prompts *= 1 + len(plain) // len(prompts)
-    return samples, {name: compare(models.causal_lm, prompts, q.outputs, plain) for name, q in queues.items()}
+    return samples, identities(models, {name: queue.sequences for name, queue in queues.items()})
 
 
 def drain(
@@ -204,12 +195,19 @@ def drain(
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     done: dict[str, list[Sequence]] = {name: [] for name in engines}
     for turn, name in turns(list(engines), num_rounds):
-        rows = list(itertools.islice(requests(models.prompts, turn * num_rows, DRAIN_LENGTHS), num_rows))
+        stream = requests(models.prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
+        rows = list(itertools.islice(stream, num_rows))
         samples[name].append(drained(engines[name], rows, models.meter))
         done[name] += rows
-    prompts, plain = [s.prompt_ids for s in done["plain"]], [s.output_ids for s in done["plain"]]
-    outputs = {name: [s.output_ids for s in sequences] for name, sequences in done.items()}
-    return samples, {name: compare(models.causal_lm, prompts, ids, plain) for name, ids in outputs.items()}
+    return samples, identities(models, done)
+
+
+def identities(models: Models, sequences: dict[str, list[Sequence]]) -> dict[str, Identity]:
+    """Each way's outputs beside plain decoding's."""
+    plain = sequences["plain"]
+    asked = [s.prompt_ids for s in plain], [s.sampling for s in plain]
+    outputs = {name: [s.output_ids for s in theirs] for name, theirs in sequences.items()}
+    return {name: compare(models.causal_lm, asked[0], ids, outputs["plain"], asked[1]) for name, ids in outputs.items()}
 
 
 def turns(names: list[str], num_rounds: int) -> Iterator[tuple[int, str]]:
@@ -217,12 +215,6 @@ def turns(names: list[str], num_rounds: int) -> Iterator[tuple[int, str]]:
     shuffle = random.Random(0)
     for turn in range(num_rounds):
         yield from ((turn, name) for name in shuffle.sample(names, len(names)))
-
-
-def requests(prompts: list[list[int]], offset: int, lengths: list[int] | tuple[int, ...]) -> Iterator[Sequence]:
-    stream = itertools.islice(itertools.cycle(prompts), offset, None)
-    for i, (ids, most) in enumerate(zip(stream, itertools.cycle(lengths), strict=False)):
-        yield Sequence(str(i), ids, SamplingParams(max_tokens=most))
 
 
 def figures(
@@ -290,6 +282,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=0.4, help="of plain decoding in a steady window")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an output in steady windows")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="of the rows, by turns")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu")

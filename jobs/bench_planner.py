@@ -14,28 +14,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from eagle_ray.benchmark.priced import Priced, cpu, flat, mistaken
+from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
 from eagle_ray.benchmark.stretch import SteadyQueue, drained
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.planner import Planner, UniformPlanner
-from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import build_pair
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.training.prompts import prompt_rows
+from eagle_ray.training.prompts import shuffled_prompts
 
 WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "flat": flat}
 TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "8/4/4", "12/4/4"]  # max_nodes/max_depth/top_k
 OURS = (60, 6, 10)
+PER_CATEGORY = 32  # prompts
 MOST_ROWS_OVER = 5  # of the batch, times: larger trees have no chance there and take long to lose
-DRAIN_SLOTS, DRAIN_ROWS = 16, 24
-DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
+DRAIN_SLOTS = 16
 ENDLESS_S = math.inf
 HEADER = "| batch | best fixed tree | over plain | ours over plain | ours over best | rows | depth | off | probes |"
 
@@ -51,8 +50,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     slots = max([*args.batches, DRAIN_SLOTS if args.drain else 1])
     made = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), slots)
-    rows = [made.text.encode_chat(row["messages"]) for row in prompt_rows(per_category=32, seed=args.seed)]
-    prompts = [ids for i in range(32) for ids in rows[i::32]]
+    prompts = shuffled_prompts(made.text, PER_CATEGORY, args.seed)
     print(f"{HEADER}\n{'|---' * 9}|", flush=True)
     for batch in args.batches:
         print(line(args, str(batch), batch, lambda p, b=batch: steady(made.engine, p, prompts, b, args)), flush=True)
@@ -99,15 +97,10 @@ def steady(engine: Engine, planner: Priced, prompts: list[list[int]], batch: int
 
 def drain(engine: Engine, planner: Priced, prompts: list[list[int]], args: argparse.Namespace) -> None:
     engine.planner = planner
+    num_rows = int(DRAIN_ROWS * DRAIN_SLOTS)
     for turn in range(args.drain):
-        rows = requests(prompts[turn * DRAIN_ROWS % len(prompts) :], DRAIN_LENGTHS, args.temperatures)
-        drained(engine, list(itertools.islice(rows, DRAIN_ROWS)), NoMeter(), DRAIN_SLOTS)
-
-
-def requests(prompts: list[list[int]], lengths: Iterable[int], temperatures: Iterable[float]) -> Iterator[Sequence]:
-    parts = zip(itertools.cycle(prompts), itertools.cycle(lengths), itertools.cycle(temperatures), strict=True)
-    for i, (ids, most, temperature) in enumerate(parts):
-        yield Sequence(str(i), ids, SamplingParams(temperature, seed=i, max_tokens=most))
+        rows = requests(prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
+        drained(engine, list(itertools.islice(rows, num_rows)), NoMeter(), DRAIN_SLOTS)
 
 
 def parse_arguments() -> argparse.Namespace:

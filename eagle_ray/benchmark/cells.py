@@ -112,7 +112,8 @@ def _window(
         sample = queue.window(num_tokens, most_seconds)
     finally:
         queue.end()
-    return queue.outputs, sample, tuple(b - a for a, b in zip(before, planner.parts, strict=True))
+    outputs = [sequence.output_ids for sequence in queue.sequences]
+    return outputs, sample, tuple(b - a for a, b in zip(before, planner.parts, strict=True))
 
 
 def drain(

@@ -83,9 +83,9 @@ class SteadyQueue:
         self._unfinished = 0
 
     @property
-    def outputs(self) -> list[list[int]]:
-        """Of every request so far, in order; the last ones are not at their ends."""
-        return [list(sequence.output_ids) for sequence in self._added]
+    def sequences(self) -> list[Sequence]:
+        """Every request so far, in order; the last ones are not at their ends."""
+        return list(self._added)
 
     def fill(self) -> None:
         """Until every slot has had a sequence."""

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from eagle_ray.text import Text
 from eagle_ray.training.corpus import CATEGORIES, Conversation, held_out_conversations
 
 
@@ -23,6 +24,12 @@ def prompt_rows(per_category: int, seed: int) -> Iterator[dict]:
         for index, conversation in enumerate(held_out_conversations(category, per_category, seed)):
             messages = [{"role": turn.role, "content": turn.content} for turn in asked_part(conversation, index)]
             yield {"id": f"{category}-{index:02d}", "category": category, "messages": messages}
+
+
+def shuffled_prompts(text: Text, per_category: int, seed: int) -> list[list[int]]:
+    """The same rows as token ids, the categories by turns."""
+    rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category, seed)]
+    return [ids for i in range(per_category) for ids in rows[i::per_category]]
 
 
 def write_prompts(path: Path, per_category: int, seed: int) -> None:

@@ -40,10 +40,10 @@ def test_a_window_counts_what_was_committed():
     for engine in pair:
         queue = SteadyQueue(engine, requests(), meter)
         queue.fill()
-        before = sum(map(len, queue.outputs))
+        before = sum(len(s.output_ids) for s in queue.sequences)
         samples = [queue.window(num_tokens=30, most_seconds=30) for _ in range(2)]
         assert all(30 <= sample.num_tokens < 30 + 3 * 5 for sample in samples)
-        assert sum(map(len, queue.outputs)) == before + (samples[0] + samples[1]).num_tokens
+        assert sum(len(s.output_ids) for s in queue.sequences) == before + (samples[0] + samples[1]).num_tokens
         assert all(0 < sample.forward_s < sample.seconds for sample in samples)
         queue.end()
         assert not engine.has_work
