@@ -24,6 +24,7 @@ from typing import Any
 from uuid import uuid4
 
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
+from eagle_ray.data.fingerprints import fingerprints, what_changed
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.ledger import own_files
 from eagle_ray.data.parts import attempt_of, part_files
@@ -34,6 +35,7 @@ RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
 SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
 FORMAT_VERSION = 1  # of _run.json
 KEYS = {"run_id", "attempt", "config", "inputs", "attempts"}  # of _run.json, without which it cannot be gone on from
+REMEDY = "choose another output.path, or --overwrite"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 
 
@@ -102,10 +104,9 @@ def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
 
 
 def _open_run(output: Location, config: JobConfig, input_files: Iterable[InputFile]) -> Run:
-    files = {file.path: file.stamp.as_json() for file in input_files}
     before = _version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
-        return _begin_attempt(_replacing_record(output, config), before, config, files)
+        return _begin_attempt(_replacing_record(output, config), before, config, fingerprints(input_files, {}))
     old = read_record(output)
     if old is None:
         check_no_foreign_data(output)
@@ -113,8 +114,10 @@ def _open_run(output: Location, config: JobConfig, input_files: Iterable[InputFi
     elif config.output.if_exists == "fail":
         raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'")
     else:
-        _check_same_job(output, old, config, files)
+        _check_same_job(output, old, config)
         record = old
+    files = fingerprints(input_files, record["inputs"])
+    _check_same_files(output, record["inputs"], files)
     return _begin_attempt(record, before, config, files)
 
 
@@ -200,18 +203,21 @@ def _version_of(file: Location) -> int | str | None:
         return None
 
 
-def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig, files: dict[str, Any]) -> None:
-    """A resume must ask for the same completions of the same rows."""
-    remedy = "choose another output.path, or --overwrite"
+def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig) -> None:
+    """A resume must ask for the same completions."""
     if (found := old.get("format_version")) != FORMAT_VERSION:
-        raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {remedy}")
+        raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
     new = config.model_dump(mode="json")
     if keys := changed_keys(old["config"], new):
         changes = "".join(f"\n  {key}: was {_at(old['config'], key)!r}, now {_at(new, key)!r}" for key in keys)
-        raise OutputMismatch(f"{output} belongs to another configuration: {remedy}{changes}")
-    if changed := [path for path, stamp in files.items() if old["inputs"].get(path, stamp) != stamp]:
-        names = ", ".join(changed)
-        raise OutputMismatch(f"{names} changed (its size or time) since {output} was made from it: {remedy}")
+        raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
+
+
+def _check_same_files(output: Location, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """A resume must ask of the same rows; a file that is new is added."""
+    changes = {path: what_changed(old.get(path, found), found) for path, found in new.items()}
+    if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
+        raise OutputMismatch(f"input changed since {output} was made from it: {changed}: put it back, {REMEDY}")
 
 
 def check_no_foreign_data(output: Location) -> None:

@@ -81,8 +81,21 @@ def test_a_changed_input_file_is_refused_and_a_new_one_is_added(make_job, tmp_pa
     (tmp_path / "more.jsonl").write_text('{"id": "z", "prompt_token_ids": [5]}\n')
     start(make_job(**{"input.path": str(tmp_path / "*.jsonl")}))
     assert len(read_json(run.output / RUN)["inputs"]) == 2
-    with pytest.raises(OutputMismatch, match=r"in\.jsonl changed"):
+    with pytest.raises(OutputMismatch, match=r"in\.jsonl \(\d+ bytes then, \d+ now\)"):
         start(make_job(token_rows(3)))
+
+
+def test_a_touched_input_file_is_the_same_and_one_of_other_content_is_not(make_job, tmp_path):
+    run, file = start(make_job(token_rows(2))), tmp_path / "in.jsonl"
+    text = file.read_text()
+    os.utime(file, ns=(1, 1))
+    assert start(make_job()).attempt == 2
+    assert read_json(run.output / RUN)["inputs"][str(file)]["mtime_ns"] == 1
+    file.write_text(text.replace("5", "6"))
+    with pytest.raises(OutputMismatch, match=r"in\.jsonl \(its content\): put it back, "):
+        start(make_job())
+    file.write_text(text)
+    assert start(make_job()).attempt == 3
 
 
 def test_if_exists_fail_refuses_a_second_start(make_job):
