@@ -16,7 +16,7 @@ import platform
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +28,7 @@ from eagle_ray.data.fingerprints import fingerprints, what_changed
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.ledger import own_files
 from eagle_ray.data.parts import attempt_of, part_files
+from eagle_ray.data.process import Process
 from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, OutputMismatch, Overtaken
 from eagle_ray.data.storage import Location, json_bytes, read_json
 
@@ -180,7 +181,7 @@ def _begin_attempt(record: dict[str, Any], before: int | str | None, config: Job
     record["versions"], record["hardware"] = _versions(), _hardware()
     mark = uuid4().hex[:12]  # no two drivers ever write the same bytes
     record["attempts"].append(
-        {"attempt": record["attempt"], "started_at": _now(), "process": os.getpid(), "driver": mark}
+        {"attempt": record["attempt"], "started_at": _now(), "process": asdict(Process.this()), "driver": mark}
     )
     _write_record(output, record, before)
     (output / SUCCESS).remove()

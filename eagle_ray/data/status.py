@@ -1,11 +1,11 @@
 """Status: where a run stands, from the files of its output directory alone.
 
-A run that is killed leaves no word, so a run that says nothing for long is called silent. Does not know Ray, and asks
-no cluster.
+A run that is killed leaves no word. On its own machine its process is looked for; elsewhere a run that gives no sign
+of life for long is called silent. Does not know Ray, and asks no cluster.
 
     >>> print(status_text(status_of(Location.of("runs/a"))))
     run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
-    last word 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
+    last sign of life 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.display import Facts, words_of
+from eagle_ray.data.process import Process
 from eagle_ray.data.record import PROGRESS, RUN, SUCCESS, SUMMARY, read_record
 from eagle_ray.data.storage import Location, object_in
 
@@ -29,8 +30,9 @@ SHORTEST_SILENCE_S = 60.0  # loading a model takes as long
 class Status:
     """One run.
 
-    state: done, running, silent (it neither ended nor said a word for long: probably killed) or stopped. outcome: why
-    it stopped. quiet_s: seconds since its last word. progress: ``_progress.json`` of this attempt; total: the counts
+    state: done, running, killed (its process is gone from this machine), silent (it neither ended nor gave a sign of
+    life for long: probably killed) or stopped. outcome: why it stopped. quiet_s: seconds since its last sign of life.
+    process: the driver's, where that is on record. progress: ``_progress.json`` of this attempt; total: the counts
     of ``_summary.json``, of a run that is done.
     """
 
@@ -42,6 +44,7 @@ class Status:
     finished_at: str | None
     outcome: str | None
     quiet_s: float
+    process: Process | None
     progress: Facts | None
     total: dict[str, Any] | None
 
@@ -57,17 +60,19 @@ def status_of(output: Location, now: datetime | None = None) -> Status:
         progress = None  # an earlier attempt's
     word = (progress or {}).get("written_at") or last["started_at"]
     quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(word)).total_seconds()
+    process = Process(**last["process"]) if isinstance(last.get("process"), dict) else None  # a number in older records
     is_done = (output / SUCCESS).exists()
     patience = max(SHORTEST_SILENCE_S, SILENT_AFTER * record["config"]["logging"]["progress_every_s"])
     return Status(
         output=str(output),
         run_id=record["run_id"],
-        state="done" if is_done else "stopped" if "outcome" in last else _alive(quiet_s, patience),
+        state="done" if is_done else "stopped" if "outcome" in last else _alive(process, quiet_s, patience),
         attempt=last["attempt"],
         started_at=last["started_at"],
         finished_at=last.get("finished_at"),
         outcome=last.get("outcome"),
         quiet_s=max(0.0, quiet_s),
+        process=process,
         progress=progress,
         total=(object_in(output / SUMMARY) or {}).get("total") if is_done else None,
     )
@@ -88,13 +93,17 @@ def status_text(status: Status) -> str:
         lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {_why(status.outcome)}: {again}"]
     else:
         lines = [f"{head}{status.state}, attempt {status.attempt} (since {status.started_at})"]
+    if status.state == "killed":
+        lines.append(f"process {status.process.pid} is gone from {status.process.host} without a word: {again}")
     if status.state == "silent":
-        lines.append(f"no word for {status.quiet_s:,.0f} s: if it was killed, {again}")
+        lines.append(f"no sign of life for {status.quiet_s:,.0f} s: if it was killed, {again}")
     said = " · ".join(words_of(status.progress)) if status.progress else "nothing yet"
-    return "\n".join([*lines, f"last word {status.quiet_s:,.0f} s ago: {said}"])
+    return "\n".join([*lines, f"last sign of life {status.quiet_s:,.0f} s ago: {said}"])
 
 
-def _alive(quiet_s: float, patience_s: float) -> str:
+def _alive(process: Process | None, quiet_s: float, patience_s: float) -> str:
+    if process is not None and process.is_gone():
+        return "killed"
     return "running" if quiet_s <= patience_s else "silent"
 
 

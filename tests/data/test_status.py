@@ -1,13 +1,17 @@
 """Where a run stands, read from its files."""
 
 import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
 
 from eagle_ray import cli
 from eagle_ray.config import ConfigError
-from eagle_ray.data.record import noting_outcome, open_run
+from eagle_ray.data.process import Process
+from eagle_ray.data.record import noting_outcome, open_run, read_record
 from eagle_ray.data.status import status_of, status_text
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.data.storage import Location, write_json
@@ -16,6 +20,14 @@ from tests.data.test_display import FACTS
 
 LATER = timedelta(seconds=30)
 MUCH_LATER = timedelta(hours=3)
+
+
+HOLD = """
+import dataclasses, json, time
+from eagle_ray.data.process import Process
+print(json.dumps(dataclasses.asdict(Process.this())), flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -36,6 +48,12 @@ def say(run, **facts) -> None:
     write_json(run.output / "_progress.json", FACTS | word | facts)
 
 
+def record_process(run, process) -> None:
+    record = read_record(run.output)
+    record["attempts"][-1]["process"] = process
+    write_json(run.output / "_run.json", record)
+
+
 def test_a_run_that_speaks_is_running(started):
     run, output = started
     assert status_of(output, now() + LATER).state == "running"
@@ -50,6 +68,32 @@ def test_a_run_that_was_killed_falls_silent(started):
     say(run)
     text = status_text(status_of(output, now() + MUCH_LATER))
     assert "silent, attempt 1" in text and "the same command goes on" in text
+
+
+def test_a_run_whose_process_is_gone_from_this_machine_was_killed(started):
+    run, output = started
+    driver = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    noted = json.loads(driver.stdout.readline())
+    record_process(run, noted)
+    say(run)
+    assert status_of(output).state == "running"
+    driver.kill()
+    driver.wait()
+    text = status_text(status_of(output))
+    assert "killed, attempt 1" in text and f"process {driver.pid} is gone from" in text and "the same command" in text
+
+
+@pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"pids": "pid:[1]"}])
+def test_a_process_of_another_machine_is_judged_by_its_last_sign_of_life(started, other):
+    run, output = started
+    record_process(run, asdict(Process.this()) | {"pid": 2**30} | other)
+    assert status_of(output, now() + LATER).state == "running"
+    assert "no sign of life for 10,8" in status_text(status_of(output, now() + MUCH_LATER))
+
+
+def test_a_number_that_another_process_has_got_since_is_gone():
+    this = Process.this()
+    assert this.is_gone() is False and replace(this, started="1").is_gone() is True
 
 
 def test_an_earlier_attempts_progress_says_nothing_of_this_one(started):

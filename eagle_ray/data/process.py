@@ -1,0 +1,55 @@
+"""Process: which process of which machine, so that another one of that machine can tell whether it is still there.
+
+A number alone will not do: the system gives it to somebody else once its process is gone. Does not know runs.
+
+    >>> Process.this().is_gone()
+    False
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """started: as the system says it, which is the same as long as it lives. pids: the namespace of the number."""
+
+    host: str
+    pids: str
+    pid: int
+    started: str | None
+
+    @classmethod
+    def this(cls) -> Process:
+        return cls(socket.gethostname(), _namespace(), os.getpid(), _started(os.getpid()))
+
+    def is_gone(self) -> bool | None:
+        """None where that cannot be told from here: it runs, or ran, elsewhere."""
+        if (self.host, self.pids) != (socket.gethostname(), _namespace()):
+            return None
+        return _started(self.pid) != self.started
+
+
+def _namespace() -> str:
+    """Containers may share a host's name, and not its processes."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """None where there is no such process, or only what a dead one leaves until its parent looks."""
+    if not Path("/proc/self/stat").exists():  # macOS
+        said = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
+        return said.strip() or None
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else rest[18]  # in ticks since the machine started
