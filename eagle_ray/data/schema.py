@@ -157,9 +157,10 @@ def _type_in(schema: pa.Schema, name: str) -> str:
 
 def _free(passthrough: Iterable[pa.Field]) -> list[pa.Field]:
     fields = [field.with_nullable(True) for field in passthrough]
-    if taken := [field.name for field in fields if field.name in RESERVED]:
+    if taken := ", ".join(repr(field.name) for field in fields if field.name in RESERVED):
+        others = [field.name for field in fields if field.name not in RESERVED]
         raise ConfigError(
-            f"input column {taken[0]!r} would be carried through, but the job has a column of that name: "
-            "rename it, or list the columns to carry in input.passthrough"
+            f"input.passthrough: the input's {taken} would be carried through, but the job has columns of these names: "
+            f'rename them in the input, or carry only the others: --set "input.passthrough={others or "none"}"'
         )
     return fields

@@ -37,7 +37,7 @@ def test_no_column_is_null_typed_and_the_version_travels():
 @pytest.mark.parametrize("name", ["request_id", "text", "status", "messages"])
 def test_a_taken_name_is_refused(name):
     for schema in (output_schema, request_schema):
-        with pytest.raises(ConfigError, match=f"input column '{name}'"):
+        with pytest.raises(ConfigError, match=f"the input's '{name}' would"):
             schema([pa.field(name, pa.string())])
 
 

@@ -174,9 +174,12 @@ def test_passthrough_none_and_a_list(tmp_path):
 
 
 def test_a_name_that_the_output_has_cannot_be_carried(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "text": "y"}])
-    with pytest.raises(ConfigError, match=r"input column 'text' would be carried through.*input\.passthrough"):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "text": "y", "score": 1, "status": "new"}])
+    with pytest.raises(
+        ConfigError, match=r"'text', 'status' would be .* rename them .* --set \"input\.passthrough=\['score'\]\""
+    ):
         plan(path)
+    assert plan(path, "input.passthrough=['score']").num_rows == 1
     assert plan(path, "input.passthrough=none").num_rows == 1
 
 
