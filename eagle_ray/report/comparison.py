@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_ray.report.outputs import Key, outputs
 from eagle_ray.report.summary import Group, ReadColumns, summarise, total
-
-Key = tuple[str, int]  # request_id, sample_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,11 @@ class Comparison:
 
 
 def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
-    """Groups are the values of the column by. Rows that only one of the two has count as differing."""
-    ours, theirs = _outputs(run), _outputs(baseline)
+    """Groups are the values of the column by. Rows that only one of the two has count as differing.
+
+    Raises ValueError where either stored no token ids.
+    """
+    ours, theirs = outputs(run), outputs(baseline)
     differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))
     counts, plain = summarise(run, by), summarise(baseline, by)
     groups = {name: (group, plain.get(name, Group())) for name, group in counts.items()}
@@ -54,9 +56,3 @@ def _speeds(run: Group, baseline: Group) -> dict[str, Any]:
         "baseline_decode_tokens_per_s": plain,
         "speed_up": fast / plain if fast and plain else None,
     }
-
-
-def _outputs(read: ReadColumns) -> dict[Key, list[int] | None]:
-    columns = ["request_id", "sample_index", "output_token_ids"]
-    rows = (row for table in read(columns) for row in table.to_pylist())
-    return {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows}

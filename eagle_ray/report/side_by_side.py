@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from eagle_ray.report.outputs import Key, Output, outputs
 from eagle_ray.report.summary import Group, ReadColumns, summarise, total
-
-Key = tuple[str, int]  # request_id, sample_index
-Output = list[int] | None  # token ids; None for an error row
-COLUMNS = ["request_id", "sample_index", "status", "output_token_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class SideBySide:
 
 def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> SideBySide:
     """by: a column that both runs carry, or None. Raises ValueError where a run stored no token ids."""
-    a, b = _outputs(read_a), _outputs(read_b)
+    a, b = outputs(read_a), outputs(read_b)
     both = sorted(a.keys() & b.keys())
     differences = [Difference.of(key, a[key], b[key]) for key in both if a[key] != b[key]]
     counts_a, counts_b = summarise(read_a, by), summarise(read_b, by)
@@ -76,13 +73,3 @@ def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> Si
 
 def _pair(a: Group, b: Group) -> dict[str, dict[str, Any]]:
     return {"a": a.as_json(), "b": b.as_json()}
-
-
-def _outputs(read: ReadColumns) -> dict[Key, Output]:
-    found: dict[Key, Output] = {}
-    for table in read(COLUMNS):
-        for row in table.to_pylist():
-            if row["status"] == "ok" and row["output_token_ids"] is None:
-                raise ValueError("no token ids were stored (output.store_token_ids), so outputs cannot be compared")
-            found[row["request_id"], row["sample_index"]] = row["output_token_ids"]
-    return found

@@ -1,0 +1,24 @@
+"""Outputs: the token ids of every row of a run, by its key, so that two runs can be held against each other.
+
+>>> outputs(read)["q-1", 0]
+[17, 4, 2]
+"""
+
+from __future__ import annotations
+
+from eagle_ray.report.summary import ReadColumns
+
+Key = tuple[str, int]  # request_id, sample_index
+Output = list[int] | None  # token ids; None for an error row
+COLUMNS = ["request_id", "sample_index", "status", "output_token_ids"]
+
+
+def outputs(read: ReadColumns) -> dict[Key, Output]:
+    """Raises ValueError where the run stored no token ids."""
+    found: dict[Key, Output] = {}
+    for table in read(COLUMNS):
+        for row in table.to_pylist():
+            if row["status"] == "ok" and row["output_token_ids"] is None:
+                raise ValueError("no token ids were stored (output.store_token_ids), so outputs cannot be compared")
+            found[row["request_id"], row["sample_index"]] = row["output_token_ids"]
+    return found
