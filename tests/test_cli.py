@@ -38,7 +38,7 @@ def test_validate_shows_rows_and_the_first_prompt(job, tmp_path, capsys):
     assert f"3 rows in {tmp_path}/rows.jsonl" in shown
     assert "carried  category string" in shown
     assert "2 good, 1 would become error rows" in shown
-    assert f"{tmp_path}/rows.jsonl, row 1: column 'messages' must be a list of messages or a text, got 5" in shown
+    assert f"{tmp_path}/rows.jsonl, line 2: column 'messages' must be a list of messages or a text, got 5" in shown
     assert "the first, 'a'" in shown
     assert "| <|bos|><|user|>Hi<|end|><|assistant|>" in shown
     assert f"{tmp_path}/out can be written" in shown
@@ -49,7 +49,7 @@ def test_validate_counts_the_prompts_tokens_and_refuses_long_ones_row_by_row(job
     assert cli.main(["validate", *job, "--set", "model.max_model_len=6"]) == 2
     shown = capsys.readouterr().err
     assert "no row can be answered" in shown
-    assert "row 0: the prompt has 6 tokens" in shown
+    assert "line 1: the prompt has 6 tokens" in shown
 
 
 def test_validate_refuses_messages_without_a_template(job, capsys):
@@ -79,7 +79,7 @@ def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
         (["--set", "model.target=embedded:huge"], "embedded:huge"),
         (["-o", "/dev/null/out"], "output.path: cannot write to /dev/null: Not a directory"),
         (["--set", "input.columns.messages=mesages"], "did you mean messages?"),
-        (["--set", "input.on_bad_row=fail"], "row 1: column 'messages'"),
+        (["--set", "input.on_bad_row=fail"], "line 2: column 'messages'"),
     ],
 )
 def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):

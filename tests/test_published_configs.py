@@ -69,7 +69,7 @@ def test_where_only_the_head_is_out_of_reach_the_prompts_are_looked_at(no_hub, t
 def test_rows_are_checked_where_the_target_is_out_of_reach(no_hub, tmp_path, capsys):
     assert cli.main(job(tmp_path, "org/target", "org/head")) == 0
     shown = capsys.readouterr().out
-    assert "1 good, 1 would become error rows" in shown and "row 1: " in shown and "temperature" in shown
+    assert "1 good, 1 would become error rows" in shown and "line 2: " in shown and "temperature" in shown
     assert "prompt   the first, 'a', not looked at: it takes the target's tokenizer" in shown
 
 

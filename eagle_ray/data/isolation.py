@@ -19,6 +19,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from eagle_ray.data.deaths import Blame, room_for
+from eagle_ray.data.input.place import place_of
 
 DIED = "worker_died"
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
@@ -116,8 +117,7 @@ def _condemned(batch: pa.Table, blamed: dict[str, Blame]) -> pa.Table:
             blame = final[row["request_id"]]
             row["error_code"] = DIED
             row["error_message"] = (
-                f"{row['source_file']}, row {row['row_index']}: {blame.deaths} workers died while they answered it "
-                f"({blame.reason}): {FIX}"
+                f"{place_of(row)}: {blame.deaths} workers died while they answered it ({blame.reason}): {FIX}"
             )
     return pa.Table.from_pylist(rows, batch.schema)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.asked import num_samples
+from eagle_ray.data.input.place import place_of
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.speculative.sampling import SamplingParams, sample_seed
@@ -44,8 +45,8 @@ def sequences_of(row: Row, config: JobConfig, text: Text | None, n: int | None =
 
 
 def message_of(row: Row, error: RequestError) -> str:
-    """What is wrong with the row, behind its file and row number, which the source already wrote where it found it."""
-    return str(error) if row["error_code"] else f"{row['source_file']}, row {row['row_index']}: {error}"
+    """What is wrong with the row, behind its place, which the source already wrote where it found it."""
+    return str(error) if row["error_code"] else f"{place_of(row)}: {error}"
 
 
 def stops_of(row: Row, config: JobConfig) -> list[str]:

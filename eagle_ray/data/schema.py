@@ -45,6 +45,7 @@ REQUEST = pa.schema(
         _required("request_id", pa.string()),
         _required("row_index", pa.int64()),
         _required("source_file", pa.string()),
+        pa.field("source_line", pa.int64()),  # of files of lines
         pa.field("prompt", pa.string()),
         pa.field("messages", pa.string()),
         pa.field("prompt_token_ids", pa.list_(pa.int64())),

@@ -17,6 +17,7 @@ import ray
 import ray.data
 
 from eagle_ray.data.ids import NONE, Digests, among, digests
+from eagle_ray.data.input.place import At
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of, tables_of
 from eagle_ray.data.input.shards import Shard
 from eagle_ray.data.schema import request_schema
@@ -35,8 +36,7 @@ def read_requests(plan: InputPlan, skip: Digests = NONE, rows_per_block: int = B
         return ray.data.from_arrow(request_schema(plan.passthrough).empty_table())
     numbers = {file: i for i, file in enumerate(plan.files)}
     shards = [
-        {"file": numbers[s.file], "start": s.start, "first_row": s.first_row, "num_rows": s.num_rows}
-        for s in plan.shards
+        {"file": numbers[s.file], "start": s.start, "num_rows": s.num_rows, **s.first._asdict()} for s in plan.shards
     ]
     reader = ShardReader(plan.for_readers, ray.put(skip))
     read = ray.data.from_items(shards).map_batches(
@@ -55,6 +55,6 @@ class ShardReader:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         skip = ray.get(self.skip)
         for row in batch.to_pylist():
-            shard = Shard(self.plan.files[row["file"]], row["start"], row["first_row"], row["num_rows"])
+            shard = Shard(self.plan.files[row["file"]], row["start"], At(row["row"], row["line"]), row["num_rows"])
             for table in tables_of(self.plan, shard):
                 yield table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), skip)))

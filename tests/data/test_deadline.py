@@ -28,6 +28,6 @@ def test_a_row_over_its_time_is_an_error_row_and_its_slot_is_free(make_job, tmp_
     settings = {"execution.slots": 1, "sampling.ignore_eos": True, "speculative.method": "none"}
     found = answers(make_job([slow, *fast], **settings | {"execution.row_timeout_s": 1.2}))
     assert [(row["request_id"], row["error_code"]) for row in found[:2]] == [("slow", "timeout")] * 2
-    assert f"{tmp_path}/in.jsonl, row 0: not done 1.2 s after it got a slot" in found[0]["error_message"]
+    assert f"{tmp_path}/in.jsonl, line 1: not done 1.2 s after it got a slot" in found[0]["error_message"]
     assert [row["sample_index"] for row in found[:2]] == [0, 1]
     assert outputs(found[2:]) == outputs(answers(make_job(fast, **settings)))

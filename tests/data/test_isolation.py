@@ -118,7 +118,9 @@ def test_the_error_names_file_row_count_reason_and_fix():
     asyncio.run(Isolation(respond, Page(deaths), 8).answer(requests(["a", KILLER])))
     assert seen[0]["error_code"] is None and seen[1]["error_code"] == DIED
     message = seen[1]["error_message"]
-    assert message.startswith("f, row 1: 4 workers died while they answered it (out of memory): shorten the prompt")
+    assert message.startswith(
+        "f, row 1 (counted from 0): 4 workers died while they answered it (out of memory): shorten"
+    )
 
 
 def test_rows_with_blame_are_in_small_company_and_then_alone():

@@ -73,6 +73,6 @@ def test_a_killer_is_an_error_row_and_every_other_row_is_answered(
     assert ids_of(config) == sorted(row["id"] for row in rows)
     (bad,) = [row for row in rows_of(config) if row["status"] == "error"]
     assert (bad["request_id"], bad["error_code"]) == ("killer", "worker_died")
-    assert "row 9: 4 workers died while they answered it" in bad["error_message"]
+    assert "line 10: 4 workers died while they answered it" in bad["error_message"]
     assert reason in bad["error_message"] and "set execution." in bad["error_message"]
     assert sum("ends: its memory is too small" in line for line in messages) == last_words

@@ -105,7 +105,7 @@ def test_an_unexpected_error_over_one_row_is_that_rows_error(make_job, monkeypat
     assert sorted(row["status"] for row in found) == ["error", "ok", "ok"]
     (bad,) = [row for row in found if row["status"] == "error"]
     assert bad["error_code"] == "internal_error" and "ZeroDivisionError: division by zero" in bad["error_message"]
-    assert f"row {bad['row_index']}: " in bad["error_message"]
+    assert f"line {bad['row_index'] + 1}: " in bad["error_message"]
 
 
 def test_columns_that_are_not_wanted_are_null(make_job):

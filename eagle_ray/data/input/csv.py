@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.carried import CELLS, type_of
+from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
 from eagle_ray.data.schema import SAMPLING_FIELDS
 from eagle_ray.errors import RequestError
@@ -33,15 +34,17 @@ FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SAMPLING = {field.name: field.type for field in SAMPLING_FIELDS}
 
 
-def rows_in_csv(stream: BinaryIO, path: str, start: int = 0, index: int = 0) -> Iterator[tuple[int, int, Row]]:
-    """Byte offset, index and values of every record from byte `start` on, where row `index` begins; 0: all of them.
+def rows_in_csv(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> Iterator[tuple[int, At, Row]]:
+    """Byte offset, place and values of every record from byte `start` on, which is the place `at`; 0: all of them.
 
     Blank lines are no rows, but are counted. Raises ConfigError where the header cannot be one.
     """
-    header, first = _header(stream, path)
-    for number, (offset, values) in enumerate(_records(stream, start or first), index):
+    header, lines = _header(stream, path)
+    if start:
+        lines = _Lines(stream, start, at.line)
+    for index, (offset, line, values) in enumerate(_records(lines), at.row):
         if values:
-            yield offset, number, _row(header, values)
+            yield offset, At(index, line), _row(header, values)
 
 
 def type_of_cell(value: Any) -> pa.DataType:
@@ -55,9 +58,9 @@ def type_of_cell(value: Any) -> pa.DataType:
     return pa.bool_() if text.lower() in ("true", "false") else CELLS
 
 
-def _header(stream: BinaryIO, path: str) -> tuple[list[str], int]:
-    """The columns' names and the offset of the first record; no names for a file of no bytes."""
-    lines = _Lines(stream, 0)
+def _header(stream: BinaryIO, path: str) -> tuple[list[str], _Lines]:
+    """The columns' names and the lines that follow them; no names for a file of no bytes."""
+    lines = _Lines(stream, 0, FIRST.line)
     try:
         names = next(filter(None, csv.reader(lines, strict=True)), [])
         "".join(names).encode()
@@ -72,16 +75,15 @@ def _header(stream: BinaryIO, path: str) -> tuple[list[str], int]:
         )
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"{path} has more than one column {twice[0]!r}: rename or drop all but one of them")
-    return names, lines.offset
+    return names, lines
 
 
-def _records(stream: BinaryIO, start: int) -> Iterator[tuple[int, list[str] | RequestError]]:
-    """Byte offset and values of every record, blank ones (no values) included."""
+def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError]]:
+    """Byte offset, line number and values of every record, blank ones (no values) included."""
     csv.field_size_limit(sys.maxsize)  # the process's, 128 KiB at first: LONGEST_RECORD bounds ours
-    lines = _Lines(stream, start)
     reader = csv.reader(lines, strict=True)
     while True:
-        offset = lines.begin_record()
+        offset, line = lines.begin_record()
         try:
             values = next(reader, None)
         except csv.Error as error:
@@ -91,41 +93,41 @@ def _records(stream: BinaryIO, start: int) -> Iterator[tuple[int, list[str] | Re
             lines.return_to_second_line()
         if values is None:
             return
-        yield offset, values
+        yield offset, line, values
 
 
 class _Lines:
     """A stream's lines as csv reads them; bytes that are no UTF-8 become lone surrogates.
 
-    offset: of the line that comes next.
+    offset, number: of the line that comes next.
     """
 
-    def __init__(self, stream: BinaryIO, offset: int):
-        self._stream, self.offset = stream, offset
+    def __init__(self, stream: BinaryIO, offset: int, number: int):
+        self._stream, self.offset, self.number = stream, offset, number
         self._stream.seek(offset)
         self.begin_record()
 
-    def begin_record(self) -> int:
-        """The next line is a record's first one; returns its offset."""
-        self._record, self._second_line = self.offset, None
-        return self.offset
+    def begin_record(self) -> tuple[int, int]:
+        """The next line is a record's first one; returns its offset and number."""
+        self._first_line, self._second_line = (self.offset, self.number), None
+        return self._first_line
 
     def return_to_second_line(self) -> None:
         """What followed the record's first line is read again."""
-        self.offset = self._second_line
+        self.offset, self.number = self._second_line, self._first_line[1] + 1
         self._stream.seek(self.offset)
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        if self._second_line is not None and self.offset - self._record > LONGEST_RECORD:
+        if self._second_line is not None and self.offset - self._first_line[0] > LONGEST_RECORD:
             raise csv.Error(f"a quote is open for more than {LONGEST_RECORD >> 20} MiB")
         line = self._stream.readline()
         if not line:
             raise StopIteration
         text = line.removeprefix(codecs.BOM_UTF8) if self.offset == 0 else line
-        self.offset += len(line)
+        self.offset, self.number = self.offset + len(line), self.number + 1
         self._second_line = self._second_line or self.offset
         return text.decode("utf-8", "surrogateescape")
 

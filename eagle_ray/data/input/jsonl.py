@@ -3,7 +3,7 @@
 Memory is bounded by a line. Does not know shards or what the columns mean.
 
     >>> list(rows_in_jsonl(io.BytesIO(b'{"prompt": "Hi"}\n'), "a.jsonl"))
-    [(0, 0, {'prompt': 'Hi'})]
+    [(0, At(row=0, line=1), {'prompt': 'Hi'})]
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
 from eagle_ray.errors import RequestError
 
 
-def rows_in_jsonl(stream: BinaryIO, path: str, start: int = 0, index: int = 0) -> Iterator[tuple[int, int, Row]]:
-    """Byte offset, line number and columns of every line from byte `start` on, where line `index` begins.
+def rows_in_jsonl(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> Iterator[tuple[int, At, Row]]:
+    """Byte offset, place and columns of every line from byte `start` on, which is the place `at`.
 
     Blank lines are no rows, but are counted.
     """
     stream.seek(start)
-    for number, line in enumerate(stream, index):
+    for i, line in enumerate(stream):
         if line.strip():
-            yield start, number, _parsed(line)
+            yield start, At(at.row + i, at.line + i), _parsed(line)
         start += len(line)
 
 
@@ -35,6 +36,9 @@ def _parsed(line: bytes) -> Row:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
     except UnicodeError as error:
         return RequestError("bad_encoding", f"the line is not UTF-8 text ({error}): write it as UTF-8")
+    except json.JSONDecodeError as error:  # its own words call every line the first
+        said = f"{error.msg}: character {error.colno}"
+        return RequestError("bad_json", f"the line is not JSON ({said}): write one object a line")
     except (ValueError, RecursionError) as error:
         return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
     if not isinstance(row, dict):

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from eagle_ray.data.input.columns import shown
 from eagle_ray.data.input.jsonl import rows_in_jsonl
+from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
 from eagle_ray.errors import RequestError
 
@@ -39,9 +40,9 @@ OFF: dict[str, Any] = {
 }  # what is not built, and the value with which it changes nothing; null always does
 
 
-def rows_in_batch(stream: BinaryIO, path: str, start: int = 0, index: int = 0) -> Iterator[tuple[int, int, Row]]:
-    """Byte offset, line number and columns of every line, as of a JSONL file."""
-    return ((offset, number, row_of(line)) for offset, number, line in rows_in_jsonl(stream, path, start, index))
+def rows_in_batch(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> Iterator[tuple[int, At, Row]]:
+    """Byte offset, place and columns of every line, as of a JSONL file."""
+    return ((offset, at, row_of(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
 
 
 def row_of(line: Row) -> Row:

@@ -23,7 +23,8 @@ from eagle_ray.data.ids import NONE, Digests, NotedIds, among, digests
 from eagle_ray.data.input.carried import column_of, field_of, join_into
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns
 from eagle_ray.data.input.files import InputFile, find_files
-from eagle_ray.data.input.row import Place, Row, id_of, request_of
+from eagle_ray.data.input.place import At, Place
+from eagle_ray.data.input.row import Row, id_of, request_of
 from eagle_ray.data.input.shards import SeeRow, Shard, rows_in, scan
 from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
 
@@ -104,7 +105,7 @@ def tables_of(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
     """The requests of one shard, in tables of at most TABLE_ROWS rows."""
     rows = rows_in(shard, plan.needed)
     while chunk := list(islice(rows, TABLE_ROWS)):
-        requests = [request_of(row, plan.columns, _place(shard.file, index)) for index, row in chunk]
+        requests = [request_of(row, plan.columns, _place(shard.file, at)) for at, row in chunk]
         table = table_of(requests, REQUEST)
         for name, type_ in plan.carried:
             values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
@@ -123,11 +124,11 @@ def _carried_column(values: list[Any], name: str, type_: pa.DataType, file: Inpu
 
 
 def _noting_ids(noted: NotedIds, columns: RequestColumns, file: InputFile) -> SeeRow:
-    return lambda index, row: noted.add(id_of(row, columns, _place(file, index)))
+    return lambda at, row: noted.add(id_of(row, columns, _place(file, at)))
 
 
-def _place(file: InputFile, index: int) -> Place:
-    return Place(file.name, file.path, index)
+def _place(file: InputFile, at: At) -> Place:
+    return Place(file.name, file.path, at)
 
 
 def _columns(config: ColumnsConfig) -> RequestColumns:
@@ -207,8 +208,8 @@ def _twice(request_id: str, first: Place, second: Place) -> ConfigError:
 
 def _rows(plan: InputPlan) -> Iterator[tuple[Row, Place]]:
     for shard in plan.shards:
-        for index, row in rows_in(shard, plan.needed):
-            yield row, _place(shard.file, index)
+        for at, row in rows_in(shard, plan.needed):
+            yield row, _place(shard.file, at)
 
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:

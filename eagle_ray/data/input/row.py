@@ -4,7 +4,7 @@ Never raises for what a row holds: a bad row is a request with error_code and er
 column and the fix. Does not know where rows come from, tokenizers or Ray.
 
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
-    >>> request_of({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", 0))["request_id"]
+    >>> request_of({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", FIRST))["request_id"]
     '7'
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.config import check_row_sampling
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns, shown
+from eagle_ray.data.input.place import Place
 from eagle_ray.data.schema import SAMPLING_FIELDS
 from eagle_ray.errors import RequestError
 
@@ -28,26 +28,14 @@ Row = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a row stands. name: path below the glob's root; path: the file; row: counted from 0."""
-
-    name: str
-    path: str
-    row: int
-
-    def __str__(self) -> str:
-        return f"{self.path}, row {self.row}"
-
-    @property
-    def id(self) -> str:
-        """The id of a row that gives none."""
-        return f"{self.name}:{self.row}"
-
-
 def request_of(row: Row, columns: RequestColumns, place: Place) -> dict[str, Any]:
     """The REQUEST columns of one row, carried columns not included; absent ones are null."""
-    request = {"request_id": id_of(row, columns, place), "row_index": place.row, "source_file": place.path}
+    request = {
+        "request_id": id_of(row, columns, place),
+        "row_index": place.at.row,
+        "source_file": place.path,
+        "source_line": place.at.line,
+    }
     try:
         _check_read(row)
         _given_id(row, columns.id)

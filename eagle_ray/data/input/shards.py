@@ -24,6 +24,7 @@ from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.input.jsonl import rows_in_jsonl
 from eagle_ray.data.input.openai_batch import rows_in_batch
 from eagle_ray.data.input.parquet import check_unique, dicts_in
+from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
 from eagle_ray.data.storage import StorageError
 
@@ -31,19 +32,19 @@ SHARD_ROWS = 512
 RECORDS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 UNREADABLE = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
-SeeRow = Callable[[int, Row], None]  # told of every row: its index in the file, and what is needed of it
+SeeRow = Callable[[At, Row], None]  # told of every row: its place in the file, and what is needed of it
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive rows of one file. start: row group (Parquet) or byte offset. first_row: index in the file.
+    """Consecutive rows of one file. start: row group (Parquet) or byte offset. first: its first row.
 
     Blank lines are no rows, but are counted by row indices.
     """
 
     file: InputFile
     start: int
-    first_row: int
+    first: At
     num_rows: int
 
     def cut(self, num_rows: int) -> Shard:
@@ -73,8 +74,8 @@ def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
         raise _cannot_read(file, error) from None
 
 
-def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
-    """Each row's index in its file, and the row (of Parquet, its needed columns only).
+def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
+    """Each row's place in its file, and the row (of Parquet, its needed columns only).
 
     Raises OSError where the file has changed since it was scanned, ConfigError where it cannot be read after all.
     """
@@ -92,25 +93,25 @@ def _scan_records(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileSc
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
     of_value, mixed = (type_of_cell, CELLS) if file.format == "csv" else (type_of, JSON)
-    for offset, index, row in _records(file, 0, 0):
+    for offset, at, row in _records(file, 0, FIRST):
         if not shards or shards[-1].num_rows == SHARD_ROWS:
-            shards.append(Shard(file, offset, index, 0))
+            shards.append(Shard(file, offset, at, 0))
         shards[-1] = shards[-1].cut(shards[-1].num_rows + 1)
         if isinstance(row, dict):
             join_into(types, {name: of_value(value) for name, value in row.items()})
-        see(index, row)
+        see(at, row)
     return FileScan({name: mixed if type_ == JSON else type_ for name, type_ in types.items()}, tuple(shards))
 
 
-def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
-    for _, index, row in _records(shard.file, shard.start, shard.first_row):
-        yield index, row
+def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
+    for _, at, row in _records(shard.file, shard.start, shard.first):
+        yield at, row
 
 
-def _records(file: InputFile, start: int, index: int) -> Iterator[tuple[int, int, Row]]:
-    """Byte offset, index and columns of every record from byte `start` on, where record `index` begins."""
+def _records(file: InputFile, start: int, at: At) -> Iterator[tuple[int, At, Row]]:
+    """Byte offset, place and columns of every record from byte `start` on, which is the place `at`."""
     with file.location.open() as stream:
-        yield from RECORDS[file.format](stream, file.path, start, index)
+        yield from RECORDS[file.format](stream, file.path, start, at)
 
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
@@ -119,15 +120,16 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileSc
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         for index, row in enumerate(dicts_in(parquet, file, needed, list(range(len(sizes))))):
-            see(index, row)
+            see(At(index, None), row)
     starts = list(accumulate(sizes, initial=0))
-    return FileScan(types, tuple(Shard(file, i, starts[i], size) for i, size in enumerate(sizes) if size))
+    return FileScan(types, tuple(Shard(file, i, At(starts[i], None), size) for i, size in enumerate(sizes) if size))
 
 
-def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[int, Row]]:
+def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
     try:
         with shard.file.location.open() as opened, pq.ParquetFile(opened) as parquet:
-            yield from enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first_row)
+            for index, row in enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first.row):
+                yield At(index, None), row
     except StorageError:
         raise
     except UNREADABLE as error:

@@ -88,7 +88,7 @@ def test_a_text_that_is_not_utf8_is_a_bad_row_that_keeps_its_id(tmp_path):
         ("8", "bad_encoding", None),
         ("9", None, "n"),
     ]
-    assert f"{tmp_path}/a.csv, row 1: column 'note' is not UTF-8" in rows[1]["error_message"]
+    assert f"{tmp_path}/a.csv, line 3: column 'note' is not UTF-8" in rows[1]["error_message"]
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,21 @@ def test_each_shard_is_read_on_its_own(tmp_path, monkeypatch):
     found = shards.scan(file, [], lambda index, row: None)
     for shard in reversed(found.shards):
         rows = list(shards.rows_in(shard, []))
-        assert [index for index, _ in rows] == [shard.first_row, shard.first_row + 2][: shard.num_rows]
-        assert [row["prompt"] for _, row in rows] == [f"a\r\nb, {index // 2}" for index, _ in rows]
+        assert [at.row for at, _ in rows] == [shard.first.row, shard.first.row + 2][: shard.num_rows]
+        assert [row["prompt"] for _, row in rows] == [f"a\r\nb, {at.row // 2}" for at, _ in rows]
+        assert [at.line for at, _ in rows] == [2 + 3 * (at.row // 2) for at, _ in rows]
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
+    content = b'\n"id","pro\nmpt"\n\n1,"a\nb"\n2,"open\n3,x,y\n4,"c\r\n\r\nd"\n5\n'
+    found = [(at, row) for _, at, row in rows_in_csv(io.BytesIO(content), "a.csv")]
+    lines = content.decode().replace("\r", "").split("\n")
+    assert [lines[at.line - 1] for at, _ in found] == ['1,"a', '2,"open', "3,x,y", '4,"c', "5"]
 
 
 def test_an_empty_id_is_the_place_and_one_that_occurs_twice_is_found(tmp_path):
     assert ids(plan(write(tmp_path / "a.csv", "id,prompt\n,x\nb,y\n"))) == ["a.csv:0", "b"]
-    with pytest.raises(ConfigError, match=r"id 'b' occurs twice: .*a\.csv, row 0 and .*a\.csv, row 2"):
+    with pytest.raises(ConfigError, match=r"id 'b' occurs twice: .*a\.csv, line 2 and .*a\.csv, line 4"):
         plan(write(tmp_path / "a.csv", "id,prompt\nb,x\nc,y\nb,z\n"))
 
 

@@ -92,7 +92,7 @@ def test_a_bad_line_names_the_parameter_and_keeps_its_id(requests, tmp_path, bad
     good, row = requests(line("good"), bad)
     assert good["error_code"] is None
     assert (row["request_id"], row["error_code"]) == ("a", code)
-    assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, row 1: ") and says in row["error_message"]
+    assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, line 2: ") and says in row["error_message"]
 
 
 def test_lines_that_are_none_and_ids_that_are_missing(requests):

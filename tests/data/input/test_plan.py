@@ -43,7 +43,8 @@ def errors(the_plan: InputPlan) -> list[str | None]:
 def test_both_formats_give_the_same_requests(tmp_path):
     jsonl = list(requests_of(plan(write_jsonl(tmp_path / "a.jsonl", ROWS))))
     parquet = list(requests_of(plan(write_parquet(tmp_path / "a.parquet", ROWS, row_group_size=3))))
-    assert [row | {"source_file": ""} for row in jsonl] == [row | {"source_file": ""} for row in parquet]
+    place = {"source_file": "", "source_line": None}
+    assert [row | place for row in jsonl] == [row | place for row in parquet]
     assert jsonl[3]["request_id"] == "3"
     assert (jsonl[3]["prompt"], jsonl[3]["category"], jsonl[3]["score"], jsonl[3]["row_index"]) == ("p3", "b", 1.5, 3)
 
@@ -85,7 +86,7 @@ def test_a_malformed_line_is_one_bad_row(tmp_path):
     assert [row["prompt"] for row in found] == ["bom", None, None, None, None, "😀", None, "last"]
     codes = [None, "bad_json", "bad_encoding", "bad_json", "bad_encoding", None, "bad_json", None]
     assert [row["error_code"] for row in found] == codes
-    assert found[1]["error_message"].startswith(f"{tmp_path}/a.jsonl, row 2: the line is not JSON")
+    assert found[1]["error_message"].startswith(f"{tmp_path}/a.jsonl, line 3: the line is not JSON")
     assert found[1]["request_id"] == "a.jsonl:2"
 
 
@@ -224,7 +225,7 @@ def test_where_one_prompt_column_is_configured_only_it_is_read(tmp_path):
 def test_an_id_that_occurs_twice_names_both_places(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     write_parquet(tmp_path / "b.parquet", [{"id": "7", "prompt": "again"}])
-    with pytest.raises(ConfigError, match=r"id '7' occurs twice: .*a\.jsonl, row 7 and .*b\.parquet, row 0"):
+    with pytest.raises(ConfigError, match=r"id '7' occurs twice: .*a\.jsonl, line 8 and .*b\.parquet, row 0 \(counted"):
         plan(tmp_path)
     assert ids(plan(tmp_path, "input.limit=10")) == [str(i) for i in range(10)]
 
@@ -234,7 +235,7 @@ def test_ids_made_from_places_can_clash_and_are_found(tmp_path):
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name / "a.jsonl", [{"prompt": "x"}])
     assert ids(plan(tmp_path)) == ["x/a.jsonl:0", "y/a.jsonl:0"]
-    with pytest.raises(ConfigError, match=r"id 'a.jsonl:0' occurs twice: .*x/a.jsonl, row 0 and .*y/a.jsonl, row 0"):
+    with pytest.raises(ConfigError, match=r"id 'a.jsonl:0' occurs twice: .*x/a.jsonl, line 1 and .*y/a.jsonl, line 1"):
         plan([tmp_path / "x", tmp_path / "y"])
     with pytest.raises(ConfigError, match=r"the same name below their roots: use one glob or a parent directory"):
         plan([tmp_path / "x", tmp_path / "y"])
@@ -243,7 +244,7 @@ def test_ids_made_from_places_can_clash_and_are_found(tmp_path):
 def test_on_bad_row_fail_refuses_the_job(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": 5}])
     assert errors(plan(path)) == [None, "bad_type"]
-    with pytest.raises(ConfigError, match=r"a\.jsonl, row 1: column 'prompt' must be a text.*on_bad_row is fail"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: column 'prompt' must be a text.*on_bad_row is fail"):
         plan(path, "input.on_bad_row=fail")
 
 
@@ -308,7 +309,8 @@ def test_a_parquet_file_of_another_schema_among_good_ones_is_error_rows(tmp_path
     assert [row["request_id"] for row in rows] == ["a", "b.parquet:0", "7", "d.parquet:0"]
     assert [row["error_code"] for row in rows] == [None, "prompt_missing", "bad_type", "bad_type"]
     assert [row["tag"] for row in rows] == ["1", '"u"', "1.5", "[1]"]
-    assert rows[2]["error_message"].startswith(f"{tmp_path}/c.parquet, row 0: column 'prompt' must be a text, got 5")
+    place = f"{tmp_path}/c.parquet, row 0 (counted from 0)"
+    assert rows[2]["error_message"].startswith(f"{place}: column 'prompt' must be a text, got 5")
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": ""}, {"messages": ""}, {"messages": []}, {"prompt_token_ids": []}])

@@ -5,13 +5,14 @@ import json
 import pytest
 
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns
+from eagle_ray.data.input.place import At, Place
 from eagle_ray.data.input.plan import PROMPTS
-from eagle_ray.data.input.row import Place, request_of
+from eagle_ray.data.input.row import request_of
 from eagle_ray.data.schema import REQUEST, table_of
 from eagle_ray.errors import RequestError
 
 COLUMNS = RequestColumns(ColumnPath.of("id"), {name: ColumnPath.of(name) for name in PROMPTS})
-PLACE = Place("sub/a.jsonl", "/data/sub/a.jsonl", 7)
+PLACE = Place("sub/a.jsonl", "/data/sub/a.jsonl", At(7, 8))
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -81,7 +82,7 @@ def test_messages_may_be_a_list_its_json_or_one_text(messages, wanted):
 def test_a_bad_row_says_what_is_wrong_where(row, code, says):
     bad = request(**row)
     assert bad["error_code"] == code
-    assert bad["error_message"].startswith("/data/sub/a.jsonl, row 7: ")
+    assert bad["error_message"].startswith("/data/sub/a.jsonl, line 8: ")
     assert says in bad["error_message"]
     assert not {"prompt", "messages", "prompt_token_ids"} & bad.keys()
     table_of([bad], REQUEST)
@@ -90,7 +91,7 @@ def test_a_bad_row_says_what_is_wrong_where(row, code, says):
 def test_a_row_that_is_no_row_keeps_its_reason():
     bad = request_of(RequestError("bad_json", "the line is not JSON"), COLUMNS, PLACE)
     assert bad["request_id"] == "sub/a.jsonl:7"
-    assert (bad["error_code"], bad["error_message"]) == ("bad_json", "/data/sub/a.jsonl, row 7: the line is not JSON")
+    assert (bad["error_code"], bad["error_message"]) == ("bad_json", "/data/sub/a.jsonl, line 8: the line is not JSON")
 
 
 def test_a_rows_own_sampling():
