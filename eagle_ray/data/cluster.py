@@ -143,14 +143,26 @@ def plan_workers(
     room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
     fewest, most = _range_of(execution, room, cpus)
     if room is not None and fewest > room:
-        raise ClusterError(
-            f"the cluster has room for {room} actors with {num_gpus:g} GPUs each, all of an actor's on one node "
-            f"(GPUs by node: {', '.join(f'{of_node:g}' for of_node in gpus)}), and {max(1, fewest)} are wanted: set "
-            "execution.actors or execution.gpus_per_actor to less"
-        )
+        raise ClusterError(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
     share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
     most = max(1, min(most, num_rows))
     return Workers(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
+
+
+def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: float, room: int, fewest: int) -> str:
+    """What is wanted, what is there, and the settings or the machine with which it would do."""
+    if not sum(gpus):
+        wanted = f"execution.gpus_per_actor is {num_gpus:g}, but the cluster has no GPU"
+        return f"{wanted}: run it on a machine with a GPU, or set execution.gpus_per_actor to 0 to run on CPUs"
+    by_node = f"GPUs by node: {', '.join(f'{of_node:g}' for of_node in gpus)}"
+    if room:
+        field = "execution.actors.min" if isinstance(execution.actors, ActorRange) else "execution.actors"
+        each = f"with {num_gpus:g} GPU{'' if num_gpus == 1 else 's'} of one node each"
+        return f"{fewest} actors {each} are wanted, and there is room for {room} ({by_node}): set {field} to {room}"
+    return (
+        f"an actor takes {num_gpus:g} GPUs of one node, and no node has as many ({by_node}): set "
+        f"execution.gpus_per_actor to {max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs"
+    )
 
 
 def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[int, int]:
@@ -173,7 +185,9 @@ def threads_wanted(environ: Mapping[str, str]) -> int | None:
 def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
     """auto: one, or an equal share of one where the job names more actors than there are GPUs."""
     if device == "cuda" and not gpus:
-        raise ClusterError("model.device is cuda, but the cluster has no GPU: set it to cpu or auto")
+        raise ClusterError(
+            "model.device is cuda, but the cluster has no GPU: run it on a machine with one, or set it to auto"
+        )
     if execution.gpus_per_actor != "auto":
         return execution.gpus_per_actor
     if not gpus or device == "cpu":

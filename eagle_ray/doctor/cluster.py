@@ -14,7 +14,7 @@ import torch
 from eagle_ray.config import ExecutionConfig
 from eagle_ray.data.ray_environment import LOCAL, prepare
 from eagle_ray.data.stops import ClusterError
-from eagle_ray.doctor.finding import Finding
+from eagle_ray.doctor.finding import Finding, counted
 from eagle_ray.doctor.machine import num_cores
 
 MANY_ROWS = 1 << 30  # so that no worker is left out for want of rows
@@ -44,9 +44,10 @@ def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers |
     except ClusterError as error:
         return Finding("ray", f"no workers at {address!r}", {"address": address}, problem=str(error)), None
     cpus, gpus = (sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU"))
-    where = "a job starts Ray on this machine" if found.is_here else f"{len(nodes)} nodes at {address}"
-    each = f"{found.num_gpus:g} GPUs" if found.num_gpus else f"{found.threads} CPU threads"
-    says = f"{where}: {cpus:g} CPUs, {gpus:g} GPUs; {_counted(found.number, 'worker')} with {each} each"
+    where = "a job starts Ray on this machine" if found.is_here else f"{counted(len(nodes), 'node')} at {address}"
+    each = counted(found.num_gpus, "GPU") if found.num_gpus else counted(found.threads, "CPU thread")
+    has = f"{counted(cpus, 'CPU')}, {counted(gpus, 'GPU')}; {counted(found.number, 'worker')}"
+    says = f"{where}: {has} with {each}{'' if found.number == 1 else ' each'}"
     facts = {"address": address, "nodes": len(nodes), "cpus": cpus, "gpus": gpus, "workers": found.number}
     return Finding("ray", says, facts), found
 
@@ -74,7 +75,3 @@ def _planned(execution: ExecutionConfig, device: str, nodes: Sequence[Mapping[st
     plan = plan_workers(execution, device, nodes, MANY_ROWS, threads_wanted(os.environ))
     memory = None if is_here else int(min(node.get("memory", 0) for node in nodes))
     return Workers(plan.fewest, plan.num_gpus, plan.threads, len(nodes), is_here, memory)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.doctor.finding import Finding, gib
+from eagle_ray.doctor.finding import Finding, counted, gib
 from eagle_ray.doctor.machine import free_memory, num_cores, total_memory
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.kernels import tile_shape
@@ -37,10 +37,11 @@ def devices(wanted: str) -> Finding:
     if torch.cuda.is_available():
         return _gpus(wanted)
     facts = {"cpu": _cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
-    cpu = f"{facts['cpu']}, {facts['cores']} cores, {gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
+    free = f"{gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
+    cpu = f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {free}"
     todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
     if wanted == "cuda":
-        todo = todo or "submit to a cluster that has GPUs, or set model.device to auto or cpu"
+        todo = todo or "run it on a machine with a GPU (`eagle-ray submit` to a cluster), or set model.device to auto"
         return Finding("devices", f"model.device is cuda and torch sees no GPU; {cpu}", facts, problem=todo)
     return Finding("devices", f"no GPU that torch can use; {cpu}", facts, advice=todo)
 
@@ -73,11 +74,12 @@ def threads(num_workers: int, per_worker: int) -> Finding:
     """What a job started here would give its workers."""
     asked, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
     facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": asked}
-    says = f"{num_workers * per_worker} of {cores} cores would be used (each worker takes fewer where that is as fast)"
+    used = f"{num_workers * per_worker} of {counted(cores, 'core')}"
+    says = f"{used} would be used (each worker takes fewer where that is as fast)"
     idle = cores - num_workers * per_worker
     advice = None
     if asked and idle > 0:
-        advice = f"OMP_NUM_THREADS={asked} leaves {idle} cores idle: unset it, or raise execution.actors"
+        advice = f"OMP_NUM_THREADS={asked} leaves {counted(idle, 'core')} idle: unset it, or raise execution.actors"
     return Finding("threads", says, facts, advice=advice)
 
 

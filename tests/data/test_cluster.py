@@ -63,16 +63,32 @@ def test_threads_are_the_users_word_and_not_rays(environ, threads):
     assert threads_wanted(environ) == threads
 
 
-@pytest.mark.parametrize(("settings", "device"), [({}, "cuda"), ({"gpus_per_actor": 1}, "auto")])
-def test_gpus_that_are_not_there_stop_the_job(settings, device):
-    with pytest.raises(ClusterError, match="GPU"):
+@pytest.mark.parametrize(
+    ("settings", "device", "todo"),
+    [
+        ({}, "cuda", "run it on a machine with one, or set it to auto"),
+        ({"gpus_per_actor": 1}, "auto", "a machine with a GPU, or set execution.gpus_per_actor to 0"),
+    ],
+)
+def test_gpus_that_are_not_there_stop_the_job(settings, device, todo):
+    with pytest.raises(ClusterError, match=todo):
         plan_workers(ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10)
 
 
 def test_gpus_of_one_actor_are_on_one_node():
     execution = ExecutionConfig(gpus_per_actor=2)
-    with pytest.raises(ClusterError, match=r"room for 0 actors with 2 GPUs each, .* \(GPUs by node: 1, 1\)"):
+    with pytest.raises(ClusterError, match=r"\(GPUs by node: 1, 1\): set execution.gpus_per_actor to 1, or"):
         plan_workers(execution, "cuda", [{"CPU": 4, "GPU": 1}] * 2, num_rows=10)
+
+
+@pytest.mark.parametrize(
+    ("actors", "todo"), [(5, "set execution.actors to 4"), ({"min": 5, "max": 9}, "set execution.actors.min to 4")]
+)
+def test_what_is_advised_for_too_many_actors_works(actors, todo):
+    nodes = [{"CPU": 4, "GPU": 2}] * 2
+    with pytest.raises(ClusterError, match=todo):
+        plan_workers(ExecutionConfig(actors=actors, gpus_per_actor=1), "cuda", nodes, num_rows=10)
+    assert plan_workers(ExecutionConfig(actors=4, gpus_per_actor=1), "cuda", nodes, num_rows=10).fewest == 4
 
 
 @pytest.mark.parametrize("slots", [1, 2, 16, 64])

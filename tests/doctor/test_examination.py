@@ -116,7 +116,7 @@ def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_a_job_that_wants_gpus_where_there_are_none():
     finding, planned = workers(job().execution, "cuda")
-    assert planned is None and "set it to cpu or auto" in finding.problem
+    assert planned is None and "run it on a machine with one, or set it to auto" in finding.problem
 
 
 def test_a_model_that_is_not_here_is_no_reason_to_ask_the_hub():
