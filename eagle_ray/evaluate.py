@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from eagle_ray import __version__
-from eagle_ray.benchmark.evaluation import Question, Round, figures, rounds
+from eagle_ray.benchmark.evaluation import FEWEST, Question, Round, figures, rounds
 from eagle_ray.benchmark.identity import Identity, compare
 from eagle_ray.benchmark.ways import PLAIN, PUBLISHED, Way, default_names, ways_of, weights_of
 from eagle_ray.config import ConfigError, JobConfig
@@ -144,6 +144,7 @@ def _about(config: JobConfig, ways: Sequence[Way], batch: int, causal_lm: nn.Mod
         "dtype": str(causal_lm.dtype).removeprefix("torch."),
         "target": config.model.target,
         "batch": batch,
+        "interval_takes": FEWEST * batch,  # questions
         "input": config.input.path,
         "methods": {way.name: {"draft": way.draft, **way.speculative.model_dump()} for way in ways},
     }

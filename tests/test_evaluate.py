@@ -49,6 +49,7 @@ def test_the_table_has_every_method_and_task(prompts, capsys):
     assert lines["method"].split() == ["method", "chat", "math", "all"]
     assert lines["plain"].rstrip().endswith("3 of 3") and lines["eagle2"].rstrip().endswith("3 of 3")
     assert "T = 0" in shown and "T = 1" not in shown
+    assert "1.00x [-]" in shown and "takes 16 prompts, these are 3" in shown
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from typing import Any
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity
-from eagle_ray.benchmark.intervals import difference_interval, ratio_interval
+from eagle_ray.benchmark.intervals import Difference, Interval, difference_interval, ratio_interval
 from eagle_ray.benchmark.stretch import Sample, drained
 from eagle_ray.engine import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.speculative.stats import AcceptanceStats
 
 WARM_UP_TOKENS = 16
+FEWEST = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods
 Compare = Callable[[list[engine_sequence.Sequence], list[engine_sequence.Sequence]], Identity]
 
 
@@ -118,10 +119,8 @@ def figures(turns: Sequence[Round], name: str, plain: str, beside: str | None, c
 
 
 def _speed_up(ratios: list[float]) -> dict[str, float | None]:
-    """Geometric mean over rounds; one round alone has no interval."""
-    interval = ratio_interval(ratios)
-    alone = len(ratios) == 1
-    return {"mean": interval.mean, "low": None if alone else interval.low, "high": None if alone else interval.high}
+    """Geometric mean over rounds."""
+    return _if_enough(ratio_interval(ratios), len(ratios))
 
 
 def answers_of(turns: Sequence[Round], name: str) -> list[engine_sequence.Sequence]:
@@ -144,4 +143,10 @@ def _tau_less(
         tuple((s.stats.num_accepted_draft_tokens, s.stats.num_steps) for s in pair)
         for pair in zip(answers, others, strict=True)
     ]
-    return asdict(difference_interval(counts))
+    return _if_enough(difference_interval(counts), len(counts))
+
+
+def _if_enough(interval: Interval | Difference, number: int) -> dict[str, float | None]:
+    """The mean with low and high, which are None of fewer than FEWEST."""
+    low, high = (interval.low, interval.high) if number >= FEWEST else (None, None)
+    return {"mean": interval.mean, "low": low, "high": high}

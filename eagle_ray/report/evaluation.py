@@ -27,7 +27,12 @@ def evaluation_text(numbers: dict[str, Any]) -> str:
     for temperature in temperatures:
         cells = [cell for cell in numbers["cells"] if cell["temperature"] == temperature]
         parts += [f"T = {temperature:g}: speed-up over plain decoding, tau\n{_by_task(cells)}", _details(cells)]
-    return "\n\n".join([*parts, LEGEND])
+    return "\n\n".join([*parts, _legend(numbers)])
+
+
+def _legend(numbers: dict[str, Any]) -> str:
+    asked, takes = max(cell["questions"] for cell in numbers["cells"]), numbers["interval_takes"]
+    return LEGEND if asked >= takes else f"{LEGEND}\n[{ABSENT}]: an interval takes {takes} prompts, these are {asked}"
 
 
 def _about(numbers: dict[str, Any]) -> str:
@@ -68,7 +73,7 @@ def _detail(cell: dict[str, Any]) -> list[str]:
 
 def _interval(interval: dict[str, Any], form: str, unit: str = "") -> str:
     if interval["low"] is None:
-        return f"{interval['mean']:{form}}{unit}"
+        return f"{interval['mean']:{form}}{unit} [{ABSENT}]"
     return f"{interval['mean']:{form}}{unit} [{interval['low']:{form}}, {interval['high']:{form}}]"
 
 
