@@ -31,11 +31,11 @@ SAY_EVERY_S = 10.0
 def run_endpoint(config: ServeConfig) -> int:
     """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
     show_log(config.logging.level)
-    from eagle_ray.pair import check_pair  # torch
-
-    check_pair(config.model, config.speculative)
     serving = config.serving
     _check_free(serving.host, serving.port)
+    from eagle_ray.pair import check_pair  # torch, seconds
+
+    check_pair(config.model, config.speculative)
     address = prepare(serving.ray_address)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

@@ -56,7 +56,8 @@ def test_what_users_are_given_is_valid():
     assert load_serve_config(None, env={}, overrides=application["args"]).serving.replicas.max == 2
 
 
-def test_wrong_keys_and_taken_ports_end_before_ray_starts(capsys):
+def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
+    monkeypatch.setattr("eagle_ray.pair.check_pair", None)
     assert cli.main(["serve", "--set", "serving.prot=1"]) == 2
     assert "did you mean serving.port?" in capsys.readouterr().err
     with socket.socket() as taken:
