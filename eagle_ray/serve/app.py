@@ -145,6 +145,7 @@ class Door:
             "owned_by": "eagle-ray",
             "root": service.config.model.target,
             "max_model_len": service.max_model_len,
+            "num_spec_tokens": service.num_spec_tokens,
         }
 
     async def _body(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:

@@ -53,6 +53,7 @@ class Service:
     def __init__(self, config: ServeConfig, engine: Engine, text: Text | None):
         self.config, self.text = config, text or NoText()
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
+        self.num_spec_tokens = engine.num_spec_tokens
         self.meter = Meter()
         self._room = engine.scheduler.num_slots + config.serving.max_queued
         self._num_in_flight = 0

@@ -182,6 +182,7 @@ class Model(TypedDict):
     owned_by: str
     root: str
     max_model_len: int
+    num_spec_tokens: int
 
 
 class Models(TypedDict):

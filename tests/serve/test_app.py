@@ -265,7 +265,9 @@ def test_the_tokenizer_can_be_asked(app, service):
     chat = ask(app, "/tokenize", FRANCE).json["tokens"]
     assert chat == service.text.encode_chat(FRANCE["messages"])
     assert asyncio.run(get(app, "/tokenizer_info")).json["eos_token"] == "<|end|>"
-    assert asyncio.run(get(app, "/v1/models")).json["data"][0]["max_model_len"] == service.max_model_len
+    [model] = asyncio.run(get(app, "/v1/models")).json["data"]
+    assert model["max_model_len"] == service.max_model_len
+    assert model["num_spec_tokens"] == service.config.speculative.max_depth
 
 
 def test_counters_are_told_to_the_last_digit():

@@ -152,6 +152,31 @@ def test_a_token_says_its_step_and_depth_to_mouse_and_keyboard(page):
     assert page.switch_to.active_element.get_attribute("data-step") == "1"
 
 
+def test_an_answer_that_comes_is_not_covered(page):
+    from selenium.webdriver import ActionChains
+
+    give(page, **NOISE)
+    say(page, "Once")
+    until(page, lambda: len(all_of(page, ".text span")) > 5)
+    page.execute_script("document.querySelector('.text span').dispatchEvent(new Event('pointerover', {bubbles: true}))")
+    assert all_of(page, "[aria-busy=true] .text .lit") and not page.find_element("id", "tip").is_displayed()
+    page.find_element("id", "send").click()
+    ended(page)
+    ActionChains(page).move_to_element(all_of(page, ".text span")[0]).perform()
+    assert page.find_element("id", "tip").is_displayed()
+
+
+@pytest.mark.parametrize(("deepest", "shown"), [(None, "123"), (0, ""), (10, "12345678+")])
+def test_the_legend_has_the_depths_that_the_engine_drafts_to(page, server, service, monkeypatch, deepest, shown):
+    if deepest is not None:
+        monkeypatch.setattr(service, "num_spec_tokens", deepest)
+        page.get(server.url)
+    until(page, lambda: text_of(page, "#model"))
+    depths = page.find_element("id", "depths")
+    assert "".join(depth.text for depth in all_of(page, "#depths i")) == shown
+    assert depths.is_displayed() == bool(shown)
+
+
 def test_stop_ends_the_answer_and_frees_its_slot_and_the_chat_goes_on(page, service):
     give(page, **NOISE, system="Be brief.")
     say(page, "Once")

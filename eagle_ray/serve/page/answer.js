@@ -1,6 +1,6 @@
 // One turn on the page: a question, the answer's tokens by how they came, a column for each pass, and the figures.
 
-const DEEPEST = 8; // colours there are
+export const DEEPEST = 8; // colours there are
 
 export class Turn {
   constructor(question, parent) {

@@ -1,6 +1,6 @@
 // The page: what is asked, what the server is told, who is being answered, and the words about one token.
 
-import { Turn } from "./answer.js";
+import { DEEPEST, Turn } from "./answer.js";
 import { asked, chunksOf } from "./stream.js";
 
 const by = (id) => document.getElementById(id);
@@ -14,10 +14,22 @@ async function greet() {
     const [model] = (await (await asked("v1/models", form.key.value)).json()).data;
     by("model").textContent = model.id;
     by("model").classList.remove("bad");
+    explain(model.num_spec_tokens);
   } catch (error) {
     by("model").textContent = error.message;
     by("model").classList.add("bad");
     settings.open ||= error.status === 401;
+  }
+}
+
+// The depths that this engine drafts to, in their colours; what is deeper than these has the last one.
+function explain(deepest) {
+  const depths = by("depths");
+  depths.hidden = !deepest;
+  depths.querySelectorAll("i").forEach((depth) => depth.remove());
+  for (let depth = 1; depth <= Math.min(deepest, DEEPEST); depth++) {
+    const textContent = depth === DEEPEST && deepest > DEEPEST ? `${depth}+` : depth;
+    depths.append(Object.assign(document.createElement("i"), { className: `came d${depth}`, textContent }));
   }
 }
 
@@ -39,6 +51,7 @@ async function answer(turn) {
   current = new AbortController();
   send.textContent = "Stop";
   turn.begin();
+  tip.hidden = true;
   follow(true);
   try {
     for await (const chunk of chunksOf(request(turn), form.key.value, current.signal)) {
@@ -113,7 +126,7 @@ function point(target) {
   const turn = target.closest("article");
   for (const lit of document.querySelectorAll(".lit")) lit.classList.remove("lit");
   const step = turn && target.closest("[data-step]");
-  tip.hidden = !step;
+  tip.hidden = !step || turn.ariaBusy === "true"; // an answer that comes under a resting pointer is not covered
   if (!step) return;
   for (const part of turn.querySelectorAll(`[data-step="${step.dataset.step}"]`)) part.classList.add("lit");
   const column = turn.querySelector(`.strip [data-step="${step.dataset.step}"]`);
