@@ -52,9 +52,9 @@ def run_demo(output: Location) -> int:
 def _demo(output: Location) -> str:
     started = time.monotonic()
     baseline = output / "baseline"
-    log.info("EAGLE-2 decoding into %s", output)
+    log.info("EAGLE-2 decoding into %s", output.shown)
     complete(demo_config(output, "eagle2"))
-    log.info("plain decoding into %s", baseline)
+    log.info("plain decoding into %s", baseline.shown)
     complete(demo_config(baseline, "none"))
     comparison = compare(partial(tables, output / DATA), partial(tables, baseline / DATA), GROUP_BY).as_json()
     summary = read_json(output / SUMMARY) | {"baseline": comparison}
@@ -89,10 +89,11 @@ def _cut(text: str) -> str:
 
 
 def _where(output: Location) -> str:
-    files = f"{output}/data/*.parquet"
+    here = output.shown
+    files = f"{here}/data/*.parquet"
     return (
-        f"rows: {files} (plain decoding: {output}/baseline/data), numbers: {output}/{SUMMARY}\n"
-        f"report: {output}/{REPORT}\n"
+        f"rows: {files} (plain decoding: {here}/baseline/data), numbers: {here}/{SUMMARY}\n"
+        f"report: {here}/{REPORT}\n"
         f"try:  {os.path.relpath(sys.executable)} -c \"import duckdb; print(duckdb.read_parquet('{files}')"
         ".aggregate('category, avg(mean_acceptance_length) tau'))\""
     )

@@ -59,7 +59,7 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> int:
     """Run the job to its end and print its table; returns the exit code. retry_errors: as for complete."""
 
     def work() -> str:
-        table, output = run_table(complete(config, retry_errors)), output_of(config)
+        table, output = run_table(complete(config, retry_errors)), output_of(config).shown
         return f"{table}\nrows in {output}/data/*.parquet, these numbers in {output}/{SUMMARY}"
 
     return exit_code_of(work, config.logging.level)
@@ -117,13 +117,13 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
             (run.output / SUCCESS).write_whole(b"", run.check_current)
         if config.report.html:
             write_report(run.output, summary)
+            log.info("report in %s", (run.output / REPORT).shown)
     return summary
 
 
 def write_report(output: Location, summary: dict[str, Any]) -> None:
     """``report.html``, of the run's record as it stands."""
     (output / REPORT).write_whole(page(summary, read_record(output)).encode())
-    log.info("report in %s", output / REPORT)
 
 
 def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:

@@ -34,7 +34,7 @@ def review(output: Location) -> str:
     """The run's table, once its report is written. Raises ConfigError where there is no run."""
     numbers = numbers_of(output)
     write_report(output, numbers)
-    return f"{run_table(numbers)}\nreport in {output / REPORT}"
+    return f"{run_table(numbers)}\nreport in {(output / REPORT).shown}"
 
 
 def review_json(output: Location) -> str:

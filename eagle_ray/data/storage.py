@@ -91,6 +91,11 @@ class Location:
         start = there.rstrip("/") + "/"
         return here.removeprefix(start) if here.startswith(start) else None
 
+    @property
+    def shown(self) -> str:
+        """For a person: relative to the working directory where it stands beneath it."""
+        return self.below(Location.of(os.curdir)) or self.text
+
     def exists(self) -> bool:
         """Whether it is a file."""
         return self._store.is_file(self.text)

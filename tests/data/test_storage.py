@@ -50,6 +50,12 @@ def test_other_urls_are_refused(text):
         Location.of(text)
 
 
+def test_a_person_is_shown_what_is_beneath_the_working_directory_from_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Location.of("runs/a").shown == "runs/a"
+    assert Location.of(tmp_path.parent).shown == str(tmp_path.parent) and Location.of("s3://b/a").shown == "s3://b/a"
+
+
 def test_below_follows_local_links_and_takes_buckets_by_name(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
