@@ -88,8 +88,8 @@ def test_bad_rows_become_error_rows_and_the_others_are_answered(make_job):
 def test_an_error_the_engine_found_names_file_and_row(make_job, tmp_path):
     rows = [{"id": "long", "prompt_token_ids": [1] * 600}, {"id": "none"}]
     long, none = answers(make_job(rows, **{"model.max_model_len": 500}))
-    assert long["error_message"].startswith(f"{tmp_path}/in.jsonl, row 0: the prompt has 600 tokens")
-    assert none["error_message"].count(f"{tmp_path}/in.jsonl, row 1") == 1
+    assert long["error_message"].startswith(f"{tmp_path}/in.jsonl, line 1: the prompt has 600 tokens")
+    assert none["error_message"].count(f"{tmp_path}/in.jsonl, line 2") == 1
 
 
 @pytest.mark.parametrize("broken", ["eagle_ray.data.samples.prompt_ids_of", "eagle_ray.data.answers._acceptance"])
