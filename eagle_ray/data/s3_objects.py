@@ -284,7 +284,10 @@ def _endpoint() -> str | None:
 
 @lru_cache(maxsize=8)
 def _session(process: int, endpoint: str | None) -> S3FileSystem:
-    """One for all threads of a process (a fork needs its own) and all requests to an endpoint."""
+    """One for all threads of a process (a fork needs its own) and all requests to an endpoint.
+
+    Raises StorageError for an endpoint that is no URL.
+    """
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_S,
         "read_timeout": READ_S,
@@ -296,7 +299,10 @@ def _session(process: int, endpoint: str | None) -> S3FileSystem:
     region = os.environ.get("AWS_REGION")  # botocore itself reads AWS_DEFAULT_REGION only
     client = {"region_name": region} if region else {}
     session = S3FileSystem(endpoint_url=endpoint, config_kwargs=config, client_kwargs=client, skip_instance_cache=True)
-    session.connect()
+    try:
+        session.connect()
+    except ValueError as error:
+        raise StorageError(f"AWS_ENDPOINT_URL: {error}: write it as http://host:port") from None
     return session
 
 

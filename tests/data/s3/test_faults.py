@@ -61,6 +61,13 @@ def test_nobody_there_is_an_error_with_the_endpoint(bucket, proxy, monkeypatch):
         (bucket / "a").read_bytes()
 
 
+@pytest.mark.parametrize("endpoint", ["127.0.0.1", "http://"])
+def test_an_endpoint_that_is_no_url_is_an_error_with_its_name(bucket, endpoint, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StorageError, match=f"AWS_ENDPOINT_URL: .*{endpoint}"):
+        (bucket / "a").stat()
+
+
 def test_a_connection_that_is_dropped_in_the_middle_of_a_put_leaves_nothing(bucket, proxy):
     (bucket / "b").write_whole(b"old")
     proxy.fail("PUT", BreakOff(), 100)
