@@ -118,10 +118,14 @@ def _name_below(location: Location, directory: Location) -> str:
 
 
 def _hint(pattern: str) -> str:
-    """Where was looked, and the nearest name there."""
+    """What stands there instead, or where was looked and the nearest name there."""
     path = location_of(pattern)
+    if path.is_directory():
+        return f": of a directory {', '.join(FORMATS)} are read: name other files with a glob, such as {pattern}/*"
     root, _ = _until_wildcard(path)
     if not root.is_directory():
         return f": there is no directory {root}"
-    near = difflib.get_close_matches(path.name, root.names(), 1)
+    if path.name in (names := root.names()):
+        return f" in {root}: it is a pipe or the like, or a link to nowhere"
+    near = difflib.get_close_matches(path.name, names, 1)
     return f" in {root}" + (f"; did you mean {near[0]}?" if near else "")

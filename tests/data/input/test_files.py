@@ -63,6 +63,15 @@ def test_nothing_found_says_what_was_looked_for(tree):
         find_files([str(tree), f"{tree}/*.csv"], "auto")
 
 
+def test_what_is_there_but_cannot_be_read_is_not_proposed_again(tree):
+    (tree / "sub" / "c.parquet").unlink()
+    with pytest.raises(ConfigError, match=rf"of a directory .parquet, .* are read: .* a glob, such as {tree}/sub/\*$"):
+        find_files(f"{tree}/sub", "jsonl")
+    (tree / "link.jsonl").symlink_to("nothing")
+    with pytest.raises(ConfigError, match=rf"in {tree}: it is a pipe or the like, or a link to nowhere$"):
+        find_files(f"{tree}/link.jsonl", "auto")
+
+
 def test_a_file_that_changed_is_not_read_on(tree):
     [file] = find_files(str(tree / "a.jsonl"), "auto")
     file.check_unchanged()
