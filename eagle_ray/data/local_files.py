@@ -73,6 +73,8 @@ def create(path: str, data: bytes, before_publish: BeforePublish) -> Stamp | Non
     try:
         return _publish(path, data, before_publish, _link)
     except FileExistsError:
+        if not os.path.lexists(path):  # it was the directory: a file has its name
+            raise
         return None
 
 

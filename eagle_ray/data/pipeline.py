@@ -77,13 +77,13 @@ def _answered(requests: ray.data.Dataset, batch_size: int, workers: Workers, act
 
 
 def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
-    """Make it all happen. Ray wraps what a worker raised: the user gets the reason itself."""
+    """Make it all happen. Ray wraps what a worker raised, and adds advice: the user gets the reason itself."""
     try:
         dataset.write_datasink(sink)
     except RayError as error:
         reason = _innermost(error)
         if isinstance(reason, JobStopped):
-            raise reason from None
+            raise type(reason)(str(reason).partition("\n")[0]) from None
         raise ClusterError(f"a worker failed: {_what_happened(reason)}") from error
 
 

@@ -19,7 +19,8 @@ from ray.data.datasource import Datasink
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import part_name
 from eagle_ray.data.record import Run
-from eagle_ray.data.storage import parquet_bytes
+from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.storage import Location, StorageError, parquet_bytes
 
 NO_PARTITIONS = Partitions()
 
@@ -35,7 +36,7 @@ class AtomicParquetSink(Datasink[None]):
     partitions: Partitions = NO_PARTITIONS
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
-        """Called in a Ray task. Raises Overtaken where a newer attempt owns the output."""
+        """Called in a Ray task. Raises Overtaken where a newer attempt owns the output, ClusterError for a full one."""
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
         filled = [table.cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
@@ -43,7 +44,17 @@ class AtomicParquetSink(Datasink[None]):
             for directory, rows in self.partitions.split(table):
                 place = self.run.data / directory if directory else self.run.data
                 file = place / part_name(self.run.attempt, ctx.task_idx)
-                file.create(parquet_bytes(rows, self.compression), self.run.check_current)
+                self._publish(file, parquet_bytes(rows, self.compression))
+
+    def _publish(self, file: Location, data: bytes) -> None:
+        """What the system refuses names the file here: Ray puts words of its own in the place of an OSError's path."""
+        try:
+            file.create(data, self.run.check_current)
+        except StorageError:  # names its object
+            raise
+        except OSError as error:
+            reason = error.strerror or error
+            raise ClusterError(f"cannot write {file}: {reason}: the same command goes on from what is there") from None
 
     @property
     def min_rows_per_write(self) -> int:
