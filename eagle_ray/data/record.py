@@ -179,12 +179,12 @@ def _begin_attempt(record: dict[str, Any], before: int | str | None, config: Job
     record["inputs"] |= files
     record["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
     record["versions"], record["hardware"] = _versions(), _hardware()
+    (output / SUCCESS).remove()  # first: one that is missing is made again, one that is no longer true is believed
     mark = uuid4().hex[:12]  # no two drivers ever write the same bytes
     record["attempts"].append(
         {"attempt": record["attempt"], "started_at": _now(), "process": asdict(Process.this()), "driver": mark}
     )
     _write_record(output, record, before)
-    (output / SUCCESS).remove()
     (output / DATA).make_directory()
     output.remove_temporary()
     return Run(output, record["run_id"], record["attempt"], record["config_hash"])
@@ -228,8 +228,9 @@ def check_no_foreign_data(output: Location) -> None:
 
 
 def _remove_run(output: Location) -> None:
-    """Delete what a run writes, and nothing else; ``_run.json`` is replaced by the next attempt's."""
-    for path in [*own_files(output / DATA), *(output / name for name in (PROGRESS, SUMMARY, SUCCESS, REPORT))]:
+    """Delete what a run writes, _SUCCESS first, and nothing else; ``_run.json`` is replaced by the next attempt's."""
+    rows = own_files(output / DATA)
+    for path in [*(output / name for name in (SUCCESS, SUMMARY, PROGRESS, REPORT)), *rows]:
         path.remove()
 
 

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
+from eagle_ray.config import ConfigError
 from eagle_ray.data.input.plan import plan_input
 from eagle_ray.data.lock import lock_output
-from eagle_ray.data.record import RUN, noting_outcome, open_run, read_record
+from eagle_ray.data.record import RUN, SUCCESS, noting_outcome, open_run, read_record
 from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
 from eagle_ray.data.stops import OutputBusy, Overtaken
 from eagle_ray.data.zombies import remove_strays
 from tests.conftest import small_job, token_rows
+from tests.data.s3.proxy import Refuse
 
 SCHEMA = output_schema([])
 COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
@@ -104,3 +106,19 @@ def test_the_lock_holds_on_both(job):
     run = start(job())
     with lock_output(run.output), pytest.raises(OutputBusy), lock_output(run.output):
         pass
+
+
+def test_an_attempt_that_cannot_begin_leaves_no_success_that_is_not_true(bucket, proxy, tmp_path):
+    output = {"output.path": f"{bucket}/out"}
+    run = start(small_job(tmp_path, token_rows(2), **output))
+    sink(run).write([block("a")], TASK)
+    (run.output / SUCCESS).write_whole(b"")
+    record = read_record(run.output)
+    proxy.fail("DELETE", Refuse(403, "AccessDenied"), path=SUCCESS)
+    with pytest.raises(ConfigError, match="AccessDenied"):
+        start(small_job(tmp_path, None, **output))
+    assert read_record(run.output) == record  # what it is true of
+    proxy.fail("DELETE", Refuse(403, "AccessDenied"), path="part-")
+    with pytest.raises(ConfigError, match="AccessDenied"):
+        start(small_job(tmp_path, None, **output, **{"output.if_exists": "overwrite"}))
+    assert not (run.output / SUCCESS).exists()
