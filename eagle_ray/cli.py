@@ -30,8 +30,8 @@ METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "tem
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Wrong usage raises SystemExit(2), as argparse does."""
-    args = _parser().parse_args(argv)
     _print_anything()
+    args = _parser().parse_args(argv)
     try:
         with interruptible():
             code = args.command(args)
@@ -54,7 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Completions are in any script; a terminal that knows only ASCII gets the others as escapes, not a traceback."""
+    """Completions are in any script; a terminal that knows only ASCII gets the others as escapes, not a traceback.
+
+    What is said to a stream that the shell has closed (``>&-``) goes nowhere.
+    """
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

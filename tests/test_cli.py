@@ -171,3 +171,11 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command)
     line = f"{sys.executable} -m eagle_ray.cli {command} {' '.join(job)} --set logging.level=error; echo $? >&2"
     done = subprocess.run(["bash", "-c", f"({line}) | true"], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stderr == "141\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_streams_that_the_shell_closed_change_no_exit_code(job, tmp_path, closed):
+    (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
+    line = f"{sys.executable} -m eagle_ray.cli run {' '.join(job)} {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
