@@ -122,3 +122,8 @@ def test_a_fold_does_what_its_name_says(purpose, name, example, value):
 def drawn_functions(count: int):
     chooser = Chooser(10)
     return (code.composed(chooser) for _ in range(count))
+
+
+def test_more_held_out_conversations_than_there_are_is_an_error_and_no_endless_search():
+    with pytest.raises(ValueError, match="category 'qa' has 49 held-out conversations, not 50"):
+        held_out_conversations("qa", 50, seed=1)

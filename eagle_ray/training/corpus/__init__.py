@@ -52,6 +52,7 @@ REFINING_MIX: Mix = (  # more of what is hard: sums, copying names from the news
     (summarization.drill, 0.15),
 )
 HELD_OUT_ONE_IN = 50
+MOST_IN_VAIN = 20_000  # conversations in a row that are none of the wanted: there are no more of these
 
 
 def is_held_out(first_message: str) -> bool:
@@ -70,11 +71,18 @@ def training_conversations(seed: int, mix: Mix = TRAINING_MIX) -> Iterator[Conve
 
 
 def held_out_conversations(category: str, count: int, seed: int) -> list[Conversation]:
-    """`count` held-out conversations of one category, no two with the same first message."""
+    """`count` held-out conversations of one category, no two with the same first message.
+
+    Raises ValueError where the category has fewer: qa has 49.
+    """
     chooser = Chooser(seed)
     found: dict[str, Conversation] = {}
+    in_vain = 0
     while len(found) < count:
         conversation = CATEGORIES[category](chooser)
-        if is_held_out(conversation[0].content):
-            found.setdefault(conversation[0].content, conversation)
+        first, in_vain = conversation[0].content, in_vain + 1
+        if is_held_out(first) and first not in found:
+            found[first], in_vain = conversation, 0
+        if in_vain == MOST_IN_VAIN:
+            raise ValueError(f"category {category!r} has {len(found)} held-out conversations, not {count}")
     return list(found.values())
