@@ -10,6 +10,7 @@ the sum. A report that is lost is made good by the next. Does not know files or 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -41,18 +42,21 @@ class Counters(Protocol):
     num_slots: int
     num_steps: int
     num_slot_steps: int
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What one worker did so far.
 
-    slot_steps of offered_steps: the engine's slots that were busy. work: WORK of the engine.
+    slot_steps of offered_steps: the engine's slots that were busy. engine_s: seconds inside its steps. work: WORK of
+    the engine.
     """
 
     worker_id: str
     slot_steps: int
     offered_steps: int
+    engine_s: float = 0.0
     work: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     errors: int = 0
@@ -64,7 +68,8 @@ class Report:
     def of(cls, worker_id: str, counters: Counters) -> Report:
         """Of a worker that has answered nothing yet."""
         offered = counters.num_steps * counters.num_slots
-        return cls(worker_id, counters.num_slot_steps, offered, {name: getattr(counters, name) for name in WORK})
+        work = {name: getattr(counters, name) for name in WORK}
+        return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work)
 
     def after(self, answers: pa.Table, counters: Counters) -> Report:
         """With one batch's output rows more."""
@@ -83,16 +88,20 @@ class Progress:
     """Each worker's latest report, and their sums.
 
     starts: workers that began to load, those that died since included. starts_in_a_row: since a row was last answered
-    well. notes: lines that workers want the user to read. fatal: why a worker cannot start, and so none can.
+    well. ready_at: when the first worker could begin, on the monotonic clock of the driver's node. notes: lines that
+    workers want the user to read. fatal: why a worker cannot start, and so none can.
     """
 
     starts: int = 0
     starts_in_a_row: int = 0
+    ready_at: float | None = None
     workers: dict[str, Report] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     fatal: Exception | None = None
 
     def add(self, report: Report) -> None:
+        if self.ready_at is None:
+            self.ready_at = time.monotonic()
         before = self.workers.get(report.worker_id, report)
         if report.rows - report.errors > before.rows - before.errors:
             self.starts_in_a_row = 0
@@ -125,11 +134,16 @@ class Progress:
         return self._sum("slot_steps") / offered if offered else None
 
     @property
+    def engine_s(self) -> float:
+        """Seconds that an engine was inside its steps, the mean over all workers."""
+        return self._sum("engine_s") / len(self.workers) if self.workers else 0.0
+
+    @property
     def work(self) -> dict[str, int]:
         """WORK, added up over all workers."""
         return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK}
 
-    def _sum(self, name: str) -> int:
+    def _sum(self, name: str) -> float:
         return sum(getattr(report, name) for report in self.workers.values())
 
 

@@ -109,8 +109,8 @@ class ProgressLines:
         for note in progress.notes[self._num_notes :]:
             log.warning(note)
         self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
-        if self._ready_at is None and progress.workers:
-            self._ready_at = time.monotonic()
+        if self._ready_at is None:
+            self._ready_at = progress.ready_at
         self._judge(progress)
         return progress
 
@@ -147,6 +147,8 @@ class ProgressLines:
             "tokens_per_s": progress.output_tokens / running if running >= SHORTEST_S else None,
             "mean_acceptance_length": progress.mean_acceptance_length,
             "busy_slots": progress.busy_slots,
+            "engine_s": round(progress.engine_s, 1),
+            "engine_busy": progress.engine_s / running if running >= SHORTEST_S else None,  # what the pipeline leaves
             "engine": progress.work,
             "seconds_left": left * running / progress.rows if progress.rows and running >= SHORTEST_S else None,
         }

@@ -126,6 +126,7 @@ def _warm_up(engine: Engine) -> None:
     engine.add(Sequence("warm-up", [0], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)))
     while engine.has_work:
         engine.step()
+    engine.counters = EngineCounters(engine.counters.num_slots)  # they count what rows take
 
 
 def _constants(config: JobConfig, run: Run, pair: Pair) -> dict[str, Any]:

@@ -92,6 +92,8 @@ def test_the_summary_counts_what_the_files_hold(done):
     assert summary["total"]["rows"] == 62 and summary["total"]["error_codes"] == {"no_tokenizer": 2}
     assert summary["total"]["output_tokens"] == sum(row["completion_tokens"] or 0 for row in found)
     assert summary["groups"]["c1"]["rows"] == 30
+    work = summary["last_work"]
+    assert 0 < work["engine_s"] <= work["working_s"] and 0 < work["busy_slots"] <= 1
 
 
 def test_the_report_shows_the_summary(done):

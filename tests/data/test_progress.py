@@ -9,10 +9,11 @@ from eagle_ray.data.stops import ClusterError, TooManyErrors
 
 def test_a_report_replaces_the_one_before():
     progress = Progress()
-    progress.add(Report("a", 1, 2, rows=3, output_tokens=30))
-    progress.add(Report("a", 2, 4, rows=5, output_tokens=50))
-    progress.add(Report("b", 2, 2, rows=1, output_tokens=10))
+    progress.add(Report("a", 1, 2, 1.0, rows=3, output_tokens=30))
+    progress.add(Report("a", 2, 4, 5.0, rows=5, output_tokens=50))
+    progress.add(Report("b", 2, 2, 2.0, rows=1, output_tokens=10))
     assert (progress.rows, progress.output_tokens, progress.busy_slots) == (6, 60, 4 / 6)
+    assert progress.engine_s == (5 + 2) / 2 and Progress().engine_s == 0
 
 
 def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
