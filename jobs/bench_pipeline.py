@@ -1,7 +1,8 @@
 """What the Ray pipeline costs around the engines: python jobs/bench_pipeline.py throughput | memory
 
     throughput   2,000 rows through the job (one worker) beside the same rows through the engine alone, in turns;
-                 start-up apart; and how many of the worker's slots were busy
+                 start-up apart; how much of the job's time its engine stepped, and how many of its slots were busy;
+                 --pair wide takes 256 rows of a pair of 107M parameters, whose steps are long as real models' are
     memory       the largest resident memory of each kind of process over jobs of 10 thousand to 1 million tiny rows,
                  answered by a model of a few thousand parameters
 
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,11 +33,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.samples import sequences_of
-from eagle_ray.pair import build_pair
+from eagle_ray.models.checkpoint import load_head, read_config, save_head
+from eagle_ray.models.loading import load_target
+from eagle_ray.models.places import Shape
+from eagle_ray.models.widening import widen_pair
+from eagle_ray.pair import build_pair, resolve
 from eagle_ray.training.prompts import prompt_rows
 
 LOOK_EVERY_S = 0.5
 PER_CATEGORY = 32  # different prompts, used again and again: some categories have not many more
+ROWS = {"embedded": 2000, "wide": 256}
+MAX_TOKENS = {"embedded": 64, "wide": 32}
+WIDE = Shape(
+    hidden_size=768,
+    num_layers=12,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    intermediate_size=2688,
+    vocab_size=6144,
+)
 TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 KINDS = {  # by the title that Ray gives a process
     "engine actor": re.compile(r"ray::.*EngineActor"),
@@ -54,29 +71,56 @@ def main() -> None:
 
 def throughput(args: argparse.Namespace, directory: Path) -> None:
     prompts = itertools.cycle(prompt_rows(per_category=PER_CATEGORY, seed=7))
-    rows = itertools.islice(prompts, args.rows)
+    num_rows = args.rows or ROWS[args.pair]
+    rows = itertools.islice(prompts, num_rows)
     write_rows(directory / "in.jsonl", [{"id": f"r{i}", "messages": row["messages"]} for i, row in enumerate(rows)])
     settings = {
         "input.path": str(directory / "in.jsonl"),
         "execution.ray_address": "local",
         "execution.actors": 1,
         "execution.slots": args.slots,
-        "sampling.max_tokens": 64,
+        "sampling.max_tokens": MAX_TOKENS[args.pair],
     }
-    alone, job, busy, wall = [], [], [], []
+    if args.pair == "wide":
+        settings |= save_wide_pair(directory)
+    alone, job, stepping, busy, wall = [], [], [], [], []
     for turn in range(args.rounds):
         config = config_of({**settings, "output.path": str(directory / f"out-{turn}")})
         alone.append(engine_alone(config))
         wall.append(run_job(config))
-        progress = json.loads((directory / f"out-{turn}" / "_summary.json").read_text())["last_work"]
-        job.append(progress["working_s"])
-        busy.append(progress["busy_slots"])
-    print(f"{args.rows} rows, {args.slots} slots, {args.rounds} rounds, medians (s)")
-    columns = ("engine alone", "job, start-up apart", "job over engine", "busy slots", "command to prompt")
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    ratio = statistics.median(j / a for j, a in zip(job, alone, strict=True))
-    middle = [statistics.median(numbers) for numbers in (alone, job, busy, wall)]
-    print(f"| {middle[0]:.1f} | {middle[1]:.1f} | {ratio:.3f} | {middle[2]:.1%} | {middle[3]:.1f} |")
+        work = json.loads((directory / f"out-{turn}" / "_summary.json").read_text())["last_work"]
+        job.append(work["working_s"])
+        stepping.append(work["engine_s"])
+        busy.append(work["busy_slots"])
+        print(f"alone {alone[-1]:.1f} s, job {job[-1]:.1f} s, {stepping[-1]:.1f} s of it in steps", file=sys.stderr)
+    print(f"{args.pair} pair, {num_rows} rows, {args.slots} slots, {args.rounds} rounds, medians (lowest to highest)")
+    columns = {
+        "engine alone": spread(alone, ".1f"),
+        "job, start-up apart": spread(job, ".1f"),
+        "of it in steps": spread(stepping, ".1f"),
+        "job over engine": spread([j / a for j, a in zip(job, alone, strict=True)], ".3f"),
+        "steps over engine": spread([s / a for s, a in zip(stepping, alone, strict=True)], ".3f"),
+        "busy slots": spread(busy, ".1%"),
+        "command to prompt": spread(wall, ".1f"),
+    }
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n| {' | '.join(columns.values())} |")
+
+
+def spread(numbers: list[float], digits: str) -> str:
+    middle, *ends = (format(value, digits) for value in (statistics.median(numbers), min(numbers), max(numbers)))
+    return f"{middle} ({' to '.join(ends)})"
+
+
+def save_wide_pair(directory: Path) -> dict[str, str]:
+    """The embedded pair at the shape of WIDE, as checkpoints on disk; the settings that name them."""
+    small, published = resolve("embedded:tiny", "target"), resolve("embedded:tiny", "draft")
+    target, draft = directory / "target", directory / "draft"
+    model = load_target(small, torch.float32, "cpu")
+    model, head = widen_pair(model, load_head(published, model.config), WIDE)
+    shutil.copytree(small, target, ignore=shutil.ignore_patterns("*.safetensors"))  # its tokenizer
+    model.save_pretrained(target)
+    save_head(head, read_config(published) | head.config.to_dict(), draft)
+    return {"model.target": str(target), "model.draft": str(draft)}
 
 
 def engine_alone(config: JobConfig) -> float:
@@ -177,7 +221,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     first = commands.add_parser("throughput")
-    first.add_argument("--rows", type=int, default=2000)
+    first.add_argument("--pair", choices=ROWS, default="embedded")
+    first.add_argument("--rows", type=int, help="; ".join(f"{num} of the {pair} pair" for pair, num in ROWS.items()))
     first.add_argument("--slots", type=int, default=16)
     first.add_argument("--rounds", type=int, default=3)
     first.set_defaults(measure=throughput)
