@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.ids import Digests, among
+from eagle_ray.data.ids import Digests, among, places
 from eagle_ray.data.input.plan import InputPlan, ids_in, requests_of
 
 
@@ -36,10 +36,7 @@ class Asked:
 
     def samples_of(self, ids: Digests) -> np.ndarray:
         """How many rows each of these ids is to have."""
-        counts = np.full(len(ids), self.others, np.int32)
-        known = among(ids, self.ids)
-        counts[known] = self.samples[np.searchsorted(self.ids, ids[known])]
-        return counts
+        return np.append(self.samples, np.int32(self.others))[places(ids, self.ids)]  # -1, of no place, is the last
 
     def without(self, done: Digests) -> Asked:
         """What is left once `done`, sorted, is taken out."""

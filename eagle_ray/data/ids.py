@@ -5,7 +5,7 @@ Two ids share a digest by chance once some 10^19 have been seen. Does not know r
     >>> noted = NotedIds()
     >>> for request_id in ("b", "a", "b"):
     ...     noted.add(request_id)
-    >>> noted.twice() == digests(["b"])
+    >>> repeated(noted.all()) == digests(["b"])
     array([ True])
 """
 
@@ -20,6 +20,7 @@ SIZE = 16  # bytes
 DIGEST = np.dtype(f"S{SIZE}")
 Digests = np.ndarray  # one-dimensional, of DIGEST
 NONE = np.empty(0, DIGEST)
+AT_ONCE = 1 << 16  # ids are looked up so many at once: what a look-up takes does not grow with the job
 
 
 def digest(request_id: str) -> bytes:
@@ -31,12 +32,25 @@ def digests(ids: Iterable[str]) -> Digests:
     return np.frombuffer(b"".join(map(digest, ids)), DIGEST)
 
 
+def places(ids: Digests, known: Digests) -> np.ndarray:
+    """For each id its place in `known`, which is sorted; -1 for one that is not there."""
+    found = np.full(len(ids), -1)
+    for start in range(0, len(ids) if len(known) else 0, AT_ONCE):
+        some = ids[start : start + AT_ONCE]
+        nearest = np.minimum(np.searchsorted(known, some), len(known) - 1)
+        found[start : start + AT_ONCE] = np.where(known[nearest] == some, nearest, -1)
+    return found
+
+
 def among(ids: Digests, known: Digests) -> np.ndarray:
     """For each id whether it is known; `known` is sorted."""
-    if not len(known):
-        return np.zeros(len(ids), bool)
-    places = np.searchsorted(known, ids)
-    return known[np.minimum(places, len(known) - 1)] == ids
+    return places(ids, known) >= 0
+
+
+def repeated(ids: Digests) -> Digests:
+    """Those that occur more than once, sorted."""
+    ids = np.sort(ids)
+    return np.unique(ids[1:][ids[1:] == ids[:-1]])
 
 
 class NotedIds:
@@ -51,8 +65,3 @@ class NotedIds:
     def all(self) -> Digests:
         """In the order in which they came."""
         return np.frombuffer(bytes(self._bytes), DIGEST)
-
-    def twice(self) -> Digests:
-        """Those that came more than once, sorted."""
-        ids, counts = np.unique(self.all(), return_counts=True)
-        return ids[counts > 1]

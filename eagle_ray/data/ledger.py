@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from eagle_ray.data.ids import DIGEST, Digests, among, digests
+from eagle_ray.data.ids import DIGEST, Digests, among, digests, repeated
 from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.data.stops import OutputDamaged, OutputMismatch
@@ -45,8 +45,8 @@ class Ledger:
         return cls(
             files,
             np.concatenate([np.empty(0, DIGEST), *(ids for ids, _ in counted)]),
-            np.concatenate([np.empty(0, np.int64), *(rows for _, rows in counted)]),
-            np.repeat(np.arange(len(files)), [len(ids) for ids, _ in counted]),
+            np.concatenate([np.empty(0, np.int32), *(rows for _, rows in counted)]),
+            np.repeat(np.arange(len(files), dtype=np.int32), [len(ids) for ids, _ in counted]),
         )
 
     def done(self, samples_of: SamplesOf) -> Digests:
@@ -58,9 +58,11 @@ class Ledger:
 
         The newest of several complete ones stays; where none is complete, the oldest.
         """
-        merit = np.where(self.rows == samples_of(self.ids), self.file, -1 - self.file)
-        order = np.lexsort((merit, self.ids))
-        ids, files = self.ids[order], self.file[order]
+        some = np.flatnonzero(among(self.ids, repeated(self.ids)))  # as a rule none: nothing is kept for each id
+        ids, files = self.ids[some], self.file[some]
+        merit = np.where(self.rows[some] == samples_of(ids), files, -1 - files)
+        order = np.lexsort((merit, ids))
+        ids, files = ids[order], files[order]
         extra = np.append(ids[:-1] == ids[1:], False)[: len(ids)]  # all but the last, and best, of each id
         return {self.files[i]: ids[extra & (files == i)] for i in np.unique(files[extra])}
 
@@ -103,7 +105,7 @@ def _is_own(file: Location) -> bool:
 def _rows_by_id(file: Location) -> tuple[Digests, np.ndarray]:
     """Each id once, and how many rows it has."""
     counts = pc.value_counts(_columns_in(file, ["request_id"])["request_id"])
-    return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy(zero_copy_only=False)
+    return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy().astype(np.int32)
 
 
 def _columns_in(file: Location, columns: list[str]) -> pa.Table:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_ray.data.ids import DIGEST, NotedIds, among, digest, digests
+from eagle_ray.data.ids import AT_ONCE, DIGEST, NotedIds, among, digest, digests, places, repeated
 
 IDS = st.lists(st.text(max_size=4), max_size=40)
 
@@ -15,13 +15,19 @@ def test_among_says_what_a_set_says(ids, known):
     assert found.tolist() == [id in set(known) for id in ids]
 
 
+def test_a_place_is_found_beyond_the_first_stretch():
+    known = np.sort(digests(str(i) for i in range(AT_ONCE + 3)))
+    ids = np.concatenate([known, digests(["stranger"])])
+    assert places(ids, known).tolist() == [*range(AT_ONCE + 3), -1]
+
+
 @given(IDS)
-def test_twice_is_what_came_more_than_once(ids):
+def test_repeated_is_what_came_more_than_once(ids):
     noted = NotedIds()
     for id in ids:
         noted.add(id)
     assert noted.all().tolist() == digests(ids).tolist()
-    assert set(noted.twice().tolist()) == set(digests({id for id in ids if ids.count(id) > 1}).tolist())
+    assert set(repeated(noted.all()).tolist()) == set(digests({id for id in ids if ids.count(id) > 1}).tolist())
 
 
 def test_digests_that_end_in_zeros_stay_apart():

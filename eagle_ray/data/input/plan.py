@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
-from eagle_ray.data.ids import NONE, Digests, NotedIds, among, digests
+from eagle_ray.data.ids import NONE, Digests, NotedIds, among, digests, repeated
 from eagle_ray.data.input.carried import column_of, field_of, join_into
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns
 from eagle_ray.data.input.files import InputFile, find_files
@@ -86,10 +86,10 @@ def plan_input(config: JobConfig) -> InputPlan:
         _check_columns(config.input.columns, columns, types)
     carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
     limited = _limited(shards, config.input.limit)
-    ids = noted.all()[: sum(shard.num_rows for shard in limited)]
-    plan = InputPlan(files, limited, columns, carried, "n" in types, ids)
+    ids = noted.all()
+    plan = InputPlan(files, limited, columns, carried, "n" in types, ids[: sum(shard.num_rows for shard in limited)])
     request_schema(plan.passthrough)
-    _check_ids(plan, noted.twice())
+    _check_ids(plan, repeated(ids))
     _check_rows(plan, config.input.on_bad_row)
     return plan
 
