@@ -50,8 +50,10 @@ class Ledger:
         )
 
     def done(self, samples_of: SamplesOf) -> Digests:
-        """Ids all of whose samples stand in one file; sorted."""
-        return np.unique(self.ids[self.rows == samples_of(self.ids)])
+        """Ids all of whose samples stand in one file; sorted, and as often as there are such files."""
+        complete = self.ids[self.rows == samples_of(self.ids)]
+        complete.sort()  # in place: it is a copy already
+        return complete
 
     def excess(self, samples_of: SamplesOf) -> dict[Location, Digests]:
         """Ids, sorted, to take out of each file so that every id stands in one, where it is complete.
