@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eagle_ray.benchmark.priced import flat
 from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
@@ -21,7 +22,6 @@ from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.replay import Padded
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
-from tests.engine.test_global_planner import world
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
 from tests.toy import head3, llama_engine, run
 
@@ -166,7 +166,7 @@ def test_a_static_tree_is_replayed():
 
 def test_the_global_budget_fills_the_passes_that_there_are():
     ours = engine((12, 4, 4), 2)
-    ours.planner = GlobalPlanner(12, 4, 4, world(draft_share=0.01), can_look=False, padded=ours.graphs.num_rows)
+    ours.planner = GlobalPlanner(12, 4, 4, flat(head_share=0.01), can_look=False, padded=ours.graphs.num_rows)
     rows, learn = [], ours.planner.learn
 
     def watched(outcome: Outcome) -> None:

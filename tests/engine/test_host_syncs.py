@@ -7,6 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.benchmark.priced import flat
 from eagle_ray.drafting.recycling import RecyclingDrafter
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
 from eagle_ray.engine.sequence import Sequence
@@ -14,7 +15,6 @@ from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
-from tests.engine.test_global_planner import world
 from tests.toy import llama_engine
 
 DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
@@ -87,7 +87,7 @@ def test_a_plain_step_copies_once():
 def test_a_step_under_the_global_budget_asks_once_more():
     """For the candidates' values; every few steps a second time, for what other trees would have been worth."""
     engine = llama_engine(3, 12, 4, 4)
-    engine.planner = GlobalPlanner(12, 4, 4, world(draft_share=0.01), can_look=False)
+    engine.planner = GlobalPlanner(12, 4, 4, flat(head_share=0.01), can_look=False)
     engine.planner._curves.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
     engine.planner._num_offers = FIRST_PROBES
     engine.planner._num_drafts, engine.planner._debt = 1, 1.0
@@ -96,7 +96,7 @@ def test_a_step_under_the_global_budget_asks_once_more():
 
 def test_a_step_that_the_global_planner_leaves_plain_copies_once():
     engine = llama_engine(3, 12, 4, 4)
-    engine.planner = GlobalPlanner(12, 4, 4, world(draft_share=5.0), can_look=False)
+    engine.planner = GlobalPlanner(12, 4, 4, flat(head_share=5.0), can_look=False)
     engine.planner._num_offers = FIRST_PROBES
     engine.planner._debt = 1.0
     assert watched_step(engine) == ([], ["tolist"])

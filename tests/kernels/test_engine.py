@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 import torch
 
+from eagle_ray.benchmark.priced import flat
 from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.kernels.trees import PackedRows, Tiles
 from eagle_ray.models.kernel_tree_layout import KernelTreeLayout
 from eagle_ray.speculative.sampling import SamplingParams
-from tests.engine.test_global_planner import world
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.kernels.test_tree_attention import trees_of
 from tests.toy import llama_engine, run
@@ -38,7 +38,7 @@ def engine(planner: str):
     """Two slots for three prompts, so that batches are ragged; the trees of all planners are ones that pay."""
     made = llama_engine(2) if planner == "plain" else llama_engine(2, 6, 3, 3)
     if planner == "global":
-        made.planner = GlobalPlanner(6, 3, 3, world(draft_share=0.01), can_look=False)
+        made.planner = GlobalPlanner(6, 3, 3, flat(head_share=0.01), can_look=False)
     return made
 
 
