@@ -30,6 +30,7 @@ ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: 
 BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
 SHORT_PROMPT, LONG_PROMPT = 8, 512  # tokens
 SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
+MOST_APART = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
 LEAST_S = 1e-6
 
 
@@ -68,7 +69,7 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, engine.planner = engine.planner, SetPlanner()
     counters, engine.counters = engine.counters, EngineCounters(engine.counters.num_slots)
-    bench = _Bench(engine)
+    bench = _Bench(engine, apart=engine.target.device.type == "cuda")
     num_slots = max(engine.scheduler.num_together(SHORT_PROMPT + SHORT_OUTPUT), 1)
     for settings in _rounds(num_slots, max_nodes, max_depth, top_k):
         bench.run(settings)
@@ -95,10 +96,13 @@ def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Itera
 
 
 class _Bench:
-    """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows."""
+    """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows.
 
-    def __init__(self, engine: Engine):
-        self._engine, self._planner = engine, engine.planner
+    apart: every sequence has a prompt of its own, and so its own blocks.
+    """
+
+    def __init__(self, engine: Engine, apart: bool = False):
+        self._engine, self._planner, self._apart = engine, engine.planner, apart
         self._num_added = 0
         self._running: list[Sequence] = []
         self._verify: dict[int, list[float]] = defaultdict(list)
@@ -154,10 +158,13 @@ class _Bench:
     def _attend(self) -> float:
         """Seconds for each cached token, from plain steps of full slots behind a long prompt and a short one.
 
-        All have the same prompt, and so the same blocks, which are computed once, but each reads them for itself.
+        On a CPU all have the same prompt, and so the same blocks, which are computed once, but each reads them for
+        itself. A GPU would find what others have read in its cache: there they have blocks of their own, fewer
+        sequences if need be.
         """
         long = max(min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
-        together = Setting(max(self._engine.scheduler.num_together(long + SHORT_OUTPUT), 1), 1, 0, 0)
+        num_together = max(self._engine.scheduler.num_together(long + SHORT_OUTPUT), 1)
+        together = Setting(min(num_together, MOST_APART) if self._apart else num_together, 1, 0, 0)
         seconds, cached = [], []
         for length in (long, SHORT_PROMPT):
             self.clear()
@@ -185,7 +192,8 @@ class _Bench:
     def _add(self, length: int) -> None:
         self._num_added += 1
         length = max(min(length, self._engine.max_model_len // 2), 1)
-        prompt = [7 * i % self._engine.target.vocab_size for i in range(length)]
+        first = self._num_added if self._apart else 0
+        prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
         params = SamplingParams(max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
         self._engine.add(sequence)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import FIRST_WEIGHT, LEARNING_RATE, CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import measure
+from eagle_ray.engine.measure import SetPlanner, Setting, _Bench, measure
 from eagle_ray.engine.planner import Outcome
 from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.models.blocks import BLOCK_SIZE
 from eagle_ray.speculative.plan import PLAIN
 from tests.toy import llama_engine
 
@@ -102,6 +103,19 @@ def test_real_steps_are_measured_and_forgotten():
     assert not engine.has_work and engine.counters.num_steps == 0
     assert costs.verify.rows[0] == 1 and costs.verify.rows[-1] >= 9
     assert all(s > 0 for curve in (costs.verify, costs.read, costs.level, costs.draft_rest) for s in curve.seconds)
+    engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
+    engine = llama_engine(4)
+    engine.planner, longest = SetPlanner(), 2 * BLOCK_SIZE
+    bench, held = _Bench(engine, apart), engine.target.cache.blocks._held
+    bench._take(Setting(1, 1, 0, 0), longest)
+    bench._take(Setting(4, 1, 0, 0), longest)
+    assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
+    assert bench._attend() >= 0
+    bench.clear()
     engine.scheduler.check_integrity()
 
 
