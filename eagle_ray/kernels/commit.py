@@ -14,6 +14,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.kernels.launch import launch
+
 SLICE = 1024  # numbers of a cell that one program moves
 
 
@@ -30,7 +32,7 @@ def commit(
     widths = [part[0, 0, 0].numel() for part in (keys, values)]
     slices = triton.cdiv(max(widths), SLICE)
     nodes = nodes.contiguous()
-    move[(len(slots), num_layers, slices)](
+    launch(move, (len(slots), num_layers, slices))(
         keys, values, keys.stride(0), values.stride(0), *widths, table, table.stride(0), slots, lengths, nodes,
         nodes.shape[1], SIZE=size, SLICE=SLICE,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels.cuts import load_row
+from eagle_ray.kernels.launch import launch
 from eagle_ray.kernels.normaliser import log_of_sums, part_of_sum
 
 BLOCK = 4096  # tokens of a part
@@ -25,9 +26,9 @@ def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Flo
     highest, sums = torch.empty(2, num_rows, num_parts, device=logits.device).unbind()
     out = torch.empty(num_rows, device=logits.device)
     if num_rows:
-        sum_parts[(num_rows, num_parts)](logits, logits.stride(0), vocab, highest, sums, num_parts, BLOCK=BLOCK)
+        launch(sum_parts, (num_rows, num_parts))(logits, logits.stride(0), vocab, highest, sums, num_parts, BLOCK=BLOCK)
         parts = triton.next_power_of_2(num_parts)
-        gather[(num_rows,)](logits, logits.stride(0), tokens, highest, sums, out, num_parts, PARTS=parts)
+        launch(gather, (num_rows,))(logits, logits.stride(0), tokens, highest, sums, out, num_parts, PARTS=parts)
     return out
 
 

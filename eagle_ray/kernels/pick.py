@@ -31,6 +31,7 @@ from eagle_ray.kernels.cuts import (
     settle,
     ties,
 )
+from eagle_ray.kernels.launch import launch
 from eagle_ray.kernels.noise import gumbel, log, noise_key
 from eagle_ray.kernels.order import ranked, token_of
 
@@ -55,12 +56,12 @@ def pick(
     floors_k = None if top_k is None else rows.narrowed(TOP_K, top_k, peaks, None)[0]
     floors_p, tied = (None, None) if top_p is None else rows.with_ties(top_p, peaks, floors_k)
     best = rows.scratch(torch.int64)
-    draw[rows.grid](
+    launch(draw, rows.grid)(
         *rows.input, seed, positions, top_p, min_p, peaks, floors_k, floors_p, *(tied or (None,) * 4), best,
         rows.num_parts, **rows.sizes,
     )  # fmt: skip
     tokens = seq.new_empty(rows.num_rows, dtype=torch.int64)
-    winner[(rows.num_rows,)](best, tokens, rows.num_parts, PARTS=rows.sizes["PARTS"])
+    launch(winner, (rows.num_rows,))(best, tokens, rows.num_parts, PARTS=rows.sizes["PARTS"])
     return tokens
 
 
@@ -83,7 +84,7 @@ class Rows:
 
     def peaks(self) -> Float[Tensor, "R parts"]:
         found = self.scratch(torch.float32)
-        peak[self.grid](*self.input, found, self.num_parts, BLOCK=BLOCK)
+        launch(peak, self.grid)(*self.input, found, self.num_parts, BLOCK=BLOCK)
         return found
 
     def narrowed(
@@ -96,11 +97,11 @@ class Rows:
         sums = torch.empty(2, *self.grid, DIGITS.value, dtype=torch.int64, device=device)
         totals, floors = self.scratch(torch.int64), torch.empty(self.num_rows, dtype=torch.int64, device=device)
         for turn, shift in enumerate(shifts):
-            narrow[self.grid](
+            launch(narrow, self.grid)(
                 *self.input, limits, peaks, floors_k, bases, sums, totals, self.num_rows, self.num_parts,
                 turn % 2, shift, KIND=kind, FIRST=turn == 0, **self.sizes,
             )  # fmt: skip
-        settle[(self.num_rows,)](
+        launch(settle, (self.num_rows,))(
             *self.input[2:], limits, bases, sums, totals, floors, self.num_rows, self.num_parts,
             (len(shifts) - 1) % 2, KIND=kind, PARTS=self.sizes["PARTS"],
         )  # fmt: skip
@@ -112,7 +113,7 @@ class Rows:
         """Top-p's least order of each row, and by part: probability before the cut, above it, tokens and mass at it."""
         floors, totals = self.narrowed(TOP_P, top_p, peaks, floors_k)
         above, counts, masses = (self.scratch(dtype) for dtype in (torch.int64, torch.int32, torch.int64))
-        ties[self.grid](*self.input, top_p, peaks, floors, above, counts, masses, self.num_parts, **self.sizes)
+        launch(ties, self.grid)(*self.input, top_p, peaks, floors, above, counts, masses, self.num_parts, **self.sizes)
         return floors, (totals, above, counts, masses)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels.cuts import load_row
+from eagle_ray.kernels.launch import launch
 from eagle_ray.kernels.noise import gumbel, noise_key
 from eagle_ray.kernels.normaliser import log_of_sums, part_of_sum
 from eagle_ray.kernels.order import ranked, score_of, token_of
@@ -58,10 +59,10 @@ def top_k(
     best = torch.empty(num_rows, num_parts, k, dtype=torch.int64, device=device)
     scores, own = torch.empty(2, num_rows, k, device=device).unbind()
     places = torch.empty(num_rows, k, dtype=torch.int64, device=device)
-    best_of_parts[(num_rows, num_parts)](
+    launch(best_of_parts, (num_rows, num_parts))(
         logits, vocab, *_pushed(push), shape[-1], sums, best, num_rows, num_parts, K=k, BLOCK=BLOCK
     )
-    merge[(num_rows,)](
+    launch(merge, (num_rows,))(
         logits, vocab, sums, best, scores, places, own, num_rows, num_parts,
         K=k, PARTS=parts, CANDIDATES=triton.next_power_of_2(num_parts * k), PUSHED=push is not None,
     )  # fmt: skip

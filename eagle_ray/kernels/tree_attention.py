@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_ray.kernels.availability import is_interpreting
 from eagle_ray.kernels.flash_decoding import attend, combine
+from eagle_ray.kernels.launch import launch
 from eagle_ray.kernels.tile_shape import LEAST_TILES, MOST_SPLITS, num_splits, tile_shape
 from eagle_ray.kernels.trees import Tiles, Trees
 
@@ -51,7 +52,7 @@ def tree_attention(
     seq, *packing = (none,) * 5 if trees.rows is None else (*trees.rows.columns, tiles.trees, tiles.begins)
     span = (trees.lengths, trees.first, window, splits)
     sizes = dict(HEADS=heads, DV=value_dim, PAD_DV=padded(value_dim), BLOCK_N=shape.columns, LEAST_TILES=LEAST_TILES)
-    attend[(tiles.count, kv_heads, splits)](
+    launch(attend, (tiles.count, kv_heads, splits))(
         query, keys, values, out, parts, tops, sinks, scaling, softcap,
         *span, trees.words, trees.depths, trees.column_depths, trees.slots, trees.table,
         seq, *packing, tiles.per_tree, trees.num_trees, trees.num_nodes, num_rows, trees.words.shape[2],
@@ -61,7 +62,7 @@ def tree_attention(
         WIDE=is_interpreting(), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
-        combine[(num_rows, heads)](
+        launch(combine, (num_rows, heads))(
             out, parts, tops, *span, seq, tiles.per_tree, trees.num_nodes, num_rows,
             **sizes, MOST_PARTS=MOST_SPLITS, TOGETHER=TOGETHER, num_warps=COMBINE_WARPS,
         )  # fmt: skip

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_ray.kernels.launch import launch
+
 
 @triton.jit
 def _double(numbers, SIZE: tl.constexpr):
@@ -17,8 +19,7 @@ def fails(device: torch.device) -> str | None:
     """What comes of compiling and running it; None where all is well."""
     numbers = torch.ones(16, device=device)
     try:
-        with torch.cuda.device(device):
-            _double[(1,)](numbers, SIZE=16)
+        launch(_double, (1,))(numbers, SIZE=16)
     except Exception as error:  # whatever Triton, its compilers or the driver raise
         text = str(error).strip() or type(error).__name__
         return f"Triton {triton.__version__} fails here: {text.splitlines()[-1]}"

@@ -1,0 +1,29 @@
+"""Every launch of a kernel, on the device of what it is handed.
+
+    launch(kernel, (rows, parts))(logits, out, BLOCK=2048)      # kernel[(rows, parts)](logits, out, BLOCK=2048)
+
+Triton launches on CUDA's current device, whatever device the arguments lie on: on any but the first GPU, or where a
+target lies on several, a kernel could run on one device over another's memory. Does not know any kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """The first tensor among the arguments says on which device. On a CPU, where Triton interprets, nothing changes."""
+
+    def launched(*args: Any, **constants: Any) -> None:
+        device = next(arg.get_device() for arg in args if isinstance(arg, Tensor))
+        if device < 0 or device == torch.cuda.current_device():
+            kernel[grid](*args, **constants)
+            return
+        with torch.cuda.device(device):
+            kernel[grid](*args, **constants)
+
+    return launched
