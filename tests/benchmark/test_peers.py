@@ -1,0 +1,15 @@
+"""transformers' own ways of decoding answer, here on a CPU: what is called is there, and every token is counted."""
+
+import pytest
+import torch
+
+from eagle_ray.benchmark.gpu_run import ASSETS
+from eagle_ray.benchmark.peers import PEERS
+from eagle_ray.models.loading import load_target
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_answers_twice(peer):
+    model = load_target(ASSETS / "target", torch.float32, "cpu")
+    with PEERS[peer](model, [[1, 2, 3, 4], [5, 6, 7]], 6) as run:
+        assert [run(), run()] == [12, 12]
