@@ -12,7 +12,8 @@ needs pydantic or Ray. Here, on a CPU and tiny shapes, the same code: python job
 No real weights can be had there. A *widened* pair is the embedded one inside a Llama's shape (`models/widening.py`):
 the toy's own acceptance at the shape's real cost. Contexts are columns that every pass reads and nobody attends to
 (`benchmark/contexts.py`). A *synthetic* pair accepts with a stated probability (`models/synthetic.py`).
-EAGLE_RAY_KERNELS=portable does it all without our Triton kernels. A part alone: --only "8b: batch 1," checks bandwidth
+EAGLE_RAY_KERNELS=portable does it all without our Triton kernels. A part alone: --only
+checks bandwidth "8b: make" "8b: costs" "8b: batch 1,"
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ sys.path.insert(0, str(ROOT))  # not installed there
 import torch  # noqa: E402
 
 from eagle_ray.benchmark.device import device_name  # noqa: E402
-from eagle_ray.benchmark.gpu_run import ASSETS, GpuRun  # noqa: E402
+from eagle_ray.benchmark.embedded_pair import ASSETS, embedded_pair  # noqa: E402
+from eagle_ray.benchmark.gpu_run import GpuRun  # noqa: E402
 from eagle_ray.benchmark.gpu_settings import Results, Settings  # noqa: E402
 from eagle_ray.benchmark.peers import tokens_per_second  # noqa: E402
 from eagle_ray.models.places import Shape  # noqa: E402
@@ -58,7 +60,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     settings = settings_of(args)
     if args.peer:
-        print(json.dumps(peer(args, settings)))
+        print(json.dumps(peer(args, settings)), flush=True)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     run = GpuRun(settings, prompts(), lambda results: save(args.out, results))
@@ -100,12 +102,10 @@ def prompts() -> list[list[int]]:
 
 
 def peer(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
-    """One peer on one shape, in this process alone: see GpuRun."""
-    run = GpuRun(settings, prompts(), lambda results: None)
-    model, _ = widen_pair(
-        *run.small(torch.float32), SHAPES[args.peer_shape], dtype=settings.dtype, device=settings.device
-    )
-    found = tokens_per_second(args.peer, model, run.prompts[: args.peer_batch], PEER_TOKENS)
+    """One peer on one shape, in this process alone: see benchmark/gpu_peers.py."""
+    small, shape = embedded_pair(torch.float32, settings.device), SHAPES[args.peer_shape]
+    model, _ = widen_pair(*small, shape, dtype=settings.dtype, device=settings.device)
+    found = tokens_per_second(args.peer, model, prompts()[: args.peer_batch], PEER_TOKENS)
     return {"tokens_per_second": found, "tokens": PEER_TOKENS, "of": "prompts and all"}
 
 

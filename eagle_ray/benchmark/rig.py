@@ -57,10 +57,11 @@ class Way:
 class Watch:
     """A planner, with what its steps took by the device's clock, and what the costs say that they take.
 
-    draft_s, verify_s, rest_s: as Seconds has them. Steps in which a graph was recorded are left out.
+    draft_s, verify_s, rest_s: as Seconds has them. Steps in which a graph was recorded are left out. costs: None where
+    nothing is foreseen.
     """
 
-    def __init__(self, planner: Planner, costs: StepCosts):
+    def __init__(self, planner: Planner, costs: StepCosts | None):
         self._planner, self._costs = planner, costs
         self.draft_s = self.verify_s = self.rest_s = 0.0
         self.foreseen_s = self.foreseen_plain_s = 0.0
@@ -77,11 +78,15 @@ class Watch:
             self.draft_s += outcome.seconds.draft
             self.verify_s += outcome.seconds.verify
             self.rest_s += outcome.seconds.rest
-            self.foreseen_s += self._costs.foresee(outcome).total
-            self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
-            if getattr(self._planner, "costs", None) is not self._costs:
-                self._costs.learn(outcome)
+            if self._costs is not None:
+                self._foresee(outcome)
         self._planner.learn(outcome)
+
+    def _foresee(self, outcome: Outcome) -> None:
+        self.foreseen_s += self._costs.foresee(outcome).total
+        self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
+        if getattr(self._planner, "costs", None) is not self._costs:
+            self._costs.learn(outcome)
 
 
 @dataclass(slots=True)

@@ -184,7 +184,7 @@ def page(found: Found) -> str:
 
 
 def _groups(found: Found) -> list[tuple[str, int]]:
-    return list(dict.fromkeys((c["shape"], c["context"]) for c in found["cells"]))
+    return list(dict.fromkeys((c["shape"], c["context"]) for c in found["cells"] if c["way"] == "ours"))
 
 
 def _over_batches(found: Found, shape: str, context: int) -> str:

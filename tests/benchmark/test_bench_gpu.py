@@ -20,7 +20,7 @@ SMALLEST = "--smoke --shapes tinier --batches 2 --contexts 32 --rounds 2 --secon
 def found(tmp_path_factory):
     """A run of one cell, with what `--only` names."""
     out = tmp_path_factory.mktemp("gpu")
-    only = ["--only", "lossless", "bandwidth", "tinier: make", "tinier: batch 2, context 32"]
+    only = ["--only", "lossless", "bandwidth", "tinier: make", "tinier: costs", "tinier: batch 2, context 32"]
     run_script([*SMALLEST.split(), *only, "--out", str(out)])
     return out
 

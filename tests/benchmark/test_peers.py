@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.benchmark.gpu_run import ASSETS
+from eagle_ray.benchmark.embedded_pair import ASSETS
 from eagle_ray.benchmark.peers import PEERS
 from eagle_ray.models.loading import load_target
 

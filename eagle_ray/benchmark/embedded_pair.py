@@ -1,0 +1,21 @@
+"""The embedded pair at its own size. Does not know what is measured with it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from eagle_ray.models.checkpoint import load_head
+from eagle_ray.models.loading import load_target
+
+ASSETS = Path(__file__).parents[1] / "assets" / "tiny"
+
+
+@cache
+def embedded_pair(dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """Target and head, loaded once."""
+    model = load_target(ASSETS / "target", dtype, str(device))
+    return model, load_head(ASSETS / "draft", model.config).to(device, dtype).eval()
