@@ -34,7 +34,7 @@ class KVRoom:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, batches: list[int], contexts: list[int], free: int | None) -> KVRoom:
-        """The largest of the batches that fits, with contexts for twice what it asks for if there is room.
+        """The largest batch that fits behind the first context, with twice the room for contexts if it is there.
 
         free: bytes beside the weights; None is enough. Raises MemoryError where not even the smallest batch fits.
         """
@@ -44,7 +44,7 @@ class KVRoom:
                 return cls(slots, own + wanted)
             kept = 2 * pass_bytes(shape, itemsize, slots * (LARGEST[0] + 1)) + RESERVE
             room = int((free - kept) / column_bytes(shape, itemsize))
-            if room >= own + contexts[0]:
+            if room >= own + contexts[0] * slots:
                 return cls(slots, min(own + 2 * wanted, room), kept)
         raise MemoryError(
             f"{free / GIB:.1f} GiB are free, {slots} sequences need {kept / GIB:.1f} GiB beside their keys"

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from eagle_ray.benchmark import wide_cells
+from eagle_ray.benchmark.wide_cells import OURS
 from eagle_ray.report.gpu import markdown, page, section
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +69,48 @@ def test_tables_page_and_section_say_the_same(found):
     assert text.count("| tinier | 32 | 2 |") == 5
     shown = (found / "results.html").read_text()
     assert shown == page(results) and shown.count("<svg") == 1
+
+
+@pytest.mark.slow
+def test_faults_are_their_cells_results_and_a_cut_off_run_leaves_what_it_has(tmp_path, monkeypatch, capsys):
+    """Memory runs out in a cell, a job fails, and somebody ends the run when the drain is over."""
+    steady = wide_cells.steady
+
+    def without_memory(rig, ways, cell, *rest):
+        if OURS in ways and cell.batch == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return steady(rig, ways, cell, *rest)
+
+    def cut_off(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wide_cells, "steady", without_memory)
+    monkeypatch.setattr(wide_cells.cells, "drain", lambda *_: {}["plain"])
+    monkeypatch.setattr(wide_cells, "seconds_of_parts", cut_off)
+    words = SMALLEST.replace("--batches 2", "--batches 1 4") + f" --out {tmp_path}"
+    with pytest.raises(KeyboardInterrupt):
+        run_script(words.split())
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [line.split(": ")[:3] for line in results["failed"]] == [
+        ["tinier", "batch 1, context 32", "OutOfMemoryError"],
+        ["tinier", "drain", "KeyError"],
+    ]
+    rows = [(cell["batch"], cell["context"], cell["way"]) for cell in results["cells"]]
+    assert rows[:3] == [(1, 0, "plain"), (4, 32, "plain"), (4, 32, "ours")]
+    assert rows[3:] == [(batch, 32, way) for batch in (1, 4) for way in ("fixed", "eagle2", "chain")]
+    said = capsys.readouterr().out
+    order = [
+        "== checks",
+        "== bandwidth",
+        ": make",
+        ": plain",
+        ": costs",
+        "!! FAILED",
+        "batch 4, context 32\n",
+        "rivals",
+    ]
+    assert sorted(order, key=said.index) == order
+    assert "CUDA out of memory" in (tmp_path / "results.md").read_text()
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path):
