@@ -157,6 +157,7 @@ def llama_engine(
     prefill_tokens: int = 512,
     weights: EagleHead | Eagle3Head | None = None,
     graphs: bool = False,
+    device: str = "cpu",
     **shape: object,
 ) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
@@ -164,10 +165,10 @@ def llama_engine(
     weights: the head; None is one of EAGLE-2. graphs: whether steps are replayed. shape: the Llama's, where it is not
     LLAMA's.
     """
-    model, weights = llama(seed, **shape), weights or head(seed)
+    model, weights = llama(seed, **shape).to(device), (weights or head(seed)).to(device)
     layers = weights.feature_layers(model.config.num_hidden_layers)
     target = Target(model, num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens, layers)
-    learning = dict(calibration=Calibration(max_depth), coupling=Coupling(max_depth))
+    learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))
     drafter = EagleDrafter(weights, target, **learning) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
     replayed = Graphs.of(target) if graphs else None

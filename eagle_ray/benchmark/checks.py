@@ -20,14 +20,15 @@ from torch import nn
 
 from eagle_ray.benchmark.contexts import in_context
 from eagle_ray.benchmark.device import release
-from eagle_ray.benchmark.identity import NEAR_TIE, Identity, compare, first_difference
+from eagle_ray.benchmark.identity import NEAR_TIE, Identity, at_edge, compare, first_difference, margin
 from eagle_ray.benchmark.rig import LARGEST, Rig, Way, has_graphs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
 
 SLOTS, LONGEST, TOKENS = 8, 640, 48
+EDGE_LOGITS = 256, 128256  # rows and a vocabulary
 LEAST_TIE = 1e-3  # of a pair whose sums have many more terms
 CHOICE = "EAGLE_RAY_KERNELS"
 TREE = Way("tree", LARGEST)
@@ -70,7 +71,7 @@ class Outputs:
 
 def checks(load: Load, prompts: list[list[int]], dtypes: list[torch.dtype]) -> Iterator[Check]:
     """load: the pair in a dtype, on the device. A check that raises is a failed one."""
-    for name, function in (("lossless", _lossless), ("kernels", _kernels), ("graphs", _graphs)):
+    for name, function in (("lossless", _lossless), ("kernels", _kernels), ("edges", _edges), ("graphs", _graphs)):
         for dtype in dtypes:
             title = f"{name} {type_name(dtype)}"
             try:
@@ -101,6 +102,26 @@ def _kernels(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]
     return _compared(title, model, dtype, prompts, params, *both)
 
 
+def _edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
+    """Picks under top-p by either path, from random logits: how many differ, all of them for want of exact sums."""
+    device = load(dtype)[0].device
+    if not uses_kernels(device):
+        return Check(title, None, "no kernels of ours run on this device")
+    logits = (2 * torch.randn(*EDGE_LOGITS, generator=torch.Generator(device).manual_seed(0), device=device)).to(dtype)
+    params = [SamplingParams(temperature=1.0, top_p=(i + 0.5) / len(logits), seed=i) for i in range(len(logits))]
+    sampling, rows, both = BatchSampling.of(params, device), torch.arange(len(logits), device=device), []
+    for choice in ("triton", "portable"):
+        with kernels(choice):
+            both.append(pick(logits, sampling, rows, rows).tolist())
+    found = Identity()
+    for i, (mine, other) in enumerate(zip(*both, strict=True)):
+        row = logits[i : i + 1].cpu()
+        is_tie = mine != other and margin(row, params[i], i) <= NEAR_TIE
+        is_edge = mine != other and not is_tie and at_edge(row, params[i], (mine, other))
+        found += Identity(1, mine == other, is_tie, is_edge)
+    return Check(title, found.is_explained, f"{_told(found)}, picks of random logits")
+
+
 def _graphs(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
     """Steps that are replayed beside steps that are run."""
     model, head = load(dtype)
@@ -128,15 +149,12 @@ def _compared(
         tie = max(tie, 2 * noise)
     found = compare(model, prompts, outputs.ids, wanted.ids, params, tie)
     release(model.device)
-    return Check(title, _all_same(found), f"{_told(found)}, log-probabilities within {noise:.2g}", noise)
-
-
-def _all_same(found: Identity) -> bool:
-    return found.num_equal + found.num_near_ties == found.num_compared > 0
+    return Check(title, found.is_explained, f"{_told(found)}, log-probabilities within {noise:.2g}", noise)
 
 
 def _told(found: Identity) -> str:
-    return f"{found.num_equal} of {found.num_compared} outputs equal, {found.num_near_ties} near-ties"
+    edges = f", {found.num_edges} at top-p's edge" if found.num_edges else ""
+    return f"{found.num_equal} of {found.num_compared} outputs equal, {found.num_near_ties} near-ties{edges}"
 
 
 def same_function(
@@ -147,7 +165,7 @@ def same_function(
     wanted = generate(Rig.of(*small, SLOTS, LONGEST).plain, prompts, params)
     tie = max(noise, LEAST_TIE)
     found = compare(small[0], prompts, generate(wide.plain, prompts, params).ids, wanted.ids, near_tie=tie)
-    return Check(title, _all_same(found), f"{_told(found)} (a lead under {tie:.2g})")
+    return Check(title, found.is_explained, f"{_told(found)} (a lead under {tie:.2g})")
 
 
 def same_in_context(title: str, wide: Rig, prompts: list[list[int]], context: int, noise: float) -> Check:
@@ -158,7 +176,7 @@ def same_in_context(title: str, wide: Rig, prompts: list[list[int]], context: in
     for prompt in prompts:
         ids += generate(wide.engine(TREE, context, 1), [in_context(prompt, context)], params[:1]).ids
     found = compare(wide.model, prompts, ids, wanted.ids, near_tie=noise)
-    return Check(title, _all_same(found), _told(found))
+    return Check(title, found.is_explained, _told(found))
 
 
 def generate(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> Outputs:

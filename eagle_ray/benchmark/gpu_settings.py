@@ -13,7 +13,8 @@ from eagle_ray.models.places import Shape
 @dataclass(frozen=True, slots=True)
 class Settings:
     """shapes: by name, the main one first. batches: of the main shape at the first of `contexts`; longer contexts take
-    every third. others: batches of the other shapes. seconds: of a window of plain decoding. minutes: of everything.
+    every third. others: those of them that come first, and the only ones of the other shapes. seconds: of a window of
+    plain decoding. minutes: of everything.
     """
 
     shapes: dict[str, Shape]

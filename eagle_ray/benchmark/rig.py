@@ -133,8 +133,8 @@ class Rig:
             fill(cache, self.blocks.blocks_for(columns), frequency, longest)
 
     def measure_contexts(self, columns: int, batch: int) -> None:
-        """What a cached token adds to a pass, where every sequence has columns of its own: `measure` lets all sequences
-        read the same blocks, which a GPU keeps in its cache.
+        """What a cached token adds to a pass behind contexts as long as the cells': `measure` reads short ones,
+        which on a CPU are the same for all sequences.
         """
         seconds, cached = [], []
         for context in (0, columns):

@@ -7,8 +7,9 @@ import torch
 
 from eagle_ray.benchmark.cells import requests
 from eagle_ray.benchmark.checks import generate
-from eagle_ray.benchmark.gpu_run import ASSETS, is_walk
+from eagle_ray.benchmark.embedded_pair import ASSETS
 from eagle_ray.benchmark.rig import LARGEST, Rig, Way
+from eagle_ray.benchmark.synthetic_cells import is_walk
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner

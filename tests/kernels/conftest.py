@@ -1,17 +1,19 @@
-"""Kernels run in Triton's interpreter, for which its variable must be set before any test imports one."""
+"""Kernels run on a GPU where there is one, else in Triton's interpreter: see device.py.
 
-import os
+tests/conftest.py has set Triton's variable for that, before any test imports a kernel.
+"""
 
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"
+from eagle_ray.kernels.availability import is_interpreting
 
-from tests.kernels.interpreter import mend
+if is_interpreting():
+    from tests.kernels.interpreter import mend
 
-mend()
+    mend()
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """From here on the kernels run wherever they can, on the CPU."""
+def fused(monkeypatch):
+    """From here on the kernels run wherever they can."""
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")

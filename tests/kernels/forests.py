@@ -13,8 +13,7 @@ from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.kernel_tree_layout import KernelTreeLayout
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.speculative.ancestor_words import packed
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.kernels.device import DEVICE
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from eagle_ray.kernels.trees import PackedRows, Tiles
 from eagle_ray.models.kernel_tree_layout import KernelTreeLayout
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
+from tests.kernels.device import DEVICE
 from tests.kernels.test_tree_attention import trees_of
 from tests.toy import llama_engine, run
 
@@ -36,7 +37,7 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
 
 def engine(planner: str):
     """Two slots for three prompts, so that batches are ragged; the trees of all planners are ones that pay."""
-    made = llama_engine(2) if planner == "plain" else llama_engine(2, 6, 3, 3)
+    made = llama_engine(2, *(() if planner == "plain" else (6, 3, 3)), device=DEVICE)
     if planner == "global":
         made.planner = GlobalPlanner(6, 3, 3, flat(head_share=0.01), can_look=False)
     return made

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from eagle_ray.kernels import noise
 from eagle_ray.kernels import pick as kernel
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, pick, process
+from tests.kernels.device import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARAMS = [
@@ -24,18 +25,20 @@ PARAMS = [
 ]
 
 
-def fused(logits, sampling, seq, positions, block: int = kernel.BLOCK):
+def picked(logits, params, seq, positions, block: int = kernel.BLOCK):
+    """By the kernels, on their device; the tokens are on the CPU."""
+    sampling = BatchSampling.of(params, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_RAY_KERNELS", "triton")
         patch.setattr(kernel, "BLOCK", block)
-        return pick(logits, sampling, seq, positions)
+        return pick(logits.to(DEVICE), sampling, seq.to(DEVICE), positions.to(DEVICE)).cpu()
 
 
 def both(logits, params, seed: int = 0, block: int = kernel.BLOCK) -> tuple[list[int], list[int]]:
     """The tokens of the portable path and of the kernels, row i having the i-th of the parameters in turn."""
-    sampling, rows = BatchSampling.of(params), torch.arange(len(logits))
-    args = logits, sampling, rows % len(params), rows * 100 + seed
-    return pick(*args).tolist(), fused(*args, block).tolist()
+    rows = torch.arange(len(logits))
+    at = rows % len(params), rows * 100 + seed
+    return pick(logits, BatchSampling.of(params), *at).tolist(), picked(logits, params, *at, block).tolist()
 
 
 @triton.jit
@@ -55,18 +58,18 @@ def _logs(numbers, out, SIZE: tl.constexpr):
 
 def test_the_noise_is_the_portable_noise():
     seeds, positions = torch.tensor([0, -5, 2**63 - 1]), torch.tensor([0, 999, 2**31])
-    out = torch.empty(3, 1 << 14)
-    _noise[(3,)](seeds, positions, out, SIZE=1 << 14)
-    torch.testing.assert_close(out, gumbel_noise(seeds, positions, torch.arange(1 << 14)), atol=2e-6, rtol=3e-7)
+    out = torch.empty(3, 1 << 14, device=DEVICE)
+    _noise[(3,)](seeds.to(DEVICE), positions.to(DEVICE), out, SIZE=1 << 14)
+    torch.testing.assert_close(out.cpu(), gumbel_noise(seeds, positions, torch.arange(1 << 14)), atol=2e-6, rtol=3e-7)
 
 
 def test_the_logarithms_hold_at_the_ends_of_the_uniform():
     v = torch.cat([2.0 ** torch.linspace(-33, -0.001, 4000), 1 - 2.0 ** -torch.arange(1, 25.0)])
     v = torch.cat([v, torch.full((4096 - len(v),), 0.25)]).clamp(max=1 - 2.0**-24)
-    out = torch.empty(2, 4096)
-    _logs[(1,)](v, out, SIZE=4096)
+    out = torch.empty(2, 4096, device=DEVICE)
+    _logs[(1,)](v.to(DEVICE), out, SIZE=4096)
     wanted = torch.stack([v.double().log(), (-v.double()).log1p()])
-    assert ((out / wanted - 1).abs() < 3e-7).all()
+    assert ((out.cpu() / wanted - 1).abs() < 3e-7).all()
 
 
 @pytest.mark.parametrize(
@@ -98,17 +101,18 @@ def test_ties_are_kept_and_dropped_as_in_the_portable_path(seed, vocab, values, 
 
 
 def test_top_p_keeps_what_exact_sums_keep():
-    """The kept set's size against probabilities summed in float64."""
+    """The kept set's size, by the kernels and by the portable path, against probabilities summed in float64."""
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(1.0, top_p=p) for p in (0.05, 0.3, 0.5, 0.9, 0.999, 0.99999)]
-    sampling = BatchSampling.of(params)
-    rows = kernel.Rows(logits, sampling.temperature, torch.arange(6))
-    floors, _ = rows.with_ties(sampling.top_p, rows.peaks(), None)
+    sampling = BatchSampling.of(params, DEVICE)
+    rows = kernel.Rows(logits.to(DEVICE), sampling.temperature, torch.arange(6, device=DEVICE))
+    floors = rows.with_ties(sampling.top_p, rows.peaks(), None)[0].cpu()
+    portable = process(logits, BatchSampling.of(params), torch.arange(6)).isfinite().sum(1).tolist()
     probs = logits.double().softmax(-1).sort(-1, descending=True).values
     for row, params_of in enumerate(params):
-        kept = (orders(logits[row]) >= floors[row]).sum().item()
         mass = probs[row].cumsum(0)
-        assert mass[kept - 1] >= params_of.top_p - 1e-6 and (kept == 1 or mass[kept - 2] < params_of.top_p + 1e-6)
+        for kept in ((orders(logits[row]) >= floors[row]).sum().item(), portable[row]):
+            assert mass[kept - 1] >= params_of.top_p - 1e-6 and (kept == 1 or mass[kept - 2] < params_of.top_p + 1e-6)
 
 
 def orders(x: torch.Tensor) -> torch.Tensor:
@@ -119,10 +123,10 @@ def orders(x: torch.Tensor) -> torch.Tensor:
 def test_rows_are_picked_alone_as_in_company():
     logits = 2 * torch.randn(4, 200, generator=torch.Generator().manual_seed(5)).bfloat16()
     params = PARAMS[2:6]
-    sampling, rows = BatchSampling.of(params), torch.arange(4)
-    together = fused(logits, sampling, rows, rows)
+    rows = torch.arange(4)
+    together = picked(logits, params, rows, rows)
     for i, one in enumerate(params):
-        alone = fused(logits[i : i + 1], BatchSampling.of([one]), rows[:1], rows[i : i + 1])
+        alone = picked(logits[i : i + 1], [one], rows[:1], rows[i : i + 1])
         assert alone.item() == together[i]
 
 
@@ -160,28 +164,32 @@ def test_a_view_of_wider_logits_and_no_rows_at_all():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [1, 97, 5000])
-def test_log_probs_of_given_tokens(dtype, vocab, interpreted):
+def test_log_probs_of_given_tokens(dtype, vocab, fused):
     from eagle_ray.speculative.sampling import log_probs_of
 
     logits = (10 * torch.randn(4, vocab, generator=torch.Generator().manual_seed(9))).to(dtype)
     logits[3, : vocab // 2] = -torch.inf
     tokens = torch.tensor([0, vocab - 1, vocab // 2, vocab - 1])
     wanted = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(log_probs_of(logits, tokens), wanted, atol=2e-5, rtol=1e-6)
+    torch.testing.assert_close(log_probs_of(logits.to(DEVICE), tokens.to(DEVICE)).cpu(), wanted, atol=2e-5, rtol=1e-6)
 
 
-def test_log_probs_of_a_row_with_a_nan_are_nan(interpreted):
+def test_log_probs_of_a_row_with_a_nan_are_nan(fused):
     from eagle_ray.speculative.sampling import log_probs_of
 
     logits = torch.zeros(3, 9)
     logits[0, 3], logits[1, 4] = torch.nan, torch.inf
-    assert log_probs_of(logits, torch.tensor([0, 0, 0])).isnan().tolist() == [True, True, False]
+    assert log_probs_of(logits.to(DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)).isnan().tolist() == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_processed_scores_say_what_could_have_been_picked():
     """The kernels never pick what `process` drops: 12 picks under a sharp cut, by different noise."""
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).bfloat16().expand(12, 60)
-    sampling, rows = BatchSampling.of([SamplingParams(1.5, top_k=3, seed=1)]), torch.arange(40)
-    kept = process(logits[:1], sampling, rows[:1]).isfinite()[0]
-    tokens = fused(logits, sampling, rows * 0, rows)
+    params, rows = [SamplingParams(1.5, top_k=3, seed=1)], torch.arange(40)
+    kept = process(logits[:1], BatchSampling.of(params), rows[:1]).isfinite()[0]
+    tokens = picked(logits, params, rows * 0, rows)
     assert kept[tokens].all() and set(tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())

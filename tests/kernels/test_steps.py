@@ -1,6 +1,7 @@
 """An engine whose steps run on the kernels produces what the portable engine does, greedy and sampled."""
 
 from eagle_ray.speculative.sampling import SamplingParams
+from tests.kernels.device import DEVICE
 from tests.toy import head3, llama_engine, run
 
 WHOLE = [
@@ -11,7 +12,7 @@ CUT = [SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.02, seed=2, 
 
 
 def outputs(params, *tree, **shape):
-    done = run(llama_engine(len(params), *tree, **shape), [[5, 6, 7], [8]][: len(params)], params)
+    done = run(llama_engine(len(params), *tree, device=DEVICE, **shape), [[5, 6, 7], [8]][: len(params)], params)
     return [s.output_ids for s in done], [s.stats for s in done], [p for s in done for p in s.output_logprobs]
 
 

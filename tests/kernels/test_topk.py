@@ -7,6 +7,7 @@ from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.kernels import topk as kernel
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from tests.kernels.device import DEVICE
 
 PLAIN = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(), SamplingParams(2.0, seed=5)]
 CUT = [
@@ -15,7 +16,7 @@ CUT = [
     SamplingParams(0.7, top_p=0.9),
     SamplingParams(2.0, min_p=0.1),
 ]
-LENGTHS = torch.tensor([5, 9, 3, 7])
+LENGTHS = torch.tensor([5, 9, 3, 7], device=DEVICE)
 
 
 def logits_of(vocab: int, nodes: int = 2, seed: int = 0) -> torch.Tensor:
@@ -24,8 +25,8 @@ def logits_of(vocab: int, nodes: int = 2, seed: int = 0) -> torch.Tensor:
 
 def children(logits, width, params=PLAIN, coupling=None, token_ids=None):
     ranking = Ranking(lambda features: features, None, coupling, token_ids)
-    ranking.begin(BatchSampling.of(params), LENGTHS)
-    return ranking.children(logits, None, width)
+    ranking.begin(BatchSampling.of(params, DEVICE), LENGTHS)
+    return ranking.children(logits.to(DEVICE), None, width)
 
 
 def same(fused, portable) -> None:
@@ -49,9 +50,9 @@ def test_the_heads_own_ranking(vocab, width, dtype, monkeypatch):
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_coupled_ranking(params, trimmed, monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 64)
-    logits, coupling = logits_of(150), Coupling(1)
-    coupling.fit.parameters[0, 0] = torch.tensor([1.1, 0.8, 0.4, -6.0])
-    ids = torch.randperm(1000, generator=torch.Generator().manual_seed(4))[:150] if trimmed else None
+    logits, coupling = logits_of(150), Coupling(1, DEVICE)
+    coupling.fit.parameters[0, 0] = torch.tensor([1.1, 0.8, 0.4, -6.0], device=DEVICE)
+    ids = torch.randperm(1000, generator=torch.Generator().manual_seed(4))[:150].to(DEVICE) if trimmed else None
     portable = children(logits, 6, params, coupling, ids)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     same(children(logits, 6, params, coupling, ids), portable)
@@ -59,14 +60,14 @@ def test_coupled_ranking(params, trimmed, monkeypatch):
 
 def test_of_equal_scores_the_lower_place_comes_first(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 16)
-    logits = torch.randint(0, 3, (2, 3, 100), generator=torch.Generator().manual_seed(1)).float()
+    logits = torch.randint(0, 3, (2, 3, 100), generator=torch.Generator().manual_seed(1)).float().to(DEVICE)
     scores, places, _ = kernel.top_k(logits, 20)
     order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :20]
     assert (places == order).all()
     torch.testing.assert_close(scores, logits.log_softmax(-1).gather(-1, order))
 
 
-@pytest.mark.parametrize("coupling", [None, Coupling(1)], ids=["own", "coupled"])
+@pytest.mark.parametrize("coupling", [None, Coupling(1, DEVICE)], ids=["own", "coupled"])
 def test_a_head_that_overflows_offers_nothing(coupling, monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 16)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")

@@ -1,0 +1,43 @@
+"""Picks of either path under top-p differ only at its edge, and the benchmark's check tells that from a fault."""
+
+import pytest
+import torch
+
+from eagle_ray.benchmark import checks, identity
+from eagle_ray.benchmark.identity import at_edge
+from eagle_ray.speculative.sampling import SamplingParams
+from tests.kernels.device import DEVICE
+
+
+@pytest.fixture
+def found(fused, monkeypatch):
+    """The check over few small rows."""
+    monkeypatch.setattr(checks, "EDGE_LOGITS", (24, 700))
+    model = torch.nn.Module()
+    model.device = torch.device(DEVICE)
+    return lambda: checks._edges("edges", lambda dtype: (model, None), torch.float32, [])
+
+
+def test_the_check_counts_picks_and_finds_no_fault(found):
+    check = found()
+    assert check.ok and "24 of 24 outputs equal" in check.detail
+
+
+def test_a_wrong_pick_is_no_edge(found, monkeypatch):
+    picks = iter([torch.arange(24), torch.arange(24) + 1])
+    monkeypatch.setattr(checks, "pick", lambda *_: next(picks))
+    check = found()
+    assert check.ok is False and "0 of 24 outputs equal" in check.detail
+
+
+@pytest.mark.parametrize("top_p, edge", [(0.5, True), (0.500005, True), (0.4999, False), (0.8, False), (1.0, False)])
+def test_the_edge_is_where_a_tokens_sum_meets_top_p(top_p, edge):
+    """Ascending sums are 0.2, 0.5 and 1: 0.5 of probability are dropped, or 0.3 to 0.7."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    assert at_edge(logits, SamplingParams(1.0, top_p=top_p), (0, 1)) == edge
+    assert not at_edge(logits, SamplingParams(0.0, top_p=top_p), (0, 1))
+
+
+def test_what_is_explained_needs_something_to_explain():
+    assert not identity.Identity().is_explained and identity.Identity(3, 1, 1, 1).is_explained
+    assert not identity.Identity(3, 1, 1, 0).is_explained
