@@ -42,6 +42,10 @@ def compiled(
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned - constants.keys()}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attrs)
+    return compiled_source(source, capability, options)
+
+
+def compiled_source(source: ASTSource, capability: int, options: dict[str, int]) -> Resources:
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
     counts = len(COPIES.findall(ptx)), ptx.count("wgmma.mma_async")

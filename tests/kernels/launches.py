@@ -1,23 +1,19 @@
 """Kernels compiled without a GPU, from the launches that a call would make. Run where TRITON_INTERPRET is not set.
 
-resources(lambda: pick(...), 90)        # {"draw": Resources(registers=40, spilled=0, shared=512), ...}
+resources(lambda: pick(...), 90)        # {"draw": Resources(registers=40, spilled=0, ...), ...}
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from tests.kernels.ahead_of_time import Resources, compiled_source
 
 TYPES = {
     torch.float32: "*fp32",
@@ -27,17 +23,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 OPTIONS = ("num_warps", "num_stages")
-
-
-@dataclass(frozen=True)
-class Resources:
-    """registers: per thread. spilled: bytes of local memory per thread. shared: bytes per program."""
-
-    registers: int
-    spilled: int
-    shared: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,7 @@ class Launch:
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
         source = ASTSource(self.kernel, signature, constants, hints)
-        return _resources(triton.compile(source, GPUTarget("cuda", capability, 32), self.options))
+        return compiled_source(source, capability, self.options)
 
 
 def resources(call: Callable[[], object], capability: int) -> dict[str, Resources]:
@@ -86,12 +72,3 @@ def launches(call: Callable[[], object]) -> dict[str, Launch]:
     finally:
         JITFunction.run = run
     return seen
-
-
-def _resources(kernel: Any) -> Resources:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        told = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
-    return Resources(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], kernel.metadata.shared)
