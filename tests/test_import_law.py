@@ -40,7 +40,7 @@ LEVEL = {
 }
 HEAVY = {
     "ray": {"data", "serve", "training", "job", "demo", "endpoint", "doctor", "cli"},
-    "transformers": {"models", "text", "methods", "doctor"},
+    "transformers": {"models", "text", "methods", "doctor", "benchmark"},
     "triton": {"kernels"},
     "torch": {
         "kernels",
