@@ -10,10 +10,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
-from eagle_ray.speculative.upload import upload
+from eagle_ray.engine.host_copy import HostCopy
+from eagle_ray.speculative.upload import sent, upload
 
 # Drafted nodes per sequence, on average over the batch, at which a curve is kept.
 SIZES = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -39,12 +41,14 @@ class ValueCurves:
         self._masses: list[list[float]] = []  # of each level: its parents' values, then its children's by rank
         self._times_seen: list[int] = []  # of each level
         self._known: list[float] = []  # of each level: sequences from which its masses are known, the old ones fading
+        self._news: tuple[HostCopy, int, int] | None = None  # of the last draft, its members and the widths it tells of
 
     def expected(self, width: int, depth: int, size: float) -> float:
         """Draft tokens of one sequence when its batch verifies `size` nodes a sequence of such a draft.
 
         Of a draft wider or deeper than any yet: as much as of the widest and deepest of those.
         """
+        self._hear()
         curve = self._values[self.widths.index(width)][depth - 1]
         right = bisect_right(SIZES, size)
         if right == len(SIZES):
@@ -57,6 +61,7 @@ class ValueCurves:
 
         A level of which little is known, or has been for long, is taken to be like the one above it.
         """
+        self._hear()
         children = self._ratios(1)
         for level in range(2, min(depth, len(self._masses)) + 1):
             known = self._known[level - 1]
@@ -71,21 +76,26 @@ class ValueCurves:
     def observe(
         self, levels: list[Float[Tensor, "M _ K"]], width: int, beside: Sequence[Float[Tensor, "M _"]] = ()
     ) -> None:
-        """The log values of one draft's candidates, level by level; one look at the device.
+        """The log values of one draft's candidates, level by level; heard of when something is asked next.
 
         beside: those of candidates that would have been there whatever the width, by depth.
         """
-        widths, depth = [w for w in self.widths if w <= width], len(levels)
-        grown = [[*(x[:, :w] for x in levels[:d]), *beside[:d]] for w in widths for d in range(1, depth + 1)]
-        curves = torch.stack([_curve(values) for values in grown])
-        masses = _masses(levels)
-        flat = torch.cat([curves.flatten(), masses.flatten()]).tolist()
-        rate = RATE * min(len(levels[0]) / ENOUGH, 1) ** 0.5
+        self._hear()
+        widths = [w for w in self.widths if w <= width]
+        self._news = HostCopy(_curves(levels, widths, beside), _masses(levels)), len(levels[0]), len(widths)
+
+    def _hear(self) -> None:
+        """What the last draft was worth: it was sent during its step, and by the end of that it is here."""
+        if self._news is None:
+            return
+        (copy, num_members, num_widths), self._news = self._news, None
+        curves, masses = copy.read()
+        rate = RATE * min(num_members / ENOUGH, 1) ** 0.5
         self._known = [known * (1 - rate) for known in self._known]
-        for level, place in enumerate(range(curves.numel(), len(flat), masses.shape[1])):
-            self._move_masses(level, flat[place : place + masses.shape[1]], rate)
-            self._known[level] += len(levels[0])
-        self._move(torch.tensor(flat[: curves.numel()]).view(len(widths), depth, -1), rate)
+        for level, fresh in enumerate(masses):
+            self._move_masses(level, fresh, rate)
+            self._known[level] += num_members
+        self._move(torch.tensor(curves).view(num_widths, len(masses), -1), rate)
 
     def _move(self, fresh: Float[Tensor, "w d S"], rate: float) -> None:
         """Add what one draft was worth, and beside it what the shallower or narrower ones within it were."""
@@ -117,17 +127,39 @@ def _moved(old: list[float], fresh: list[float], rate: float) -> list[float]:
     return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
 
 
-def _curve(levels: list[Float[Tensor, "M ..."]]) -> Float[Tensor, " S"]:
-    """Expected draft tokens per sequence at each of SIZES, the batch's best nodes taken first."""
-    num_members = len(levels[0])
-    values = torch.cat([level.flatten() for level in levels])
-    most = min(values.numel(), int(SIZES[-1] * num_members))
-    total = values.topk(most).values.exp().cumsum(0) / num_members
-    total = torch.cat([total.new_zeros(1), total])
-    places = upload([size * num_members for size in SIZES], total.device, torch.float32).clamp(max=most)
-    below = places.floor().long()
-    above = (below + 1).clamp(max=most)
-    return total[below] + (places - below) * (total[above] - total[below])
+def _curves(
+    levels: list[Float[Tensor, "M _ K"]], widths: list[int], beside: Sequence[Float[Tensor, "M _"]]
+) -> Float[Tensor, "C S"]:
+    """Expected draft tokens per sequence at each of SIZES, the batch's best nodes first, of every width and depth.
+
+    All nodes are sorted once; those that a kind of draft lacks are neither added nor counted there.
+    """
+    num_members, device = len(levels[0]), levels[0].device
+    nodes = [*levels, *(x[:, None] for x in beside[: len(levels)])]
+    values, order = torch.cat([x.flatten() for x in nodes]).sort(descending=True, stable=True)
+    has = _held(levels, nodes, widths)[:, order]
+    counts, totals = has.cumsum(1, dtype=torch.int32), pad((has * values.exp()).cumsum(1), (1, 0)) / num_members
+    places = upload([size * num_members for size in SIZES], device, torch.float32)
+    below = places.floor()
+
+    def total(number: Float[Tensor, " S"]) -> Float[Tensor, "C S"]:
+        wanted = torch.minimum(number.int(), counts[:, -1:])
+        return totals.gather(1, torch.where(wanted > 0, torch.searchsorted(counts, wanted) + 1, 0))
+
+    lower = total(below)
+    return lower + (places - below) * (total(below + 1) - lower)
+
+
+def _held(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[Tensor, "C N"]:
+    """Which of the nodes, level by level and then beside, a draft of each width and depth would hold."""
+    device, held = levels[0].device, []
+    width = torch.tensor(widths).repeat_interleave(len(levels))
+    depth = torch.arange(len(levels)).repeat(len(widths))
+    for i, level in enumerate(nodes):
+        ranks = torch.arange(level.shape[1] if i < len(levels) else 1)
+        has = (ranks < width[:, None]) & (i % len(levels) <= depth)[:, None]
+        held.append(sent(has, device)[:, None, :, None].expand(-1, len(level), -1, level[0, 0].numel()).flatten(1))
+    return torch.cat(held, 1)
 
 
 def _masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]:
