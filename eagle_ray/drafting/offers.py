@@ -3,15 +3,13 @@
     offers.begin(kinds)
     log_probs = offers.add(None, tokens, scores)             # level 1, calibrated; then, level by level,
     log_probs = offers.add(frontier, tokens, scores)
-    for level in offers.to_learn(picks.shape[1]):            # once the target has picked
-        offers.learn(level, picks, num_accepted)
+    offers.learn(picks, num_accepted)                        # once the target has picked
 
 Does not know where children come from, or which of them were verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.expand import Frontier
 
-EAGER_STEPS = 30  # steps that teach every level; from then on each teaches one, which costs little
+EAGER_STEPS = 30  # steps that all teach; from then on one of as many as there are levels does, which costs little
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,17 @@ class Offered:
 
     kinds: Int[Tensor, " B"]
     levels: list[_Level] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PickedPath:
+    """Where the target's picks lead on each of L levels.
+
+    nodes: of the level's frontier. reached: whether they do lead there, and the pick after it is known.
+    """
+
+    nodes: Int[Tensor, "L B"]
+    reached: Bool[Tensor, "L B"]
 
 
 class Offers:
@@ -71,34 +80,44 @@ class Offers:
         self.offered.levels.append(_Level(frontier, tokens, scores))
         return scores if self.calibration is None else self.calibration.apply(level, self.offered.kinds, scores)
 
-    def to_learn(self, num_picks: int) -> Iterable[int]:
-        """Which levels this step teaches: at first every one that has picks, then one in turn."""
+    def learn(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> PickedPath | None:
+        """Calibrate all levels that have picks at once, where it is this step's turn: then the path that taught them.
+
+        picks: the target's, of which the first num_accepted + 1 are known.
+        """
         self._num_taught += 1
-        return levels_in_turn(self._num_taught, min(len(self.offered.levels), num_picks))
-
-    def learn(self, level: int, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> None:
-        """Calibrate a level. picks: the target's, of which the first num_accepted + 1 are known."""
-        if self.calibration is None:
-            return
-        seen = self.offered.levels[level]
-        node, reached = self.node_on_path(level, picks, num_accepted)
-        row = torch.arange(len(node), device=node.device)
-        picked = seen.tokens[row, node] == picks[:, level, None]
-        self.calibration.learn(level, self.offered.kinds, seen.scores[row, node], picked, reached)
-
-    def node_on_path(
-        self, level: int, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]
-    ) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Which node of this level's frontier the target's picks lead to; whether they do, and its pick is known."""
-        node = torch.zeros_like(num_accepted)
-        reached = num_accepted >= level
-        for depth in range(level):
-            frontier = self.offered.levels[depth + 1].frontier
-            found = (frontier.parent_rows == node[:, None]) & (frontier.tokens == picks[:, depth, None])
-            node, reached = found.long().argmax(1), reached & found.any(1)
-        return node, reached
+        levels = self.offered.levels[: picks.shape[1]]
+        if not is_due(self._num_taught, len(levels)):
+            return None
+        path = _path(levels, picks, num_accepted)
+        if self.calibration is not None:
+            row = torch.arange(len(picks), device=picks.device)
+            on_path = list(zip(levels, path.nodes, strict=True))
+            scores = torch.stack([level.scores[row, node] for level, node in on_path])
+            tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
+            picked = tokens == picks.T[: len(levels), :, None]
+            self.calibration.learn(self.offered.kinds, scores, picked, path.reached)
+        return path
 
 
-def levels_in_turn(step: int, num_levels: int) -> Iterable[int]:
-    """The levels that the step-th step teaches, of those that have picks."""
-    return range(num_levels) if step <= EAGER_STEPS or not num_levels else [step % num_levels]
+def _path(levels: list[_Level], picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> PickedPath:
+    nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
+    for depth, level in enumerate(levels[1:]):
+        frontier = level.frontier
+        found = (frontier.parent_rows == nodes[-1][:, None]) & (frontier.tokens == picks[:, depth, None])
+        nodes.append(found.long().argmax(1))
+        on_path.append(on_path[-1] & found.any(1))
+    depths = torch.arange(len(levels), device=picks.device)
+    return PickedPath(torch.stack(nodes), torch.stack(on_path) & (num_accepted >= depths[:, None]))
+
+
+def is_due(step: int, num_levels: int) -> bool:
+    """Whether the step-th step teaches."""
+    return num_levels > 0 and (step <= EAGER_STEPS or step % num_levels == 0)
+
+
+def levels_in_turn(step: int, num_levels: int) -> range:
+    """The levels that the step-th step teaches, where they are taught one by one: at first all, then one in turn."""
+    if step <= EAGER_STEPS or not num_levels:
+        return range(num_levels)
+    return range(step % num_levels, step % num_levels + 1)

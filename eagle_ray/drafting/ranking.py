@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.offers import Offered, Offers
+from eagle_ray.drafting.offers import Offered, Offers, PickedPath
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import LARGE_NOISE, Coupling, least_kept
@@ -30,7 +30,7 @@ from eagle_ray.speculative.upload import upload
 from eagle_ray.speculative.verify import VerifyResult
 
 MOST_FUSED = 32  # children of a node that the kernel finds, one after the other
-PICKS_A_STEP = 16  # picks that coupling learns from in one step: more would cost memory and teach little
+PICKS_A_LESSON = 32  # picks that coupling learns from at once: more would cost memory and teach little
 LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
 
 
@@ -77,7 +77,7 @@ class Ranking:
         self._token_ids = token_ids
         self._order = None if token_ids is None else token_ids.argsort()
         self._offers = Offers(calibration)
-        self._step = 0
+        self._num_lessons = 0
         self.lesson: Lesson | None = None
 
     def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
@@ -92,7 +92,7 @@ class Ranking:
 
     def forget(self) -> None:
         """Back to the start, as if no pick had been seen."""
-        self._step, self.lesson = 0, None
+        self._num_lessons, self.lesson = 0, None
         self._offers.forget()
         if self.coupling is not None:
             self.coupling.fit.forget()
@@ -110,18 +110,15 @@ class Ranking:
         return Children(tokens, self._offers.add(frontier, tokens, scores), own)
 
     def learn(self, result: VerifyResult) -> None:
-        """What the target picked on the trees that were just drafted: every level's at first, then one's in turn."""
+        """What the target picked on the trees that were just drafted, on all levels at once; see Offers.learn."""
         lesson = self.lesson
         if lesson is None or (self.calibration is None and self.coupling is None):
             return
         self._offers.offered = lesson.offered
-        tokens, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
-        self._step += 1
-        for level in self._offers.to_learn(tokens.shape[1]):
-            self._offers.learn(level, tokens, num_accepted)
-            if self.coupling is not None and lesson.sampling.any_sampled:
-                node, reached = self._offers.node_on_path(level, tokens, num_accepted)
-                self._couple(level, node, tokens[:, level], reached)
+        picks, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
+        path = self._offers.learn(picks, num_accepted)
+        if path is not None and self.coupling is not None and lesson.sampling.any_sampled:
+            self._couple(path, picks)
         self.lesson = None
 
     def _best(
@@ -133,7 +130,7 @@ class Ranking:
         sampling = self.lesson.sampling
         if self.coupling is not None and sampling.any_sampled:
             rows = sampling.sampled_rows
-            noise = self._noise(level, rows, logits.shape[-1])
+            noise = self._noise(range(level, level + 1), rows, logits.shape[-1])[0]
             coupled = self.coupling.log_probs(level, logits[rows], sampling, rows, noise)
             if sampling.is_bound:
                 coupled = torch.where((sampling.temperature > 0)[:, None, None], coupled, own)
@@ -162,20 +159,20 @@ class Ranking:
             )
         return top_k(logits, width, push)
 
-    def _couple(
-        self, level: int, node: Int[Tensor, " B"], picks: Int[Tensor, " B"], reached: Bool[Tensor, " B"]
-    ) -> None:
-        """From PICKS_A_STEP sequences at most, others at the next step: their logits are made once more."""
-        features, sampling = self.lesson.features, self.lesson.sampling
-        turns = -(-len(sampling.sampled) // PICKS_A_STEP)
-        rows = sampling.sampled_rows[self._step // len(features) % turns :: turns]
-        logits = self._logits_of(features[level][rows, node[rows]]).float()
-        places, known = self._places(picks[rows])
-        noise = self._noise(level, rows, logits.shape[-1])
-        known = known & logits.isfinite().all(-1)
-        self.coupling.learn(level, logits.nan_to_num(), sampling, rows, noise, places, reached[rows] & known)
+    def _couple(self, path: PickedPath, picks: Int[Tensor, "B D"]) -> None:
+        """From PICKS_A_LESSON picks at most, of other sequences the next time: their logits are made once more."""
+        levels, sampling = range(len(path.nodes)), self.lesson.sampling
+        turns = -(-len(sampling.sampled) * len(levels) // PICKS_A_LESSON)
+        rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
+        self._num_lessons += 1
+        pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)
+        logits = self._logits_of(torch.stack([features[rows, node] for features, node in pairs])).float()
+        places, known = self._places(picks.T[: len(levels), rows])
+        noise = self._noise(levels, rows, logits.shape[-1])
+        known = known & path.reached[:, rows] & logits.isfinite().all(-1)
+        self.coupling.learn(logits.nan_to_num(), sampling, rows, noise, places, known)
 
-    def _places(self, picks: Int[Tensor, " S"]) -> tuple[Int[Tensor, " S"], Bool[Tensor, " S"]]:
+    def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
         """Where the picks stand among the tokens that can be drafted, and whether they do."""
         if self._token_ids is None:
             return picks, torch.ones_like(picks, dtype=torch.bool)
@@ -183,7 +180,10 @@ class Ranking:
         places = self._order[found]
         return places, self._token_ids[places] == picks
 
-    def _noise(self, level: int, rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "S D"]:
-        """The target's own at the tokens chosen after this level's nodes; the roots stand at `lengths`."""
+    def _noise(self, levels: range, rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
+        """The target's own at the tokens chosen after these levels' nodes; the roots stand at `lengths`."""
         ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
-        return gumbel_noise(self.lesson.sampling.seed[rows], self.lesson.lengths[rows] + level + 1, ids)
+        steps = torch.arange(levels.start + 1, levels.stop + 1, device=rows.device)
+        positions = self.lesson.lengths[rows] + steps[:, None]
+        seeds = self.lesson.sampling.seed[rows].expand_as(positions)
+        return gumbel_noise(seeds.flatten(), positions.flatten(), ids).view(*positions.shape, -1)

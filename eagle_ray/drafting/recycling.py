@@ -79,8 +79,7 @@ class RecyclingDrafter(NoDrafter):
         self._is_empty = False
         if self._is_untaught:
             picks, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
-            for level in self._offers.to_learn(picks.shape[1]):
-                self._offers.learn(level, picks, num_accepted)
+            self._offers.learn(picks, num_accepted)
         self._is_untaught = False
 
     def forget(self) -> None:

@@ -160,8 +160,7 @@ class TextDrafter(NoDrafter):
         longest = max(map(len, later))
         picks = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in later]).view(len(later), longest)
         num_accepted = torch.tensor([len(ids) - 1 for ids in later])
-        for level in self._offers.to_learn(longest):
-            self._offers.learn(level, picks, num_accepted)
+        self._offers.learn(picks, num_accepted)
 
 
 def _moved(cursors: list[list[Cursor | None]], frontier: Frontier) -> list[list[Cursor | None]]:

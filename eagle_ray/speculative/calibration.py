@@ -37,24 +37,24 @@ class Calibration:
 
     def learn(
         self,
-        level: int,
         kinds: Int[Tensor, " B"],
-        log_probs: Float[Tensor, "B K"],
-        picked: Bool[Tensor, "B K"],
-        reached: Bool[Tensor, " B"],
+        log_probs: Float[Tensor, "L B K"],
+        picked: Bool[Tensor, "L B K"],
+        reached: Bool[Tensor, "L B"],
     ) -> None:
-        """What the target did with the children of one node of each row.
+        """What the target did with the children of one node of each row on each of the first L levels.
 
         log_probs: as `apply` was given them. picked: the child that carries the target's pick. reached: whether the
         node was; other rows say nothing.
         """
-        x = torch.stack([logit(log_probs), torch.ones_like(log_probs)], 2)
-        predicted = torch.sigmoid((x * self.fit.parameters[level][kinds][:, None]).sum(2))
-        of_kind = torch.stack([reached & (kinds == kind) for kind in range(KINDS)]).float()
+        levels = slice(len(log_probs))
+        x = torch.stack([logit(log_probs), torch.ones_like(log_probs)], 3)
+        predicted = torch.sigmoid((x * self.fit.parameters[levels, kinds][:, :, None]).sum(3))
+        of_kind = torch.stack([reached & (kinds == kind) for kind in range(KINDS)], 1).float()
         real = (log_probs > -torch.inf).float()
-        gradient = torch.einsum("bk,bkp->bp", real * (picked.float() - predicted), x)
-        fisher = torch.einsum("bk,bkp,bkq->bpq", real * predicted * (1 - predicted), x, x)
-        self.fit.update(level, of_kind @ gradient, torch.einsum("sb,bpq->spq", of_kind, fisher), of_kind.sum(1))
+        gradient = torch.einsum("lbk,lbkp->lbp", real * (picked.float() - predicted), x)
+        fisher = torch.einsum("lbk,lbkp,lbkq->lbpq", real * predicted * (1 - predicted), x, x)
+        self.fit.update(levels, of_kind @ gradient, torch.einsum("lsb,lbpq->lspq", of_kind, fisher), of_kind.sum(2))
 
 
 def logit(log_probs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

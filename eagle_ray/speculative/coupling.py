@@ -62,24 +62,27 @@ class Coupling:
 
     def learn(
         self,
-        level: int,
-        logits: Float[Tensor, "S V"],
+        logits: Float[Tensor, "L S V"],
         sampling: BatchSampling,
         rows: Int[Tensor, " S"],
-        noise: Float[Tensor, "S V"],
-        picks: Int[Tensor, " S"],
-        reached: Bool[Tensor, " S"],
+        noise: Float[Tensor, "L S V"],
+        picks: Int[Tensor, "L S"],
+        reached: Bool[Tensor, "L S"],
     ) -> None:
-        """What the target picked after one node of each sequence; sequences whose node was not reached say nothing."""
-        temperature = sampling.temperature[rows, None]
-        cut = dropped(logits[:, None], sampling, rows)[:, 0].float() if sampling.any_cut else torch.zeros_like(logits)
-        x = torch.stack([logits, temperature * noise, temperature * (noise - LARGE_NOISE).clamp(min=0), cut], 2)
-        probs = (x @ self.fit.parameters[level, 0]).softmax(-1)
-        x = x - probs[:, None] @ x  # less the expected features of the row
-        seen = reached.float()[None]
-        gradient = x[torch.arange(len(picks), device=picks.device), picks]
-        fisher = (x * (probs * reached[:, None])[:, :, None]).flatten(0, 1).T @ x.flatten(0, 1)
-        self.fit.update(level, seen @ gradient, fisher[None], seen.sum(1))
+        """What the target picked after one node of each sequence on each of the first L levels; nodes that were not
+        reached say nothing.
+        """
+        levels, temperature = slice(len(logits)), sampling.temperature[rows, None]
+        cut = torch.zeros_like(logits)
+        if sampling.any_cut:
+            cut = dropped(logits.transpose(0, 1), sampling, rows).transpose(0, 1).float()
+        x = torch.stack([logits, temperature * noise, temperature * (noise - LARGE_NOISE).clamp(min=0), cut], 3)
+        probs = (x @ self.fit.parameters[levels, 0, None, :, None])[..., 0].softmax(-1)
+        x = x - probs[:, :, None] @ x  # less the expected features of the row
+        seen = reached.float()[:, None]
+        at_pick = x.take_along_dim(picks[:, :, None, None], 2)[:, :, 0]
+        fisher = (x * (probs * reached[:, :, None])[..., None]).flatten(1, 2).transpose(1, 2) @ x.flatten(1, 2)
+        self.fit.update(levels, seen @ at_pick, fisher[:, None], seen.sum(2))
 
 
 def dropped(logits: Float[Tensor, "S F V"], sampling: BatchSampling, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:

@@ -45,12 +45,19 @@ class OnlineFit:
         self._information.zero_()
 
     def update(
-        self, level: int, gradient: Float[Tensor, "S P"], fisher: Float[Tensor, "S P P"], picks: Float[Tensor, " S"]
+        self,
+        level: int | slice,
+        gradient: Float[Tensor, "*L S P"],
+        fisher: Float[Tensor, "*L S P P"],
+        picks: Float[Tensor, "*L S"],
     ) -> None:
-        """One bounded Newton step of a level. gradient, fisher: sums over the new picks; picks: how many those were."""
+        """One bounded Newton step of a level, or of each of several.
+
+        gradient, fisher: sums over the new picks; picks: how many those were.
+        """
         known = self._information[level]
-        known *= (1 - picks / MEMORY).clamp(min=0)[:, None, None]
+        known *= (1 - picks / MEMORY).clamp(min=0)[..., None, None]
         known += fisher
-        step = torch.linalg.solve_ex(known + self._prior, gradient[:, :, None]).result[:, :, 0]
+        step = torch.linalg.solve_ex(known + self._prior, gradient[..., None]).result[..., 0]
         moved = self.parameters[level] + step.clamp(-LARGEST_STEP, LARGEST_STEP)
         self.parameters[level] = torch.minimum(torch.maximum(moved, self._low), self._high)

@@ -32,17 +32,16 @@ class RankAcceptance(Calibration):
 
     def learn(
         self,
-        level: int,
         kinds: Int[Tensor, " B"],
-        log_probs: Float[Tensor, "B K"],
-        picked: Bool[Tensor, "B K"],
-        reached: Bool[Tensor, " B"],
+        log_probs: Float[Tensor, "L B K"],
+        picked: Bool[Tensor, "L B K"],
+        reached: Bool[Tensor, "L B"],
     ) -> None:
-        super().learn(level, kinds, log_probs, picked, reached)
-        counts, news = self._picked[level], (picked & reached[:, None]).sum(0)[: self._width]
-        counts *= (1 - reached.sum() / MEMORY).clamp(min=0)
-        counts[: len(news)] += news
-        counts[-1] += reached.sum()
+        super().learn(kinds, log_probs, picked, reached)
+        counts, news = self._picked[: len(picked)], (picked & reached[:, :, None]).sum(1)[:, : self._width]
+        counts *= (1 - reached.sum(1) / MEMORY).clamp(min=0)[:, None]
+        counts[:, : news.shape[1]] += news
+        counts[:, -1] += reached.sum(1)
 
     def rates(self) -> list[list[float]]:
         """[depth][rank]; a level that was seldom reached is taken to be like the one above it. One look at the device.

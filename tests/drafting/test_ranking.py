@@ -56,15 +56,15 @@ def test_members_are_ranked_with_their_own_noise():
 class Noted(Calibration):
     """Writes down what it is told."""
 
-    def learn(self, level, kinds, log_probs, picked, reached) -> None:
-        self.told = [*getattr(self, "told", []), (level, picked, reached)]
+    def learn(self, kinds, log_probs, picked, reached) -> None:
+        self.told = [*getattr(self, "told", []), (picked, reached)]
 
 
 def test_learning_follows_the_targets_picks_down_the_drafted_levels():
     """Three levels; the picks follow the second child, then the first of its children, then leave the tree."""
     ranking = Ranking(lambda features: features, noted := Noted(3), None)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):  # one level is learned a step
+    for _ in range(3):
         builder, picks, parent = TreeBuilder(torch.tensor([1]), WIDTH), [], 0
         ranking.begin(BatchSampling.of([SamplingParams()]), torch.tensor([4]))
         for level, rank in enumerate((1, 0, None)):
@@ -84,9 +84,10 @@ def test_learning_follows_the_targets_picks_down_the_drafted_levels():
             builder.grow(log_probs, children.tokens)
         result = VerifyResult(torch.tensor([[0, 1, 1, -1]]), torch.tensor([2]), torch.tensor([[*picks, 0]]))
         ranking.learn(result)
-    told = {level: (picked[0].tolist(), bool(reached[0])) for level, picked, reached in noted.told}
-    none = [False] * WIDTH
-    assert told == {0: ([False, True, False, False], True), 1: ([True, False, False, False], True), 2: (none, True)}
+    one_of = [[rank == told for rank in range(WIDTH)] for told in (1, 0, None)]
+    assert len(noted.told) == 3
+    for picked, reached in noted.told:
+        assert picked[:, 0].tolist() == one_of and reached[:, 0].tolist() == [True] * 3
 
 
 def test_what_was_learned_can_be_forgotten():
@@ -111,6 +112,6 @@ def test_a_path_that_ended_earlier_teaches_nothing_below():
     builder.grow(children.log_probs, children.tokens)
     ranking.children(FEATURES[:1].expand(1, WIDTH, VOCAB), builder.frontier(), WIDTH)
     ranking.learn(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
-    assert [(level, bool(reached[0])) for level, _, reached in noted.told] == [(0, True), (1, False)]
+    assert [reached[:, 0].tolist() for _, reached in noted.told] == [[True, False]]
     ranking.learn(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
-    assert len(noted.told) == 2  # nothing was drafted since
+    assert len(noted.told) == 1  # nothing was drafted since

@@ -5,6 +5,8 @@ import torch
 
 from eagle_ray.speculative.calibration import Calibration, logit
 
+ON_LEVEL_1 = torch.tensor([[False], [True]])
+
 
 def judged(seed: int, slope: float, offset: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Children that are said to have probability p and are picked with sigmoid(slope * logit(p) + offset)."""
@@ -19,7 +21,7 @@ def test_a_known_distortion_is_recovered(slope, offset):
     calibration, kinds = Calibration(levels=2), torch.ones(16, dtype=torch.int64)
     for seed in range(400):
         said, picked = judged(seed, slope, offset, 16)
-        calibration.learn(1, kinds, said, picked, torch.ones(16, dtype=torch.bool))
+        calibration.learn(kinds, torch.stack([said] * 2), torch.stack([picked] * 2), ON_LEVEL_1.expand(2, 16))
     found = calibration.fit.parameters[1, 1]
     torch.testing.assert_close(found, torch.tensor([slope, offset]), atol=0.25, rtol=0)
     untouched = torch.tensor([1.0, 0.0])
@@ -34,7 +36,7 @@ def test_it_begins_as_the_identity():
 
 def test_nodes_that_were_not_reached_teach_nothing():
     calibration, (said, picked) = Calibration(levels=1), judged(0, 3.0, 2.0, 64)
-    calibration.learn(0, torch.zeros(64, dtype=torch.int64), said, picked, torch.zeros(64, dtype=torch.bool))
+    calibration.learn(torch.zeros(64).long(), said[None], picked[None], torch.zeros(1, 64, dtype=torch.bool))
     assert (calibration.fit.parameters == torch.tensor([1.0, 0.0])).all()
 
 
@@ -54,5 +56,5 @@ def test_wild_picks_do_not_make_it_wild():
     said = torch.tensor([[-1e-7], [-50.0]]).repeat(8, 1)
     for _ in range(200):
         picked = said < -1
-        calibration.learn(0, torch.zeros(16, dtype=torch.int64), said, picked, torch.ones(16, dtype=torch.bool))
+        calibration.learn(torch.zeros(16).long(), said[None], picked[None], torch.ones(1, 16, dtype=torch.bool))
     assert calibration.fit.parameters.isfinite().all() and calibration.fit.parameters[0, 0, 0] >= 0.1

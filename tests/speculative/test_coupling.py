@@ -17,14 +17,15 @@ def sampled(temperature: float = 1.0, **params: float) -> BatchSampling:
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_the_weights_that_made_the_picks_are_recovered(weights, temperature):
     coupling, sampling, rows = Coupling(levels=2), sampled(temperature), torch.arange(ROWS)
-    generator, reached = torch.Generator().manual_seed(0), torch.ones(ROWS, dtype=torch.bool)
+    generator, reached = torch.Generator().manual_seed(0), torch.tensor([[False], [True]]).expand(2, ROWS)
     for step in range(600):
         logits = 2 * torch.randn(ROWS, VOCAB, generator=generator)
         noise = gumbel_noise(sampling.seed, torch.full((ROWS,), step), torch.arange(VOCAB))
         push = weights[1] * noise + weights[2] * (noise - LARGE_NOISE).clamp(min=0)
         probs = (weights[0] * logits + temperature * push).softmax(-1)
         picks = torch.multinomial(probs, 1, generator=generator)[:, 0]
-        coupling.learn(1, logits, sampling, rows, noise, picks, reached)
+        logits, noise, picks = (torch.stack([x, x]) for x in (logits, noise, picks))
+        coupling.learn(logits, sampling, rows, noise, picks, reached)
     found = coupling.fit.parameters[1, 0, :3]
     torch.testing.assert_close(found, torch.tensor(weights), atol=0.2, rtol=0)
     assert (coupling.fit.parameters[0] == Coupling(levels=1).fit.parameters[0]).all()
@@ -58,10 +59,10 @@ def test_what_was_dropped_wrongly_is_learned():
     """A drafter whose top-p drops half of what the target picks: dropping must come to count for little."""
     coupling, sampling, rows = Coupling(levels=1), sampled(1.0, top_k=2), torch.arange(ROWS)
     coupling.fit.parameters[:, :, 3] = -5.0
-    generator, reached = torch.Generator().manual_seed(3), torch.ones(ROWS, dtype=torch.bool)
+    generator, reached = torch.Generator().manual_seed(3), torch.ones(1, ROWS, dtype=torch.bool)
     for step in range(300):
         logits = torch.randn(ROWS, 4, generator=generator)
         picks = torch.randint(0, 4, (ROWS,), generator=generator)
         noise = gumbel_noise(sampling.seed, torch.full((ROWS,), step), torch.arange(4))
-        coupling.learn(0, logits, sampling, rows, noise, picks, reached)
+        coupling.learn(logits[None], sampling, rows, noise[None], picks[None], reached)
     assert coupling.fit.parameters[0, 0, 3] > -1.0
