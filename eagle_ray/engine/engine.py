@@ -5,7 +5,12 @@
         for sequence in engine.step():
             print(sequence.request_id, sequence.output_ids)
 
-Plain decoding is the same loop with a drafter that offers nothing. Does not know text, files or Ray.
+Plain decoding is the same loop with a drafter that offers nothing.
+
+While the device verifies, the host counts what came of the step before, and the device learns while the host reads what
+came of this one. The next step is not launched before that is read: who goes on, the blocks of those who do, which
+pairs the head must catch up and how many rows to verify depend on it, and a planner that is a step behind would pay
+for its probes twice. Only what they must not wait for is done between two steps. Does not know text, files or Ray.
 """
 
 from __future__ import annotations
@@ -85,6 +90,7 @@ class Engine:
         if isinstance(drafter, EagleDrafter):
             drafter.replay = graphs
         self.counters = EngineCounters(target.cache.num_slots)
+        self._uncounted: dict[Sequence, StepRecord] = {}  # of the last step
 
     @property
     def has_work(self) -> bool:
@@ -104,6 +110,8 @@ class Engine:
         if batch is not None:
             self._decode(batch, sum(chunk.num_tokens for chunk in chunks))
         finished = self.scheduler.retire()
+        for sequence in finished:
+            self._count_step(sequence)
         self._count(batch, finished, time.monotonic() - started)
         return finished
 
@@ -148,9 +156,13 @@ class Engine:
         allocation = self.planner.allocate(draft, plan, batch)
         shape, verdict = self.verifier.run(self.drafter, batch, draft, allocation, watch.mark)
         copy = HostCopy(verdict.record[: len(batch)], *(verdict.tops or ()))
-        self.drafter.learn(verdict.result)
-        num_accepted = self._take(batch, plan, draft, shape, *copy.read())
         watch.mark()
+        self.drafter.learn(verdict.result)
+        for sequence in list(self._uncounted):
+            self._count_step(sequence)
+        arrived = copy.read()
+        watch.arrived()
+        num_accepted = self._take(batch, plan, draft, shape, *arrived)
         sizes = (len(batch), batch.num_cached, len(draft.levels), draft.num_caught_up, shape.num_rows)
         is_first = self._num_recorded > recorded
         self._learn(Outcome(plan, *sizes, num_accepted, num_prompt_tokens, watch.read(), is_first))
@@ -172,12 +184,19 @@ class Engine:
             step = StepRecord.of(row, shape.max_depth)
             sequence.target_forwards += 1
             sequence.draft_forwards += draft.num_passes if i in members else 0
-            step.count(sequence.stats)
+            self._uncounted[sequence] = step
+            if sequence.listener is not None:  # who may look at the statistics at once
+                self._count_step(sequence)
             num_accepted += len(step.tokens) - 1
             tops = ranked(top_ids[i], top_values[i])[: len(step.tokens)] if top_ids else []
             record_outputs(sequence, step.logprobs, tops)
             self._append(sequence, step.tokens)
         return num_accepted
+
+    def _count_step(self, sequence: Sequence) -> None:
+        """Its last step into its statistics, unless that was done."""
+        if (step := self._uncounted.pop(sequence, None)) is not None:
+            step.count(sequence.stats)
 
     @property
     def _num_recorded(self) -> int:

@@ -4,10 +4,13 @@
     engine = Engine(target, drafter, planner, ..., graphs=graphs)
     graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
 
-A key is recorded when it first comes up, after two runs on a side stream. All graphs share one pool of memory; what
-each returns stays its own. On a CPU nothing can be recorded: the function is called again, on the same input tensors,
-and its results are copied into those of the first call, so that whatever is wrong with padding, buckets or results that
-are kept too long is wrong there too. Where recording fails, everything runs unrecorded from then on, with one line in
+A key is recorded when it first comes up, after two runs on a side stream, all of them on padding alone: as padding
+leaves nothing behind, neither does a recording. Recordings of one pool may put what they make on the way where earlier
+ones have their results. So each kind of pass, key[0], has a pool of its own: when one is replayed, nobody reads any
+more what another of its kind returned, while a draft stands until its tree is verified and learnt from. On a CPU
+nothing can be recorded: the function is called again, on the same input tensors, and its results are copied into those
+of the first call, so that whatever is wrong with padding, buckets or results that are kept too long is wrong there too.
+Where recording fails, everything runs unrecorded from then on, with one line in
 the log. Does not know what the functions do.
 """
 
@@ -49,7 +52,7 @@ class Graphs:
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int):
         self._device, self._num_slots, self._capacity = torch.device(device), num_slots, capacity
         self._graphs: dict[Hashable, HostGraph | CudaGraph] = {}
-        self._pool = CudaPool() if self._device.type == "cuda" else None
+        self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
         self.seconds = 0.0
         self.works = True
@@ -73,7 +76,7 @@ class Graphs:
             bound *= growth
         return min(bound, self._capacity)
 
-    def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
+    def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
         """Replay.run; results are in tensors of the padded shapes."""
         graph = self._graphs.get(key)
         if graph is not None:
@@ -81,8 +84,9 @@ class Graphs:
             graph.inputs.fill(inputs)
             return graph.replay()
         buffers = Buffers(inputs)
+        graph = self._captured(key, function, buffers) if self.works else None
         buffers.fill(inputs)
-        return self._captured(key, function, buffers) if self.works else function(*buffers.tensors)
+        return function(*buffers.tensors) if graph is None else graph.replay()
 
     @property
     def summary(self) -> str:
@@ -90,25 +94,37 @@ class Graphs:
         made = f"{self.num_captured} graphs in {self.seconds:.1f} s, {self.bytes / MIB:.0f} MiB"
         return f"{made}; {self.num_replayed} replays"
 
-    def _captured(self, key: Hashable, function: Callable[..., Any], inputs: Buffers) -> Any:
+    def _captured(
+        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Buffers
+    ) -> HostGraph | CudaGraph | None:
+        """None where recording fails, now and from here on."""
         started, before = time.monotonic(), self._reserved()
         try:
-            graph = HostGraph(function, inputs) if self._pool is None else CudaGraph(function, inputs, self._pool)
+            graph = CudaGraph(function, inputs, self._pool(key[0])) if self._on_cuda else HostGraph(function, inputs)
         except RuntimeError as error:  # of CUDA, its memory included
-            if self._pool is None:
+            if not self._on_cuda:
                 raise
             self.works = False
             reason = str(error).strip().splitlines()[0]
             log.warning("CUDA graphs are off from here on: recording %s failed (%s)", key, reason)
-            return function(*inputs.tensors)
+            return None
         self._graphs[key] = graph
         seconds, size = time.monotonic() - started, self._reserved() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
-        log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
-        return graph.replay()
+        log.debug("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
+        return graph
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _pool(self, kind: Hashable) -> CudaPool:
+        if kind not in self._pools:
+            self._pools[kind] = CudaPool()
+        return self._pools[kind]
 
     def _reserved(self) -> int:
-        return 0 if self._pool is None else torch.cuda.memory_reserved(self._device)
+        return torch.cuda.memory_reserved(self._device) if self._on_cuda else 0
 
 
 class Buffers:
@@ -159,7 +175,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class CudaPool:
-    """The memory that all recordings share, and the stream on which they are made."""
+    """The memory that all recordings of a kind share, and the stream on which they are made."""
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()

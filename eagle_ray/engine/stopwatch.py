@@ -1,7 +1,8 @@
 """Stopwatch: how long the parts of one step took, on the device that did them.
 
-On a CPU the host's clock is the device's. On a GPU events are recorded and read after the step's own copy to the host,
-which waits for them anyway. Does not know what the parts are for.
+On a CPU the host's clock is the device's. On a GPU events are recorded up to the step's own copy to the host, and read
+once that has arrived, so that nothing is waited for; from then on the host's clock goes on. What is launched behind the
+copy, to learn from it, runs on meanwhile. Does not know what the parts are for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Seconds:
 
 
 class Stopwatch:
-    """Marks: start, drafted, allocated, verified, done, in this order."""
+    """Marks: start, drafted, allocated, verified, sent, in this order."""
 
     def __init__(self, device: torch.device | str):
         self._on_cuda = torch.device(device).type == "cuda"
@@ -34,18 +35,25 @@ class Stopwatch:
         self.mark()
 
     def mark(self) -> None:
+        self._host = time.perf_counter()
         if not self._on_cuda:
-            self._marks.append(time.perf_counter())
+            self._marks.append(self._host)
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
 
+    def arrived(self) -> None:
+        """What was sent is here."""
+        if self._on_cuda:
+            self._host = time.perf_counter()
+
     def read(self) -> Seconds:
-        """After the last mark; on a GPU waits for it."""
-        start, drafted, allocated, verified, done = self._marks
+        """After the last mark and `arrived`: the step ends now."""
+        start, drafted, allocated, verified, sent = self._marks
         draft, verify = self._between(start, drafted), self._between(allocated, verified)
-        return Seconds(draft, verify, self._between(start, done) - draft - verify)
+        total = self._between(start, sent) + time.perf_counter() - self._host
+        return Seconds(draft, verify, total - draft - verify)
 
     def _between(self, a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
         if not self._on_cuda:
