@@ -27,6 +27,7 @@ from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.engine.capture import capture
 from eagle_ray.engine.cost_cache import cached_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
@@ -143,14 +144,20 @@ def build_engine(
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
     drafter = NoDrafter() if plain else make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
+    ahead = graphs is not None and target.device.type == "cuda"
     if plain:
-        return Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0, graphs=graphs)
+        engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0, graphs=graphs)
+        if ahead:
+            capture(engine, 0, 0, 0)
+        return engine
     fixed = fixed_planner(speculative, drafter)
     planner = fixed or UniformPlanner(*_tree_of(speculative))
     engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth, graphs=graphs)
     if speculative.budget == "global" and fixed is None:
         tree, parts = _tree_of(speculative), cost_parts(engine, speculative)
         costs = cached_costs(parts, lambda: measure(engine, *tree))
+        if ahead:
+            capture(engine, *tree)
         can_look, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
         engine.planner = GlobalPlanner(*tree, costs, can_look, padded)
     return engine

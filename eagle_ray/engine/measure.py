@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -36,29 +37,40 @@ LEAST_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """num_nodes of each of batch_size sequences are verified, roots included; width and depth of what is drafted."""
+    """num_nodes of each of batch_size sequences are verified, roots included; width and depth of what is drafted.
+
+    num_rows: of the pass, at least; more than the nodes are padding.
+    """
 
     batch_size: int
     num_nodes: int
     width: int
     depth: int
+    num_rows: int = 0
 
 
 class SetPlanner:
-    """Does what it is set to, and keeps what came of it. Where less is offered, the pass is padded to its set size."""
+    """Does what it is set to, and keeps what came of it. Where less is offered, the pass is padded to its set size.
+
+    most_nodes, num_children: of the passes and drafts that are replayed, which are shaped for the largest tree and for
+    a planner that takes all children; None shapes each as it is set.
+    """
 
     drafting = True
 
-    def __init__(self) -> None:
+    def __init__(self, most_nodes: int | None = None, num_children: int | None = None) -> None:
+        self._most_nodes, self._num_children = most_nodes, num_children
         self.setting = Setting(1, 1, 0, 0)
         self.outcome: Outcome | None = None
 
     def plan(self, batch: Batch) -> Plan:
-        return Plan(self.setting.depth, self.setting.width) if self.setting.depth else PLAIN
+        setting = self.setting
+        return Plan(setting.depth, setting.width, num_children=self._num_children) if setting.depth else PLAIN
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
-        allocation = Allocation.uniform(draft, self.setting.num_nodes)
-        return replace(allocation, num_rows=len(batch) * self.setting.num_nodes)
+        allocation, setting = Allocation.uniform(draft, self.setting.num_nodes), self.setting
+        num_nodes = min(self._most_nodes or allocation.num_nodes, draft.tree.num_nodes)
+        return replace(allocation, num_nodes=num_nodes, num_rows=max(len(batch) * setting.num_nodes, setting.num_rows))
 
     def learn(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -66,23 +78,29 @@ class SetPlanner:
 
 def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepCosts:
     """The costs of an idle engine's steps, up to trees of max_nodes nodes for every slot. Leaves it idle, uncounted."""
+    with at_bench(engine, 1 + max_nodes, top_k) as bench:
+        for settings in _rounds(bench.num_slots, max_nodes, max_depth, top_k):
+            bench.run(settings)
+        return bench.costs()
+
+
+@contextmanager
+def at_bench(engine: Engine, most_nodes: int, num_children: int) -> Iterator[Bench]:
+    """An idle engine that takes made-up steps; it is left idle and uncounted, and has learnt nothing from them."""
     assert not engine.has_work, "an engine at work cannot be measured"
-    planner, engine.planner = engine.planner, SetPlanner()
-    counters, engine.counters = engine.counters, EngineCounters(engine.counters.num_slots)
-    bench = _Bench(engine, apart=engine.target.device.type == "cuda")
-    num_slots = max(engine.scheduler.num_together(SHORT_PROMPT + SHORT_OUTPUT), 1)
-    for settings in _rounds(num_slots, max_nodes, max_depth, top_k):
-        bench.run(settings)
-    costs = bench.costs()
+    planner, counters = engine.planner, engine.counters
+    engine.planner = SetPlanner(most_nodes, num_children) if engine.graphs else SetPlanner()
+    engine.counters = EngineCounters(counters.num_slots)
+    bench = Bench(engine, apart=engine.target.device.type == "cuda")
+    yield bench
     bench.clear()
     engine.drafter.forget()
     engine.planner, engine.counters = planner, counters
-    return costs
 
 
 def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[list[Setting]]:
     """For each batch size: a plain step, one level, the widest level, a small tree, and trees of ever more rows."""
-    depth, limit = min(2, max_depth), max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
+    depth, limit = min(2, max_depth), most_rows_of(num_slots, max_nodes)
     most_rows = 0
     for batch_size in [*(n for n in BUCKETS if n < num_slots and n & (n - 1) == 0), num_slots]:
         trees = [Setting(batch_size, 1, 0, 0), Setting(batch_size, 2, 1, 1), Setting(batch_size, 2, top_k, depth)]
@@ -95,15 +113,22 @@ def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Itera
         yield trees
 
 
-class _Bench:
+def most_rows_of(num_slots: int, max_nodes: int) -> int:
+    """The largest pass that is measured."""
+    return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
+
+
+class Bench:
     """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows.
 
-    apart: every sequence has a prompt of its own, and so its own blocks.
+    apart: every sequence has a prompt of its own, and so its own blocks. temperature: of the sequences to come.
+    num_slots: how many of them can run at once.
     """
 
     def __init__(self, engine: Engine, apart: bool = False):
         self._engine, self._planner, self._apart = engine, engine.planner, apart
-        self._num_added = 0
+        self._num_added, self.temperature = 0, 0.0
+        self.num_slots = max(engine.scheduler.num_together(SHORT_PROMPT + SHORT_OUTPUT), 1)
         self._running: list[Sequence] = []
         self._verify: dict[int, list[float]] = defaultdict(list)
         self._read: dict[int, list[Outcome]] = defaultdict(list)
@@ -112,19 +137,19 @@ class _Bench:
 
     def run(self, settings: list[Setting]) -> None:
         """Replay steps of some sizes, by turns, so that a busy moment of the machine hits none of them alone."""
-        first = [self._take(setting) for setting in settings]  # pays for what is made once
+        first = [self.take(setting) for setting in settings]  # pays for what is made once
         replays = REPLAYS if max(o.seconds.total for o in first) < LONG_S else LONG_REPLAYS
         for turn in range(replays):
             for setting in settings:
-                self._note(setting, self._take(setting))
+                self._note(setting, self.take(setting))
             if turn < LONG_REPLAYS:
                 self._run_backlog(settings[0])
 
     def _run_backlog(self, plain: Setting) -> None:
         for _ in range(BACKLOG):
-            self._note(plain, self._take(plain))
+            self._note(plain, self.take(plain))
         shallow = Setting(plain.batch_size, 2, 1, 1)
-        self._note(shallow, self._take(shallow))
+        self._note(shallow, self.take(shallow))
 
     def _note(self, setting: Setting, outcome: Outcome) -> None:
         self._verify[outcome.num_rows].append(outcome.seconds.verify)
@@ -168,13 +193,13 @@ class _Bench:
         seconds, cached = [], []
         for length in (long, SHORT_PROMPT):
             self.clear()
-            self._take(Setting(1, 1, 0, 0), length)
-            outcomes = [self._take(together, length) for _ in range(1 + REPLAYS)][1:]
+            self.take(Setting(1, 1, 0, 0), length)
+            outcomes = [self.take(together, length) for _ in range(1 + REPLAYS)][1:]
             seconds.append(_typical([o.seconds.verify for o in outcomes]))
             cached.append(mean(o.num_cached for o in outcomes))
         return max(seconds[0] - seconds[1], 0.0) / max(cached[0] - cached[1], 1)
 
-    def _take(self, setting: Setting, length: int = SHORT_PROMPT) -> Outcome:
+    def take(self, setting: Setting, length: int = SHORT_PROMPT) -> Outcome:
         """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""
         while True:
             self._running = [s for s in self._running if s.finish_reason is None]
@@ -194,7 +219,7 @@ class _Bench:
         length = max(min(length, self._engine.max_model_len // 2), 1)
         first = self._num_added if self._apart else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
-        params = SamplingParams(max_tokens=SHORT_OUTPUT, ignore_eos=True)
+        params = SamplingParams(self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
         self._engine.add(sequence)
         self._running.append(sequence)

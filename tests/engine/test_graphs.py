@@ -11,6 +11,7 @@ import torch
 
 from eagle_ray.benchmark.priced import flat
 from eagle_ray.engine import graphs as graphs_module
+from eagle_ray.engine.capture import capture
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
 from eagle_ray.engine.graphs import Buffers, Graphs, HostGraph
@@ -200,6 +201,23 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
     ours.scheduler.check_integrity()
 
 
+def test_what_was_recorded_ahead_is_not_recorded_again():
+    """Of a planner's own steps with short contexts, greedy and sampled; and the engine is as it was."""
+    ours, oracle = engine((12, 4, 4), 2), engine((0, 0, 0), 2, graphs=False)
+    planner = ours.planner = GlobalPlanner(
+        12, 4, 4, world(draft_share=0.01), can_look=False, padded=ours.graphs.num_rows
+    )
+    capture(ours, 12, 4, 4)
+    assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner
+    ahead = ours.graphs.num_captured
+    params = [SamplingParams(float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
+    prompts = some_prompts(6)
+    outputs = [s.output_ids for s in run(oracle, prompts, params)]
+    assert [s.output_ids for s in run(ours, prompts, params)] == outputs
+    assert ours.graphs.num_replayed > 0
+    assert ours.graphs.num_captured <= ahead + 2  # what only a probe drafts
+
+
 def test_buckets_hold_what_they_are_for():
     graphs = Graphs("cpu", num_slots=50, capacity=700)
     for n in range(1, 51):
@@ -253,7 +271,8 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         return HostGraph(function, inputs)
 
-    ours.graphs._pool = object()
+    monkeypatch.setattr(Graphs, "_on_cuda", True)
+    monkeypatch.setattr(Graphs, "_pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
     monkeypatch.setattr(Graphs, "_reserved", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
