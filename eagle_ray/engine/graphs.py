@@ -111,7 +111,7 @@ class Graphs:
         self._graphs[key] = graph
         seconds, size = time.monotonic() - started, self._reserved() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
-        log.debug("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
+        log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph
 
     @property
