@@ -34,6 +34,7 @@ from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.graphs import Graphs, why_not_captured
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.models.families import exact_positions, numbers_per_token
@@ -151,10 +152,11 @@ def build_engine(
             capture(engine, 0, 0, 0)
         return engine
     fixed = fixed_planner(speculative, drafter)
-    planner = fixed or UniformPlanner(*_tree_of(speculative))
-    engine = Engine(target, drafter, planner, max_model_len, num_spec_tokens=speculative.max_depth, graphs=graphs)
+    tree = _tree_of(speculative)
+    planner, sizes = fixed or UniformPlanner(*tree), TreeSizes.of(*tree)
+    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, graphs=graphs, trees=sizes)
     if speculative.budget == "global" and fixed is None:
-        tree, parts = _tree_of(speculative), cost_parts(engine, speculative)
+        parts = cost_parts(engine, speculative)
         costs = cached_costs(parts, lambda: measure(engine, *tree))
         if ahead:
             capture(engine, *tree)

@@ -20,6 +20,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import Graphs
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
@@ -172,7 +173,8 @@ def llama_engine(
     drafter = EagleDrafter(weights, target, **learning) if max_nodes else NoDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
     replayed = Graphs.of(target) if graphs else None
-    return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed)
+    sizes = TreeSizes.of(max_nodes, max_depth, top_k)
+    return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed, sizes)
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -25,9 +24,11 @@ from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.graphs import Graphs
 from eagle_ray.engine.measure import measure
 from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -116,8 +117,8 @@ class Rig:
         drafter = EagleDrafter(
             head, target, calibration=Calibration(depth, target.device), coupling=Coupling(depth, target.device)
         )
-        plain = _engine(target, NoDrafter(), UniformPlanner(*NO_TREE), longest, 0, graphs)
-        drafting = _engine(target, drafter, UniformPlanner(*LARGEST), longest, depth, graphs)
+        plain = _engine(target, NoDrafter(), NO_TREE, longest, graphs)
+        drafting = _engine(target, drafter, LARGEST, longest, graphs)
         return cls(model, blocks, plain, drafting)
 
     def measure(self) -> StepCosts:
@@ -164,8 +165,9 @@ class Rig:
     def planner(self, way: Way) -> Watch:
         costs = copy.deepcopy(self.costs)
         if way.budget == "global":
-            can_look = self.drafting.target.device.type == "cpu"
-            return Watch(GlobalPlanner(*way.tree, costs, can_look=can_look), costs)
+            can_look, graphs = self.drafting.target.device.type == "cpu", self.drafting.graphs
+            padded = graphs.num_rows if graphs else int
+            return Watch(GlobalPlanner(*way.tree, costs, can_look, padded), costs)
         return Watch(UniformPlanner(*way.tree), costs)
 
     @property
@@ -175,16 +177,9 @@ class Rig:
 
 
 def has_graphs(engine: Engine) -> bool:
-    return getattr(engine, "graphs", None) is not None
+    return engine.graphs is not None
 
 
-def _engine(target: Target, drafter: Drafter, planner: Planner, longest: int, depth: int, graphs: bool) -> Engine:
-    more = {"graphs": _graphs(target)} if graphs and find_spec("eagle_ray.engine.graphs") else {}
-    tokens = PREFILL_TOKENS[target.device.type]
-    return Engine(target, drafter, planner, longest, num_spec_tokens=depth, prefill_tokens=tokens, **more)
-
-
-def _graphs(target: Target) -> Any:
-    from eagle_ray.engine.graphs import Graphs
-
-    return Graphs.of(target)
+def _engine(target: Target, drafter: Drafter, tree: Tree, longest: int, graphs: bool) -> Engine:
+    tokens, made = PREFILL_TOKENS[target.device.type], Graphs.of(target) if graphs else None
+    return Engine(target, drafter, UniformPlanner(*tree), longest, tree[1], tokens, made, TreeSizes.of(*tree))

@@ -54,7 +54,7 @@ def _settings(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Ite
     drafts = [(w, d) for w in widths for d in range(min(w, 2), max_depth + 1)]  # one level is of one node's children
     for batch_size in [num_slots, *(n for n in reversed(BUCKETS) if n < num_slots)]:
         most = min(batch_size * (1 + max_nodes), limit)
-        rows = [n for n in BUCKETS if batch_size < n <= most] or [batch_size * 2]
+        rows = [n for n in BUCKETS if batch_size <= n <= most] or [batch_size * 2]
         yield Setting(batch_size, 1, 0, 0)
         if not max_nodes:
             continue

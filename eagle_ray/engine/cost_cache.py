@@ -17,7 +17,7 @@ from pathlib import Path
 from eagle_ray.engine.costs import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
-VERSION = 1  # of the files; another version is measured anew
+VERSION = 2  # of the files; another version is measured anew
 CURVES = ("verify", "read", "level", "plain_rest", "draft_rest")
 
 

@@ -31,7 +31,7 @@ from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
 from eagle_ray.engine.sequence import Sequence, check_fits
 from eagle_ray.engine.step_record import StepRecord
 from eagle_ray.engine.stopwatch import Stopwatch
-from eagle_ray.engine.verify_step import StepShape, Verifier
+from eagle_ray.engine.verify_step import StepShape, TreeSizes, Verifier
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.stats import AcceptanceStats
@@ -67,7 +67,7 @@ class Engine:
     allows (max_depth; 0 for plain decoding): the length of the acceptance statistics. prefill_tokens: most prompt
     tokens computed in one step, so that no prompt stalls those who decode (on a CPU twice as many are hardly faster).
     graphs: through which steps are replayed; then `extend` of the drafter must be capturable, as it is of an
-    EagleDrafter, whose drafts are replayed too, and of a NoDrafter.
+    EagleDrafter, whose drafts are replayed too, and of a NoDrafter. trees: the largest, for which those are made.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Engine:
         num_spec_tokens: int,
         prefill_tokens: int = 512,
         graphs: Graphs | None = None,
+        trees: TreeSizes | None = None,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
@@ -86,7 +87,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
         self.prefiller = Prefiller(target, drafter)
         self.graphs = graphs
-        self.verifier = Verifier(target, graphs, num_spec_tokens)
+        self.verifier = Verifier(target, graphs, num_spec_tokens, trees or TreeSizes())
         if isinstance(drafter, EagleDrafter):
             drafter.replay = graphs
         self.counters = EngineCounters(target.cache.num_slots)

@@ -23,6 +23,7 @@ from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.step_record import step_record
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.models.target import Target
+from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.replay import Padded, Replay
 from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
 from eagle_ray.speculative.tree import DraftTree
@@ -42,6 +43,18 @@ class StepShape:
     max_depth: int
     logprobs: bool
     num_tops: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSizes:
+    """Largest that come up, root included. nodes: verified of one tree. candidates: drafted for it; 1: not known."""
+
+    nodes: int = 1
+    candidates: int = 1
+
+    @classmethod
+    def of(cls, max_nodes: int, max_depth: int, top_k: int) -> TreeSizes:
+        return cls(1 + max_nodes, Plan(min(max_depth, max_nodes), top_k).most_candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +99,12 @@ def verify_step(
 class Verifier:
     """Runs verify_step: through `replay` where there is one, and else as it comes.
 
-    max_depth: of any draft that may come up.
+    max_depth: of any draft that may come up. trees: every replayed pass is for trees of this size, whatever the step's,
+    or for larger ones: so it depends on the numbers of sequences and rows alone.
     """
 
-    def __init__(self, target: Target, replay: Replay | None, max_depth: int):
-        self._target, self._replay, self._max_depth = target, replay, max_depth
+    def __init__(self, target: Target, replay: Replay | None, max_depth: int, trees: TreeSizes):
+        self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees
 
     def run(
         self, drafter: Drafter, batch: Batch, draft: Draft, allocation: Allocation, mark: Callable[[], None]
@@ -110,8 +124,8 @@ class Verifier:
         """The next larger of the few shapes that are captured; a plain step has rows for the batch and no more."""
         if not shape.max_depth:
             return replace(shape, num_rows=replay.batch_size(batch_size))
-        num_nodes, num_rows = replay.num_nodes(shape.num_nodes), replay.num_rows(shape.num_rows)
-        return replace(shape, num_nodes=num_nodes, num_rows=num_rows, max_depth=self._max_depth)
+        num_nodes = replay.num_nodes(max(shape.num_nodes, self._trees.nodes))
+        return replace(shape, num_nodes=num_nodes, num_rows=replay.num_rows(shape.num_rows), max_depth=self._max_depth)
 
     def _replayed(
         self,
@@ -124,7 +138,7 @@ class Verifier:
     ) -> Verdict:
         """For any batch of this size whose longest sequence fits, in the slots and with the trees of the moment."""
         size, bound = replay.batch_size(len(batch)), replay.context(batch.at.max_length)
-        num_candidates = replay.num_nodes(tree.num_nodes) if shape.max_depth else 1
+        num_candidates = replay.num_nodes(max(tree.num_nodes, self._trees.candidates)) if shape.max_depth else 1
         target, kind = self._target, batch.sampling.kind
 
         def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> Verdict:

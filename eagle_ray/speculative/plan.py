@@ -48,6 +48,11 @@ class Plan:
         return batch_size if self.members is None else len(self.members)
 
     @property
+    def most_candidates(self) -> int:
+        """Nodes of the largest tree that such a plan drafts, root included."""
+        return 1 + self.children + (self.max_depth - 1) * self.width * self.children if self.drafts else 1
+
+    @property
     def drafts(self) -> bool:
         return self.max_depth > 0
 

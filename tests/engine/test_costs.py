@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import FIRST_WEIGHT, LEARNING_RATE, CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import SetPlanner, Setting, _Bench, measure
+from eagle_ray.engine.measure import Bench, SetPlanner, Setting, measure
 from eagle_ray.engine.planner import Outcome
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.models.blocks import BLOCK_SIZE
@@ -110,9 +110,9 @@ def test_real_steps_are_measured_and_forgotten():
 def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
     engine = llama_engine(4)
     engine.planner, longest = SetPlanner(), 2 * BLOCK_SIZE
-    bench, held = _Bench(engine, apart), engine.target.cache.blocks._held
-    bench._take(Setting(1, 1, 0, 0), longest)
-    bench._take(Setting(4, 1, 0, 0), longest)
+    bench, held = Bench(engine, apart), engine.target.cache.blocks._held
+    bench.take(Setting(1, 1, 0, 0), longest)
+    bench.take(Setting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
     assert bench._attend() >= 0
     bench.clear()
