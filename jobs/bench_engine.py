@@ -1,8 +1,9 @@
 """Ways to decode, beside each other on one machine: python jobs/bench_engine.py --threads 2
 
 The embedded pair is widened to 230M parameters (eagle_ray/models/widening.py): real acceptance, though a toy's, at a
-real model's proportions of cost. Every way is an engine over the same weights; ways take turns, in another order each
-round, on the same prompts, and a round's tokens per second are divided by plain decoding's in the same round.
+real model's proportions of cost. Every way is a planner, over the same weights; ways take turns, in another order and
+on another of the engines each round, on the same texts, and a round's tokens per second are divided by plain decoding's
+in the same round.
 
     steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
              counts the prompts too, whose number in a window is a matter of luck, over all rounds together
@@ -39,6 +40,7 @@ from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import Planner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.heads import EagleHead
@@ -51,11 +53,13 @@ from eagle_ray.training.prompts import shuffled_prompts
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding took is cut there
+LEAD_IN = 8  # rounds that do not count: planners look around at first
 LEAST_TOKENS = 4  # of a window: several are committed at a step
 TUNING_ROUNDS, TUNING_S = 4, 0.5  # windows of each tree
 MOST_TUNED_ROWS = {"cpu": 256, "cuda": 1024}  # of a pass: larger ones have no chance and take minutes to lose
 PER_CATEGORY = 32  # prompts to measure on, and as many to tune on
 BAD_NOISE = 0.25  # of the trained weights: tau 1.4 with 8 nodes a tree, 3.7 undamaged; never trained 1.0
+LARGEST = (60, 6, 10)
 TREES = {  # max_nodes, max_depth, top_k
     "1/1/1": (1, 1, 1),
     "2/2/1": (2, 2, 1),
@@ -108,6 +112,26 @@ class Models:
         return build_engine(self.causal_lm, self.head, way, slots, MAX_MODEL_LEN)
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """An engine, and the planner of the way that it was made for. drafts: whether any way that drafts can run on it.
+
+    Where an engine's memory happens to lie makes it up to 3 % faster or slower than its twin. So ways that draft change
+    lanes each round, and all lanes are behind the same texts.
+    """
+
+    engine: Engine
+    planner: Planner
+    drafts: bool
+
+    @classmethod
+    def of(cls, models: Models, way: SpeculativeConfig, slots: int) -> Lane:
+        made = models.engine(way, slots)
+        if way.method == "none":
+            return cls(made, made.planner, False)
+        return cls(models.engine(fixed_tree(*LARGEST), slots), made.planner, True)
+
+
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
@@ -121,9 +145,9 @@ def main() -> None:
         models = Models.load(args, head_name)
         for batch in args.batches:
             ways = settings_of(args, models, batch)
-            engines = {name: models.engine(way, batch) for name, way in ways.items()}
+            lanes = {name: Lane.of(models, way, batch) for name, way in ways.items()}
             for mode in args.modes:
-                samples, identities = MODES[mode](args, models, engines, args.rounds, args.seconds)
+                samples, identities = MODES[mode](args, models, lanes, args.rounds, args.seconds)
                 for name, taken in samples.items():
                     about = {"head": head_name, "mode": mode, "batch": batch, "way": name}
                     cells.append(about | figures(taken, samples, identities[name], RATES[mode], args.device))
@@ -139,7 +163,7 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
         "chain": fixed_tree(5, 5, 1),
         "eagle2": fixed_tree(59, 6, 10),
         "adaptive": SpeculativeConfig(max_nodes=6, max_depth=6, top_k=1, budget="global"),
-        "ours": SpeculativeConfig(max_nodes=60, max_depth=6, top_k=10, budget="global"),
+        "ours": fixed_tree(*LARGEST).model_copy(update={"budget": "global"}),
     }
     if "best" in args.ways:
         ways["best"] = best_fixed(args, models, batch)
@@ -154,11 +178,11 @@ def fixed_tree(max_nodes: int, max_depth: int, top_k: int) -> SpeculativeConfig:
 def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> SpeculativeConfig:
     """The fastest of TREES and of none, on the tuning prompts."""
     most = MOST_TUNED_ROWS[torch.device(args.device).type]
-    trees = {name: tree for name, tree in TREES.items() if batch * (tree[0] + 1) <= most}
+    trees = {name: TREES[name] for name in args.trees if batch * (TREES[name][0] + 1) <= most}
     ways = {"plain": SpeculativeConfig(method="none")}
     ways |= {name: fixed_tree(*tree) for name, tree in trees.items()}
-    engines = {name: models.engine(way, batch) for name, way in ways.items()}
-    samples, _ = steady(args, replace(models, prompts=models.tuning), engines, TUNING_ROUNDS, TUNING_S)
+    lanes = {name: Lane.of(models, way, batch) for name, way in ways.items()}
+    samples, _ = steady(args, replace(models, prompts=models.tuning), lanes, TUNING_ROUNDS, TUNING_S, lead_in=0)
     rates = {name: sum(taken[1:], taken[0]).decoded_per_second for name, taken in samples.items()}
     best = max(rates, key=rates.__getitem__)
     told = ", ".join(f"{name} {rate / rates['plain']:.2f}" for name, rate in rates.items())
@@ -167,37 +191,44 @@ def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> Speculat
 
 
 def steady(
-    args: argparse.Namespace, models: Models, engines: dict[str, Engine], num_rounds: int, seconds: float
+    args: argparse.Namespace,
+    models: Models,
+    lanes: dict[str, Lane],
+    num_rounds: int,
+    seconds: float,
+    lead_in: int = LEAD_IN,
 ) -> Measured:
     """Windows of a queue that is always full, each over as many tokens as plain commits in `seconds`."""
     queues = {
-        name: SteadyQueue(engine, requests(models.prompts, [args.tokens], args.temperatures), models.meter)
-        for name, engine in engines.items()
+        name: SteadyQueue(lane.engine, requests(models.prompts, [args.tokens], args.temperatures), models.meter)
+        for name, lane in lanes.items()
     }
     for queue in queues.values():
         queue.fill()
     num_tokens = max(LEAST_TOKENS, queues["plain"].window(sys.maxsize, seconds).num_tokens)
-    for name in engines.keys() - {"plain"}:
+    for name in lanes.keys() - {"plain"}:
         queues[name].window(num_tokens, seconds)
-    samples: dict[str, list[Sample]] = {name: [] for name in engines}
-    for _, name in turns(list(engines), num_rounds):
-        samples[name].append(queues[name].window(num_tokens, MOST_TIMES_PLAIN * seconds))
+    samples: dict[str, list[Sample]] = {name: [] for name in lanes}
+    for turn, name, lane in turns(lanes, lead_in + num_rounds):
+        sample = queues[lane].window(num_tokens, MOST_TIMES_PLAIN * seconds)
+        if turn >= lead_in:
+            samples[name].append(sample)
     for queue in queues.values():
         queue.end()
     return samples, identities(models, {name: queue.sequences for name, queue in queues.items()})
 
 
 def drain(
-    args: argparse.Namespace, models: Models, engines: dict[str, Engine], num_rounds: int, seconds: float
+    args: argparse.Namespace, models: Models, lanes: dict[str, Lane], num_rounds: int, seconds: float
 ) -> Measured:
     """The same rows for all ways, whatever time they take; other rows in each round."""
-    num_rows = max(2, int(DRAIN_ROWS * engines["plain"].counters.num_slots))
-    samples: dict[str, list[Sample]] = {name: [] for name in engines}
-    done: dict[str, list[Sequence]] = {name: [] for name in engines}
-    for turn, name in turns(list(engines), num_rounds):
+    num_rows = max(2, int(DRAIN_ROWS * lanes["plain"].engine.counters.num_slots))
+    samples: dict[str, list[Sample]] = {name: [] for name in lanes}
+    done: dict[str, list[Sequence]] = {name: [] for name in lanes}
+    for turn, name, lane in turns(lanes, num_rounds):
         stream = requests(models.prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
         rows = list(itertools.islice(stream, num_rows))
-        samples[name].append(drained(engines[name], rows, models.meter))
+        samples[name].append(drained(lanes[lane].engine, rows, models.meter))
         done[name] += rows
     return samples, identities(models, done)
 
@@ -210,11 +241,16 @@ def identities(models: Models, sequences: dict[str, list[Sequence]]) -> dict[str
     return {name: compare(models.causal_lm, asked[0], ids, outputs["plain"], asked[1]) for name, ids in outputs.items()}
 
 
-def turns(names: list[str], num_rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name): everyone once a round, in a random order, so that nobody always follows the same one."""
+def turns(lanes: dict[str, Lane], num_rounds: int) -> Iterator[tuple[int, str, str]]:
+    """(round, way, lane): everyone once a round, in a random order, on a random lane, which has its planner by then."""
     shuffle = random.Random(0)
+    drafting = [name for name, lane in lanes.items() if lane.drafts]
     for turn in range(num_rounds):
-        yield from ((turn, name) for name in shuffle.sample(names, len(names)))
+        seats = {name: name for name in lanes}
+        seats |= dict(zip(drafting, shuffle.sample(drafting, len(drafting)), strict=True))
+        for name in shuffle.sample(list(lanes), len(lanes)):
+            lanes[seats[name]].engine.planner = lanes[name].planner
+            yield turn, name, seats[name]
 
 
 def figures(
@@ -276,6 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--trees", nargs="+", choices=TREES, default=list(TREES), help="among which the best is")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=["good"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["steady"])
     parser.add_argument("--pair", choices=["wide", "tiny"], default="wide")

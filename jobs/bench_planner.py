@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_ray.benchmark.priced import Priced, cpu, flat, mistaken
+from eagle_ray.benchmark.priced import Priced, busy, cpu, flat, mistaken
 from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
 from eagle_ray.benchmark.stretch import SteadyQueue, drained
 from eagle_ray.config import ModelConfig, SpeculativeConfig
@@ -29,7 +29,7 @@ from eagle_ray.engine.planner import Planner, UniformPlanner
 from eagle_ray.pair import build_pair
 from eagle_ray.training.prompts import shuffled_prompts
 
-WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "flat": flat}
+WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "busy": busy, "flat": flat}
 TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "8/4/4", "12/4/4"]  # max_nodes/max_depth/top_k
 OURS = (60, 6, 10)
 PER_CATEGORY = 32  # prompts
@@ -71,7 +71,7 @@ def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced]
     speeds = {"none": priced(UniformPlanner(0, 0, 0)).tokens_per_second}
     speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
     best = max(speeds, key=speeds.__getitem__)
-    costs = mistaken(WORLDS[args.world](), args.mistaken, args.noise_seed)
+    costs = mistaken(WORLDS[args.believed or args.world](), args.mistaken, args.noise_seed)
     ours = priced(GlobalPlanner(*OURS, costs))
     steps = ours.outcomes
     ratios = [speeds[best] / speeds["none"], ours.tokens_per_second / speeds["none"]]
@@ -106,6 +106,7 @@ def drain(engine: Engine, planner: Priced, prompts: list[list[int]], args: argpa
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", choices=WORLDS, default="cpu")
+    parser.add_argument("--believed", choices=WORLDS, help="whose costs the planner takes for true at first")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--drain", type=int, default=8, help="rounds; 0: none")
     parser.add_argument("--trees", nargs="+", default=TREES)

@@ -28,6 +28,11 @@ def cpu() -> StepCosts:
     return world([1, 4, 8, 16, 24, 64], [0.033, 0.044, 0.056, 0.076, 0.097, 0.215], 0.107, (0.001, 0.0025), 2e-6)
 
 
+def busy() -> StepCosts:
+    """The same while others use the machine's memory: small passes, which wait for weights, are slowed down most."""
+    return world([1, 4, 8, 16, 24, 64], [0.043, 0.056, 0.067, 0.083, 0.100, 0.215], 0.107, (0.001, 0.0025), 2e-6)
+
+
 def flat(free_rows: int = 8, head_share: float = 0.1) -> StepCosts:
     """A pass costs the same up to free_rows rows, 40 ms, and rises by the row from there."""
     seconds = [0.040 * max(1.0, 0.55 + 0.45 * n / free_rows) for n in BUCKETS]

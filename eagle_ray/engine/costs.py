@@ -1,7 +1,8 @@
 """StepCosts: what the parts of a step cost in seconds, by the rows that they run.
 
 Measured before the first request (`measure.py`) and corrected by every step that is taken. A step corrects the sizes
-that it ran, and all others a good half as much: what slows a machine down slows most of it.
+that it ran, and all others by half as many seconds: what slows a machine down is mostly its memory, and the weights are
+read once whatever the rows. (By half as many percent, a row more would look dearer the slower the machine is.)
 Does not know values, budgets or how anything is run.
 """
 
@@ -18,7 +19,7 @@ from eagle_ray.engine.stopwatch import Seconds
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 LEARNING_RATE = 0.1  # how far one step's time moves what was measured, at least
 FIRST_WEIGHT = 3  # steps that the measurement at start-up is worth: the first steps of a size say more than later ones
-SHARED = 0.6  # of which this much is taken to hold for all numbers of rows: what drifts is mostly the machine
+SHARED = 0.6  # of which this much, in seconds, is taken to hold for all numbers of rows: what drifts is the machine
 NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
 STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
 
@@ -71,17 +72,14 @@ class CostCurve:
             return
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
-        span = max(self.rows[right] - self.rows[left], 1)
+        span, drift = max(self.rows[right] - self.rows[left], 1), self(rows) * (ratio - 1)
         for place, seconds in enumerate(self._rising):
             near = max(1 - abs(self.rows[place] - rows) / span, 0.0) if left <= place <= right else 0.0
-            self.seconds[place] += self._rate(place, near) * (seconds * ratio - self.seconds[place])
+            own = max(LEARNING_RATE, 1 / (1 + FIRST_WEIGHT + self._times_seen[place]))
+            move = near * own * (seconds * ratio - self.seconds[place]) + (1 - near) * SHARED * LEARNING_RATE * drift
+            self.seconds[place] = max(self.seconds[place] + move, self.seconds[place] / 2)
             self._times_seen[place] += near
         self._rising = never_falling(self.seconds)
-
-    def _rate(self, place: int, near: float) -> float:
-        """How far a step moves a measured number. near: 1 for a step of just so many rows, 0 for one far away."""
-        own = max(LEARNING_RATE, 1 / (1 + FIRST_WEIGHT + self._times_seen[place]))
-        return near * own + (1 - near) * SHARED * LEARNING_RATE
 
 
 def never_falling(seconds: list[float]) -> list[float]:

@@ -137,14 +137,16 @@ class TreeLayout:
         return TreeGroup(self.cache, batch, *parts)
 
     def _by_tree(self, query: Float[Tensor, "1 heads R d"]) -> Float[Tensor, "B heads N d"]:
-        batch, num_nodes = self.ancestors.shape[:2]
-        if self.row_of is None:
-            return query[0].unflatten(1, (batch, num_nodes)).transpose(0, 1)
-        return query[0][:, self.row_of].transpose(0, 1)
+        rows = query[0].transpose(0, 1)  # as they lie in memory, so that a row is moved with all its heads at once
+        if self.row_of is not None:
+            rows = rows.index_select(0, self.row_of.flatten())
+        return rows.unflatten(0, self.ancestors.shape[:2]).transpose(1, 2)
 
     def _packed(self, out: Float[Tensor, "B heads N dv"]) -> Float[Tensor, "1 heads R dv"]:
-        flat = out.transpose(0, 1).flatten(1, 2)
-        return (flat if self.unpack is None else flat[:, self.unpack])[None]
+        rows = out.transpose(1, 2).flatten(0, 1)
+        if self.unpack is not None:
+            rows = rows.index_select(0, self.unpack)
+        return rows.transpose(0, 1)[None]
 
 
 @dataclass(slots=True)
