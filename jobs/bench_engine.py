@@ -2,8 +2,8 @@
 
 The embedded pair is widened to 230M parameters (eagle_ray/models/widening.py): real acceptance, though a toy's, at a
 real model's proportions of cost. Every way is a planner, over the same weights; ways take turns, in another order and
-on another of the engines each round, on the same texts, and a round's tokens per second are divided by plain decoding's
-in the same round.
+on another of the engines each round, on the same texts. Ratios are of all rounds' tokens a second, intervals by
+bootstrap over rounds.
 
     steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
              counts the prompts too, whose number in a window is a matter of luck, over all rounds together
@@ -34,7 +34,7 @@ from torch import nn
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare
-from eagle_ray.benchmark.intervals import ratio_interval
+from eagle_ray.benchmark.intervals import Counted, pooled_ratio
 from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
 from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
@@ -77,7 +77,7 @@ HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
 }
 COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "over best", "all", "tau")
 COLUMNS += ("foreseen", "rows/pass", "off", "probes", "outside", "same")
-Rate = Callable[[Sample], float]  # tokens a second
+Count = Callable[[Sample], Counted]  # tokens and seconds
 WAYS = ("plain", "chain", "eagle2", "best", "adaptive", "ours")
 Measured = tuple[dict[str, list[Sample]], dict[str, Identity]]  # of each way: by rounds, and over all of them
 
@@ -150,7 +150,7 @@ def main() -> None:
                 samples, identities = MODES[mode](args, models, lanes, args.rounds, args.seconds)
                 for name, taken in samples.items():
                     about = {"head": head_name, "mode": mode, "batch": batch, "way": name}
-                    cells.append(about | figures(taken, samples, identities[name], RATES[mode], args.device))
+                    cells.append(about | figures(taken, samples, identities[name], COUNTS[mode], args.device))
                     cells[-1]["settings"] = ways[name].model_dump()
                     print(line(cells[-1]), flush=True)
                 save(args, cells)
@@ -254,17 +254,16 @@ def turns(lanes: dict[str, Lane], num_rounds: int) -> Iterator[tuple[int, str, s
 
 
 def figures(
-    samples: list[Sample], others: dict[str, list[Sample]], identity: Identity, rate: Rate, device: str
+    samples: list[Sample], others: dict[str, list[Sample]], identity: Identity, count: Count, device: str
 ) -> dict[str, object]:
     """others: of all ways, in the same rounds."""
-    rates = {name: [rate(sample) for sample in taken] for name, taken in others.items()}
-    mine = [rate(sample) for sample in samples]
-    over = {name: [a / b for a, b in zip(mine, theirs, strict=True)] for name, theirs in rates.items()}
+    mine = [count(sample) for sample in samples]
+    over = {name: list(zip(mine, map(count, taken), strict=True)) for name, taken in others.items()}
     total, plain = (sum(taken[1:], taken[0]) for taken in (samples, others["plain"]))
     return {
-        "tokens_per_second": statistics.median(mine),
-        "over_plain": asdict(ratio_interval(over["plain"])),
-        "over_best": asdict(ratio_interval(over["best"])) if "best" in over else None,
+        "tokens_per_second": statistics.median(tokens / seconds for tokens, seconds in mine),
+        "over_plain": asdict(pooled_ratio(over["plain"])),
+        "over_best": asdict(pooled_ratio(over["best"])) if "best" in over else None,
         "all": total.tokens_per_second / plain.tokens_per_second,
         "tau": total.tau,
         "rows_per_pass": total.num_verify_rows / total.num_steps,
@@ -302,9 +301,9 @@ def save(args: argparse.Namespace, cells: list[dict[str, object]]) -> None:
 
 
 MODES = {"steady": steady, "drain": drain}
-RATES: dict[str, Rate] = {
-    "steady": lambda sample: sample.decoded_per_second,
-    "drain": lambda sample: sample.tokens_per_second,
+COUNTS: dict[str, Count] = {
+    "steady": lambda sample: sample.decoded,
+    "drain": lambda sample: (sample.num_tokens, sample.seconds),
 }
 
 

@@ -48,9 +48,14 @@ class Sample:
         return self.num_tokens / self.seconds
 
     @property
+    def decoded(self) -> tuple[int, float]:
+        """Tokens and seconds of the decode steps alone: prompts, and their first tokens, left out."""
+        return self.num_passes + self.num_accepted, self.seconds - self.prefill_s
+
+    @property
     def decoded_per_second(self) -> float:
-        """Tokens a second of the decode steps alone: prompts, and their first tokens, left out."""
-        return (self.num_passes + self.num_accepted) / (self.seconds - self.prefill_s)
+        tokens, seconds = self.decoded
+        return tokens / seconds
 
     @property
     def tau(self) -> float:

@@ -1,8 +1,9 @@
 """StepCosts: what the parts of a step cost in seconds, by the rows that they run.
 
 Measured before the first request (`measure.py`) and corrected by every step that is taken. A step corrects the sizes
-that it ran, and all others by half as many seconds: what slows a machine down is mostly its memory, and the weights are
-read once whatever the rows. (By half as many percent, a row more would look dearer the slower the machine is.)
+that it ran, and all others by nearly as many seconds: what slows a machine down is mostly its memory, and the weights
+are read once whatever the rows. (By as many percent, a row more would look dearer the slower the machine is; and sizes
+that are not run would keep for good what a bad moment said of them.)
 Does not know values, budgets or how anything is run.
 """
 
@@ -17,9 +18,8 @@ from eagle_ray.engine.stopwatch import Seconds
 
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-LEARNING_RATE = 0.1  # how far one step's time moves what was measured, at least
-FIRST_WEIGHT = 3  # steps that the measurement at start-up is worth: the first steps of a size say more than later ones
-SHARED = 0.6  # of which this much, in seconds, is taken to hold for all numbers of rows: what drifts is the machine
+LEARNING_RATE = 0.1  # how far one step's time moves what was measured
+SHARED = 0.8  # of which this much, in seconds, is taken to hold for all numbers of rows: what drifts is the machine
 NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
 STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
 
@@ -34,11 +34,9 @@ class CostCurve:
     rows: list[int]
     seconds: list[float]
     _rising: list[float] = field(init=False)
-    _times_seen: list[float] = field(init=False)  # steps at or near each number of rows
 
     def __post_init__(self) -> None:
         self._rising = never_falling(self.seconds)
-        self._times_seen = [0.0] * len(self.rows)
 
     def __call__(self, rows: float) -> float:
         """Seconds at `rows`; past the last measured number it rises as on average before, at least."""
@@ -67,18 +65,14 @@ class CostCurve:
         if rows > NEW_SIZE * self.rows[-1]:
             self.seconds = [*self.seconds, self(rows) * ratio]
             self.rows = [*self.rows, round(rows)]
-            self._times_seen = [*self._times_seen, 0.0]
             self._rising = never_falling(self.seconds)
             return
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
-        span, drift = max(self.rows[right] - self.rows[left], 1), self(rows) * (ratio - 1)
-        for place, seconds in enumerate(self._rising):
+        span, drift = max(self.rows[right] - self.rows[left], 1), LEARNING_RATE * self(rows) * (ratio - 1)
+        for place, seconds in enumerate(self.seconds):
             near = max(1 - abs(self.rows[place] - rows) / span, 0.0) if left <= place <= right else 0.0
-            own = max(LEARNING_RATE, 1 / (1 + FIRST_WEIGHT + self._times_seen[place]))
-            move = near * own * (seconds * ratio - self.seconds[place]) + (1 - near) * SHARED * LEARNING_RATE * drift
-            self.seconds[place] = max(self.seconds[place] + move, self.seconds[place] / 2)
-            self._times_seen[place] += near
+            self.seconds[place] = max(seconds + (SHARED + (1 - SHARED) * near) * drift, seconds / 2)
         self._rising = never_falling(self.seconds)
 
 

@@ -1,10 +1,11 @@
 """GlobalPlanner: one budget for the whole batch, spent where a second buys most tokens.
 
-A step is worth (sequences + drafts expected to be accepted) / (seconds to draft + seconds to verify + the rest).
+A kind of step is worth (sequences + drafts expected to be accepted) / (seconds to draft + to verify + the rest). The
+best such rate is the price of a second, and what a single step does has to be worth its price:
 
-    before drafting   the width and depth with the best such rate by recent acceptance, or none at all: a plain step
+    before drafting   the width and depth with the best rate by recent acceptance, or none at all: a plain step
     between levels    stop once the next level's nodes would not pay for drafting them
-    after drafting    as many of the batch's best candidates as make the rate best, over the buckets of the cost curve
+    after drafting    as many of the batch's best candidates as pay for their rows, over the buckets of the cost curve
 
 What is not done is not learnt about. So now and then one sequence is drafted for although nothing is, or a step is
 plain or drafts wider than it would: a probe. What probes cost is at most PROBE_SHARE of the time. Knows values and
@@ -137,10 +138,8 @@ class GlobalPlanner:
         num_candidates = len(candidates.log_values)
         rows = self._passes([size, *self._buckets(size, num_candidates)])
         gains = candidates.expected([min(n - size, num_candidates) for n in rows])
-        drafted = self.costs.drafted(draft.num_caught_up, plan.num_members(size), plan.width, len(draft.levels))
-        spent = drafted + self.costs.draft_rest(size)
-        rates = [self._rate(batch, gain, spent, n) for n, gain in zip(rows, gains, strict=True)]
-        best = max(range(len(rows)), key=rates.__getitem__)
+        profits = self._profits(batch, rows, gains)
+        best = max(range(len(rows)), key=profits.__getitem__)
         self._foreseen = gains[best]
         keep = candidates.keep(rows[best])
         most = int(keep.sum(1).max().item()) if self._can_look else 1 + self._max_nodes
@@ -183,9 +182,19 @@ class GlobalPlanner:
         """How far recent expectations came true: accepted over expected draft tokens."""
         return (self._accepted + PRIOR) / (self._expected + PRIOR)
 
-    def _rate(self, batch: Batch, gain: float, spent: float, num_rows: int) -> float:
-        """Tokens a second of a step that has spent some seconds and verifies num_rows rows."""
-        return (len(batch) + self._trust * gain) / (spent + self.costs.verified(num_rows, batch.num_cached))
+    def _profits(self, batch: Batch, rows: list[int], gains: list[float]) -> list[float]:
+        """Tokens gained by verifying so many rows, less those that the seconds bring in elsewhere."""
+        price = self._price(batch)
+        costs = (self.costs.verified(n, batch.num_cached) for n in rows)
+        return [self._trust * gain - price * seconds for gain, seconds in zip(gains, costs, strict=True)]
+
+    def _price(self, batch: Batch) -> float:
+        """Of a second, in tokens: what a second of the best kind of step brings in on average, drafts or none.
+
+        A step is not to have the best rate that it can have by itself: where texts are hard that is a poor one, and a
+        second spent on raising it is worth more in the steps to come; where they are easy it is the other way round.
+        """
+        return max(self._best.rate, len(batch) / self.costs.plain_step(len(batch), batch.num_cached))
 
     def _passes(self, rows: list[int]) -> list[int]:
         """Those of the passes that there are which take so many rows."""
@@ -238,7 +247,7 @@ class GlobalPlanner:
         return self._foreseen / max(self._reviewed[0], 1)
 
     def _pays(self, builder: TreeBuilder, batch: Batch) -> bool:
-        """Whether the best rate with one more level is expected to beat the best rate with those there are."""
+        """Whether one more level is expected to bring in more than what it takes."""
         now = torch.cat([level.flatten() for level in builder.levels]).exp()
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._best.width, level.shape[1]), dim=1).values.exp()
@@ -248,14 +257,8 @@ class GlobalPlanner:
         rows = self._buckets(len(batch), candidates.shape[1])
         places = torch.tensor(rows, device=now.device) - len(batch) - 1
         totals = candidates.topk(rows[-1] - len(batch)).values.cumsum(1)[:, places]
-        spent = self.costs.draft_rest(len(batch)) + self.costs.drafted(
-            len(batch), len(batch), self._best.width, builder.depth
-        )
-        rates = [
-            max(self._rate(batch, gain, seconds, n) for gain, n in zip(gains, rows, strict=True))
-            for gains, seconds in zip(totals.tolist(), (spent, spent + self.costs.level(beam.numel())), strict=True)
-        ]
-        return rates[1] > rates[0]
+        now, then = (max(self._profits(batch, rows, gains)) for gains in totals.tolist())
+        return then - now > self._price(batch) * self.costs.level(beam.numel())
 
     def _next_probe(self, batch: Batch) -> Plan:
         """For one sequence where nothing is drafted; else by turns a plain step and the widest draft."""

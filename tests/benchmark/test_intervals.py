@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from eagle_ray.benchmark.intervals import ratio_interval, t_quantile
+from eagle_ray.benchmark.intervals import pooled_ratio, ratio_interval, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,10 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     intervals = [ratio_interval(ratios) for ratios in sets]
     assert 920 <= sum(i.low <= 2 <= i.high for i in intervals) <= 977
     assert 920 <= sum(i.bound <= 2 for i in intervals) <= 977
+
+
+def test_a_pooled_ratio_is_of_sums_and_does_not_mind_uneven_rounds():
+    steady, uneven = [(10, 1.0)] * 40, [(10, 0.5), (10, 1.5)] * 20
+    pooled = pooled_ratio(list(zip(uneven, steady, strict=True)))
+    assert pooled.mean == pytest.approx(1.0) and 0.8 < pooled.low < pooled.bound < 1 < pooled.high < 1.25
+    assert ratio_interval([1.0 / seconds for _, seconds in uneven]).mean > 1.1
