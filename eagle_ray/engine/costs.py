@@ -1,9 +1,7 @@
 """StepCosts: what the parts of a step cost in seconds, by the rows that they run.
 
 Measured before the first request (`measure.py`) and corrected by every step that is taken. A step corrects the sizes
-that it ran, and all others by nearly as many seconds: what slows a machine down is mostly its memory, and the weights
-are read once whatever the rows. (By as many percent, a row more would look dearer the slower the machine is; and sizes
-that are not run would keep for good what a bad moment said of them.)
+that it ran, and all others a good half as much: what slows a machine down slows most of it.
 Does not know values, budgets or how anything is run.
 """
 
@@ -19,7 +17,7 @@ from eagle_ray.engine.stopwatch import Seconds
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 LEARNING_RATE = 0.1  # how far one step's time moves what was measured
-SHARED = 0.8  # of which this much, in seconds, is taken to hold for all numbers of rows: what drifts is the machine
+SHARED = 0.6  # of which this much is taken to hold for all numbers of rows: what drifts is mostly the machine
 NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
 STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
 
@@ -69,10 +67,11 @@ class CostCurve:
             return
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
-        span, drift = max(self.rows[right] - self.rows[left], 1), LEARNING_RATE * self(rows) * (ratio - 1)
-        for place, seconds in enumerate(self.seconds):
-            near = max(1 - abs(self.rows[place] - rows) / span, 0.0) if left <= place <= right else 0.0
-            self.seconds[place] = max(seconds + (SHARED + (1 - SHARED) * near) * drift, seconds / 2)
+        span = max(self.rows[right] - self.rows[left], 1)
+        for place, seconds in enumerate(self._rising):
+            near = 1 - abs(self.rows[place] - rows) / span if left <= place <= right else 0.0
+            share = SHARED + (1 - SHARED) * max(near, 0.0)
+            self.seconds[place] += LEARNING_RATE * share * (seconds * ratio - self.seconds[place])
         self._rising = never_falling(self.seconds)
 
 

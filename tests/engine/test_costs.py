@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
-from eagle_ray.engine.costs import SHARED, CostCurve, StepCosts, never_falling
+from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
 from eagle_ray.engine.measure import Bench, SetPlanner, Setting, measure
 from eagle_ray.engine.planner import Outcome
 from eagle_ray.engine.stopwatch import Seconds
@@ -85,15 +85,7 @@ def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
     for _ in range(100):
         costs.learn(Outcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, Seconds(0.0, 3.0, 0.05)))
     assert costs.verify(16) == pytest.approx(3.0, rel=0.05)
-    assert costs.verify(1) < costs.verify(16) * 0.65
-
-
-def test_what_slows_the_machine_down_makes_no_row_dearer_than_another():
-    curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
-    for _ in range(100):
-        curve.correct(16, ratio=3.5 / curve(16))  # a second more, and only 16 rows are ever run
-    assert curve(16) == pytest.approx(3.5, rel=0.01)
-    assert curve(8) == pytest.approx(1.7 + SHARED, rel=0.02) and curve(1) == pytest.approx(1.0 + SHARED, rel=0.02)
+    assert costs.verify(1) < costs.verify(16) * 0.6
 
 
 def test_real_steps_are_measured_and_forgotten():
