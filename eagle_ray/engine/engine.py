@@ -87,7 +87,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
         self.prefiller = Prefiller(target, drafter)
         self.graphs = graphs
-        self.verifier = Verifier(target, graphs, num_spec_tokens, trees or TreeSizes())
+        self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
         if isinstance(drafter, EagleDrafter):
             drafter.replay = graphs
         self.counters = EngineCounters(target.cache.num_slots)

@@ -103,8 +103,8 @@ class Verifier:
     or for larger ones: so it depends on the numbers of sequences and rows alone.
     """
 
-    def __init__(self, target: Target, replay: Replay | None, max_depth: int, trees: TreeSizes):
-        self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees
+    def __init__(self, target: Target, replay: Replay | None, max_depth: int, trees: TreeSizes | None = None):
+        self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or TreeSizes()
 
     def run(
         self, drafter: Drafter, batch: Batch, draft: Draft, allocation: Allocation, mark: Callable[[], None]
