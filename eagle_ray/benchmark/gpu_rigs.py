@@ -21,7 +21,7 @@ from eagle_ray.benchmark.device import GIB, free_bytes, peak_gib, release, synch
 from eagle_ray.benchmark.embedded_pair import embedded_pair
 from eagle_ray.benchmark.gpu_settings import Settings
 from eagle_ray.benchmark.kv_room import OWN, KVRoom, own_columns, weight_bytes
-from eagle_ray.benchmark.rig import Rig, has_graphs
+from eagle_ray.benchmark.rig import Rig
 from eagle_ray.engine.cost_cache import costs_json
 from eagle_ray.engine.costs import CostCurve, StepCosts
 from eagle_ray.models.linear import pack_linears
@@ -55,7 +55,7 @@ class GpuRigs:
             "draft_weights": shape.draft_weights,
             "kv_bytes": shape.kv_numbers * s.dtype.itemsize,
             "kernels": uses_kernels(s.device),
-            "graphs": has_graphs(rig.drafting),
+            "graphs": rig.drafting.graphs is not None,
         }
         self.checked(same_function(f"{name} decodes as the small pair", small, rig, self.prompts, self.noise))
         return rig

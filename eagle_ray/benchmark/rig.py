@@ -173,11 +173,7 @@ class Rig:
     @property
     def num_captured(self) -> int:
         """Graphs recorded so far."""
-        return sum(engine.graphs.num_captured for engine in (self.plain, self.drafting) if has_graphs(engine))
-
-
-def has_graphs(engine: Engine) -> bool:
-    return engine.graphs is not None
+        return sum(engine.graphs.num_captured for engine in (self.plain, self.drafting) if engine.graphs)
 
 
 def _engine(target: Target, drafter: Drafter, tree: Tree, longest: int, graphs: bool) -> Engine:

@@ -19,7 +19,7 @@ from eagle_ray.benchmark.cells import Cell, figures, judged, steady
 from eagle_ray.benchmark.device import GIB, peak_gib
 from eagle_ray.benchmark.gpu_settings import Settings
 from eagle_ray.benchmark.parts import seconds_of_parts
-from eagle_ray.benchmark.rig import LARGEST, Rig, Way, has_graphs
+from eagle_ray.benchmark.rig import LARGEST, Rig, Way
 from eagle_ray.benchmark.roofline import step_bytes
 from eagle_ray.models.places import Shape
 
@@ -92,7 +92,7 @@ class WideCells:
 
     def graphs(self) -> None:
         """What recording took so far, and the memory of it all."""
-        made = [engine.graphs for engine in (self.rig.plain, self.rig.drafting) if has_graphs(engine)]
+        made = [engine.graphs for engine in (self.rig.plain, self.rig.drafting) if engine.graphs]
         self.agenda.results.shapes[self.name] |= {
             "num_graphs": sum(g.num_captured for g in made),
             "graphs_s": sum(g.seconds for g in made),

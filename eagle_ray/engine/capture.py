@@ -30,7 +30,7 @@ def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
     """Leaves an idle engine idle and uncounted. Without graphs, or once they do not work, there is nothing to do."""
     graphs, started = engine.graphs, time.monotonic()
     told = started
-    with at_bench(engine, 1 + max_nodes, top_k) as bench:
+    with at_bench(engine, top_k) as bench:
         settings = list(_settings(bench.num_slots, max_nodes, max_depth, top_k))
         steps = [(temperature, setting) for temperature in TEMPERATURES for setting in settings]
         for i, (temperature, setting) in enumerate(steps):

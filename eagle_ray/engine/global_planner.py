@@ -194,7 +194,11 @@ class GlobalPlanner:
         A step is not to have the best rate that it can have by itself: where texts are hard that is a poor one, and a
         second spent on raising it is worth more in the steps to come; where they are easy it is the other way round.
         """
-        return max(self._best.rate, len(batch) / self.costs.plain_step(len(batch), batch.num_cached))
+        return max(self._best.rate, self._plain_rate(batch))
+
+    def _plain_rate(self, batch: Batch) -> float:
+        """Tokens a second without drafts."""
+        return len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
 
     def _passes(self, rows: list[int]) -> list[int]:
         """Those of the passes that there are which take so many rows."""
@@ -217,7 +221,7 @@ class GlobalPlanner:
         if size == len(batch) and self._num_steps < step + REVIEW_EVERY:
             return
         self._reviewed = len(batch), self._num_steps
-        plain = len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
+        plain = self._plain_rate(batch)
         self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
         hurdle = 1.0
         if not self._drafting:
@@ -283,8 +287,7 @@ class GlobalPlanner:
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
         everyone = len(batch) / len(beam)
-        rate = len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
-        return everyone * beam.exp().sum().item() < rate * self.costs.level(everyone * beam.numel())
+        return everyone * beam.exp().sum().item() < self._plain_rate(batch) * self.costs.level(everyone * beam.numel())
 
     def _price_of(self, probe: Outcome) -> float:
         """Seconds that a probe took beyond the step that would have been taken without it."""

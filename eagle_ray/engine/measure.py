@@ -52,14 +52,13 @@ class Setting:
 class SetPlanner:
     """Does what it is set to, and keeps what came of it. Where less is offered, the pass is padded to its set size.
 
-    most_nodes, num_children: of the passes and drafts that are replayed, which are shaped for the largest tree and for
-    a planner that takes all children; None shapes each as it is set.
+    num_children: drawn of each node; None is as many as the draft is wide.
     """
 
     drafting = True
 
-    def __init__(self, most_nodes: int | None = None, num_children: int | None = None) -> None:
-        self._most_nodes, self._num_children = most_nodes, num_children
+    def __init__(self, num_children: int | None = None) -> None:
+        self._num_children = num_children
         self.setting = Setting(1, 1, 0, 0)
         self.outcome: Outcome | None = None
 
@@ -69,8 +68,7 @@ class SetPlanner:
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
         allocation, setting = Allocation.uniform(draft, self.setting.num_nodes), self.setting
-        num_nodes = min(self._most_nodes or allocation.num_nodes, draft.tree.num_nodes)
-        return replace(allocation, num_nodes=num_nodes, num_rows=max(len(batch) * setting.num_nodes, setting.num_rows))
+        return replace(allocation, num_rows=max(len(batch) * setting.num_nodes, setting.num_rows))
 
     def learn(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -78,18 +76,21 @@ class SetPlanner:
 
 def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepCosts:
     """The costs of an idle engine's steps, up to trees of max_nodes nodes for every slot. Leaves it idle, uncounted."""
-    with at_bench(engine, 1 + max_nodes, top_k) as bench:
+    with at_bench(engine, top_k) as bench:
         for settings in _rounds(bench.num_slots, max_nodes, max_depth, top_k):
             bench.run(settings)
         return bench.costs()
 
 
 @contextmanager
-def at_bench(engine: Engine, most_nodes: int, num_children: int) -> Iterator[Bench]:
-    """An idle engine that takes made-up steps; it is left idle and uncounted, and has learnt nothing from them."""
+def at_bench(engine: Engine, top_k: int) -> Iterator[Bench]:
+    """An idle engine that takes made-up steps; it is left idle and uncounted, and has learnt nothing from them.
+
+    top_k: children of a node in drafts that are replayed, which are recorded as they will be asked for.
+    """
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, counters = engine.planner, engine.counters
-    engine.planner = SetPlanner(most_nodes, num_children) if engine.graphs else SetPlanner()
+    engine.planner = SetPlanner(top_k if engine.graphs else None)
     engine.counters = EngineCounters(counters.num_slots)
     bench = Bench(engine, apart=engine.target.device.type == "cuda")
     yield bench
