@@ -32,7 +32,7 @@ from eagle_ray.engine.cost_cache import cached_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.graphs import Graphs, why_not_captured
-from eagle_ray.engine.measure import measure
+from eagle_ray.engine.measure import measure, warm_up
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.errors import EngineError
@@ -42,7 +42,7 @@ from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.target import Target
-from eagle_ray.models.threads import settle_threads
+from eagle_ray.models.threads import in_passing_thread, settle_threads
 from eagle_ray.text import Text
 
 log = logging.getLogger("eagle_ray")
@@ -106,6 +106,28 @@ def build_pair(
     weights = None if needs(speculative.method) is None else load_draft(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
     return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
+
+
+def start_pair(
+    model: ModelConfig,
+    speculative: SpeculativeConfig,
+    slots: int,
+    kv_tokens: int | None,
+    num_gpus: int,
+    threads: int,
+) -> Pair:
+    """build_pair's pair, ready for an engine's own thread: nothing of a row's time goes to what is made only once.
+
+    threads: CPU threads of torch's, at most. Raises as build_pair does.
+    """
+
+    def start() -> Pair:
+        torch.set_num_threads(threads)
+        pair = build_pair(model, speculative, slots, kv_tokens, num_gpus)
+        warm_up(pair.engine, speculative.top_k)
+        return pair
+
+    return in_passing_thread(start)
 
 
 def load_causal_lm(model: ModelConfig, slots: int, kv_tokens: int | None = None, num_gpus: int = 1) -> nn.Module:

@@ -59,8 +59,7 @@ class Twin:
     """Loads the models. Raises what pair_of raises."""
 
     def __init__(self, config: JobConfig, threads: int):
-        torch.set_num_threads(threads)
-        pair = pair_of(config)
+        pair = pair_of(config, threads)
         self._config, self._text, self._target = config, pair.text, pair.engine.target
         self._drafting = pair.engine
         self._plain = Engine(self._target, NoDrafter(), UniformPlanner(0, 0, 0), pair.engine.max_model_len, 0)

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
-import torch
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.answers import OutputRows
@@ -27,14 +26,12 @@ from eagle_ray.data.record import Run
 from eagle_ray.data.samples import Row, sequences_of
 from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.engine.engine import Engine, EngineCounters
+from eagle_ray.engine.engine import EngineCounters
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.pair import Pair, build_pair
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.pair import Pair, start_pair
 
 log = logging.getLogger("eagle_ray")
-WARM_UP_TOKENS = 16
 
 
 class Worker:
@@ -44,11 +41,9 @@ class Worker:
     """
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
-        torch.set_num_threads(threads)
-        pair = pair_of(config)
+        pair = pair_of(config, threads)
         self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
         self._config, self._text = config, pair.text
-        _warm_up(pair.engine)
         self._engine = AsyncEngine(pair.engine)
         self._schema = output_schema(passthrough)
         constants = _constants(config, run, pair) | {"worker_id": self.worker_id}
@@ -114,19 +109,11 @@ def _as_row_error(request: Row) -> Iterator[None]:
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
-def pair_of(config: JobConfig) -> Pair:
-    """Raises what build_pair raises."""
+def pair_of(config: JobConfig, threads: int) -> Pair:
+    """Raises what start_pair raises."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
-    return build_pair(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus)
-
-
-def _warm_up(engine: Engine) -> None:
-    """The first steps pay for what is made once; no row's times should hold it."""
-    engine.add(Sequence("warm-up", [0], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)))
-    while engine.has_work:
-        engine.step()
-    engine.counters = EngineCounters(engine.counters.num_slots)  # they count what rows take
+    return start_pair(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus, threads)
 
 
 def _constants(config: JobConfig, run: Run, pair: Pair) -> dict[str, Any]:

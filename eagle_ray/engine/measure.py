@@ -82,6 +82,14 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
         return bench.costs()
 
 
+def warm_up(engine: Engine, top_k: int) -> None:
+    """An idle engine's first steps, plain and with drafts: what is made once is made before anybody waits for it."""
+    with at_bench(engine, top_k) as bench:
+        bench.take(Setting(1, 1, 0, 0))
+        if engine.num_spec_tokens:
+            bench.take(Setting(1, 2, 1, 1))
+
+
 @contextmanager
 def at_bench(engine: Engine, top_k: int) -> Iterator[Bench]:
     """An idle engine that takes made-up steps; it is left idle and uncounted, and has learnt nothing from them.

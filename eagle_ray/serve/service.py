@@ -15,13 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-
 from eagle_ray.config import ServeConfig
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import build_pair
+from eagle_ray.pair import start_pair
 from eagle_ray.serve.answers import Json, answer_of
 from eagle_ray.serve.asked import Asked, Choice, asked_of
 from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, wants_usage
@@ -38,10 +36,8 @@ from eagle_ray.serve.protocol import (
 )
 from eagle_ray.serve.snapshot import Snapshot
 from eagle_ray.serve.typed import without_nulls
-from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.text import Text
 
-WARM_UP_TOKENS = 16
 LONG = 1 << 16  # characters; a tenth of a second's tokenizing
 Result = TypeVar("Result")
 Said = "Json | Exception | None"
@@ -59,16 +55,14 @@ class Service:
         self._num_in_flight = 0
         self._reader = ThreadPoolExecutor(1, "eagle-ray-reader")
         self._long_reader = ThreadPoolExecutor(1, "eagle-ray-long-reader")  # megabytes hold up their like alone
-        _warm_up(engine)
         self._engine = AsyncEngine(engine)
 
     @classmethod
     def start(cls, config: ServeConfig, threads: int) -> Service:
         """Load the pair. Raises ConfigError and EngineError as build_pair does."""
-        torch.set_num_threads(threads)
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
-        pair = build_pair(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus)
+        pair = start_pair(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads)
         return cls(config, pair.engine, pair.text)
 
     @property
@@ -195,10 +189,3 @@ class Service:
         for sequence in finished:
             self.meter.answered(sequence)
         self.meter.aborted(len(sequences) - len(finished))
-
-
-def _warm_up(engine: Engine) -> None:
-    """The first steps pay for what is made once; no client should."""
-    engine.add(Sequence("warm-up", [0], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)))
-    while engine.has_work:
-        engine.step()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import Bench, SetPlanner, Setting, measure
-from eagle_ray.engine.planner import Outcome
+from eagle_ray.engine.measure import Bench, SetPlanner, Setting, measure, warm_up
+from eagle_ray.engine.planner import Outcome, UniformPlanner
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.models.blocks import BLOCK_SIZE
 from eagle_ray.speculative.plan import PLAIN
@@ -107,6 +107,25 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
     assert bench._attend() >= 0
     bench.clear()
+    engine.scheduler.check_integrity()
+
+
+class Untaught(UniformPlanner):
+    """Fails as soon as it is asked or told anything."""
+
+    def plan(self, batch):
+        raise AssertionError("asked")
+
+    def learn(self, outcome):
+        raise AssertionError("told")
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])
+def test_warming_up_takes_steps_that_nobody_counts_or_learns_from(tree):
+    engine = llama_engine(2, *tree)
+    engine.planner = planner = Untaught(*tree)
+    warm_up(engine, tree[2])
+    assert engine.planner is planner and not engine.has_work and engine.counters.num_steps == 0
     engine.scheduler.check_integrity()
 
 

@@ -1,4 +1,7 @@
-"""No more threads than a model is worth."""
+"""No more threads than a model is worth, and none left standing."""
+
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,3 +41,26 @@ def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, monkeypatch, 
     model = Timed(seconds)
     monkeypatch.setattr(threads.time, "perf_counter", lambda: model.now)
     assert threads.settle_threads(model, 16) == wanted == torch.get_num_threads()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the process's threads in /proc")
+def test_a_passing_thread_leaves_no_helpers(eight_threads):
+    def product() -> int:
+        assert torch.equal(torch.ones(64, 512) @ torch.ones(512, 512), torch.full((64, 512), 512.0))
+        return num_threads()
+
+    before = num_threads()
+    assert threads.in_passing_thread(product) >= before + 8
+    deadline = time.monotonic() + 10
+    while num_threads() > before and time.monotonic() < deadline:  # the system takes a moment to bury them
+        time.sleep(0.01)
+    assert num_threads() == before
+
+
+def test_what_a_passing_thread_raises_is_raised():
+    with pytest.raises(KeyError, match="gone"):
+        threads.in_passing_thread(lambda: {}["gone"])
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
