@@ -1,25 +1,28 @@
 """StepCosts: what the parts of a step cost in seconds, by the rows that they run.
 
-Measured before the first request (`measure.py`) and corrected by every step that is taken. A step corrects the sizes
-that it ran, and all others a good half as much: what slows a machine down slows most of it.
-Does not know values, budgets or how anything is run.
+Measured before the first request (`measure.py`) and corrected by every step that is taken: a size that was just run
+by little, one that was not run for long by much, and all others with it by how far they tend to drift together
+(`doubt.py`). Does not know values, budgets or how anything is run.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import numpy as np
+
+from eagle_ray.engine.doubt import Doubt
 from eagle_ray.engine.planner import Outcome
 from eagle_ray.engine.stopwatch import Seconds
 
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-LEARNING_RATE = 0.1  # how far one step's time moves what was measured
-SHARED = 0.6  # of which this much is taken to hold for all numbers of rows: what drifts is mostly the machine
+NEARBY = 0.25  # of a number of rows
 NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
-STRANGE = 2.0  # a time this many times off says more about the machine's other work than about this pass
 
 
 @dataclass(slots=True)
@@ -32,19 +35,34 @@ class CostCurve:
     rows: list[int]
     seconds: list[float]
     _rising: list[float] = field(init=False)
+    _doubt: Doubt = field(init=False)
 
     def __post_init__(self) -> None:
         self._rising = never_falling(self.seconds)
+        self._doubt = Doubt(self.rows)
 
     def __call__(self, rows: float) -> float:
         """Seconds at `rows`; past the last measured number it rises as on average before, at least."""
         if len(self.rows) == 1:
             return self._rising[0]
         if rows > self.rows[-1]:
-            return self._rising[-1] + max(self._last_slope, self.per_row) * (rows - self.rows[-1])
+            return self._rising[-1] + self._slope_beyond * (rows - self.rows[-1])
         right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         a, b, x, y = self.rows[right - 1], self.rows[right], self._rising[right - 1], self._rising[right]
         return x + (y - x) * max(rows - a, 0) / (b - a)
+
+    def at(self, rows: Sequence[int]) -> np.ndarray:
+        """The same for several numbers of rows at once."""
+        known = np.interp(rows, self.rows, self._rising)
+        return (
+            known
+            if len(self.rows) == 1
+            else known + self._slope_beyond * np.maximum(np.subtract(rows, self.rows[-1]), 0)
+        )
+
+    def slope(self, rows: float) -> float:
+        """Seconds of one row more, on average over those within a quarter of `rows`."""
+        return (self(rows * (1 + NEARBY)) - self(rows * (1 - NEARBY))) / (2 * NEARBY * rows)
 
     @property
     def per_row(self) -> float:
@@ -52,8 +70,11 @@ class CostCurve:
         return (self._rising[-1] - self._rising[0]) / max(self.rows[-1] - self.rows[0], 1)
 
     @property
-    def _last_slope(self) -> float:
-        return (self._rising[-1] - self._rising[-2]) / (self.rows[-1] - self.rows[-2])
+    def _slope_beyond(self) -> float:
+        """Seconds of one row more past the last measured number."""
+        if len(self.rows) == 1:
+            return 0.0
+        return max((self._rising[-1] - self._rising[-2]) / (self.rows[-1] - self.rows[-2]), self.per_row)
 
     def correct(self, rows: float, ratio: float) -> None:
         """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it.
@@ -63,20 +84,26 @@ class CostCurve:
         if rows > NEW_SIZE * self.rows[-1]:
             self.seconds = [*self.seconds, self(rows) * ratio]
             self.rows = [*self.rows, round(rows)]
-            self._rising = never_falling(self.seconds)
-            return
+            self._doubt.add(self.rows[-1])
+        else:
+            factors = self._doubt.factors(self._shares(rows), ratio)
+            self.seconds = [s * factor for s, factor in zip(self._rising, factors, strict=True)]
+        self._rising = never_falling(self.seconds)
+
+    def _shares(self, rows: float) -> dict[int, float]:
+        """The places of the measured numbers next to `rows`, and how much each of them has to do with it."""
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
-        span = max(self.rows[right] - self.rows[left], 1)
-        for place, seconds in enumerate(self._rising):
-            near = 1 - abs(self.rows[place] - rows) / span if left <= place <= right else 0.0
-            share = SHARED + (1 - SHARED) * max(near, 0.0)
-            self.seconds[place] += LEARNING_RATE * share * (seconds * ratio - self.seconds[place])
-        self._rising = never_falling(self.seconds)
+        if left == right:
+            return {right: 1.0}
+        share = (rows - self.rows[left]) / (self.rows[right] - self.rows[left])
+        return {left: 1 - share, right: share}
 
 
 def never_falling(seconds: list[float]) -> list[float]:
     """The nearest sequence that never falls: wherever one would, neighbours share their geometric mean."""
+    if all(a <= b for a, b in pairwise(seconds)):
+        return seconds
     pools: list[tuple[float, int]] = []  # mean logarithm and number of what shares it
     for value in seconds:
         mean, count = math.log(value), 1
@@ -128,15 +155,11 @@ class StepCosts:
     def learn(self, outcome: Outcome) -> None:
         """Correct what this step has shown to be wrong."""
         foreseen, seconds = self.foresee(outcome), outcome.seconds
-        self.verify.correct(outcome.num_rows, _tamed(seconds.verify / foreseen.verify))
+        self.verify.correct(outcome.num_rows, seconds.verify / foreseen.verify)
         if outcome.plan.drafts:
-            ratio = _tamed(seconds.draft / foreseen.draft)
+            ratio = seconds.draft / foreseen.draft
             self.read.correct(outcome.num_caught_up, ratio)
             if outcome.depth:
                 self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
         rest = self.draft_rest if outcome.depth else self.plain_rest
-        rest.correct(outcome.batch_size, _tamed(seconds.rest / foreseen.rest))
-
-
-def _tamed(ratio: float) -> float:
-    return min(max(ratio, 1 / STRANGE), STRANGE)
+        rest.correct(outcome.batch_size, seconds.rest / foreseen.rest)

@@ -7,9 +7,10 @@ best such rate is the price of a second, and what a single step does has to be w
     between levels    stop once the next level's nodes would not pay for drafting them
     after drafting    as many of the batch's best candidates as pay for their rows, over the buckets of the cost curve
 
-What is not done is not learnt about. So now and then one sequence is drafted for although nothing is, or a step is
-plain or drafts wider than it would: a probe. What probes cost is at most PROBE_SHARE of the time. Knows values and
-seconds; does not know models, requests or who drafts.
+What is not done is not learnt about. So now and then there are drafts although there should be none, or a step is plain
+or drafts wider than it would: a probe. What probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of
+the time: so what nearly pays is tried often, and what does not rarely. Knows values and seconds; does not know models,
+requests or who drafts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -35,11 +37,13 @@ from eagle_ray.speculative.plan import PLAIN, Plan
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
 PROBE_SHARE = 0.005  # of the time
-PROBE_FLOOR = 0.1  # of a step: what a probe is taken to cost at least, which makes one of ten steps the most
+PROBE_FLOOR = 0.1  # of a plain step: what a probe is taken to cost at least, which makes one of twenty steps the most
+NEARLY = 0.8  # of plain decoding's rate that drafts must promise for a probe to draft for everyone
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS = 2  # sequences of each of them
-OBSERVE_EVERY = 4  # drafting steps
+OBSERVE_EVERY = 4  # drafting steps, at least
+MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations
 DEEPER_EVERY, WIDER_EVERY = 16, 32  # drafting steps, which are observed
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.02  # times plain decoding's rate that drafts must promise before they are made: promises are a little off
@@ -89,6 +93,7 @@ class GlobalPlanner:
         self._accepted = self._expected = PRIOR
         self._prompt_tokens = 0.0  # of new prompts, computed along with a step on average
         self._foreseen = 0.0  # drafts that this step's budget is expected to yield
+        self._rows_each = 2.0  # rows of the last draft's pass, for each sequence
 
     @property
     def drafting(self) -> bool:
@@ -138,9 +143,8 @@ class GlobalPlanner:
         num_candidates = len(candidates.log_values)
         rows = self._passes([size, *self._buckets(size, num_candidates)])
         gains = candidates.expected([min(n - size, num_candidates) for n in rows])
-        profits = self._profits(batch, rows, gains)
-        best = max(range(len(rows)), key=profits.__getitem__)
-        self._foreseen = gains[best]
+        best = int(self._profits(batch, rows, gains).argmax())
+        self._foreseen, self._rows_each = gains[best], rows[best] / size
         keep = candidates.keep(rows[best])
         most = int(keep.sum(1).max().item()) if self._can_look else 1 + self._max_nodes
         return Allocation(keep, min(most, draft.tree.num_nodes), rows[best])
@@ -156,14 +160,14 @@ class GlobalPlanner:
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= PROBE_SHARE * outcome.seconds.total
         if outcome.plan.probe:
-            self._debt = self._price_of(outcome)
+            self._debt = self._loss(outcome)
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
         self._expected = MEMORY * self._expected + self._foreseen
 
     def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
-        if plan.probe or self._num_drafts % OBSERVE_EVERY == 0:
+        if plan.probe or self._num_drafts % max(OBSERVE_EVERY, size // MEMBERS_EVERY) == 0:
             self._curves.observe(self._to_full_depth(draft, plan, size), plan.width, draft.beside)
         self._num_drafts += 1
         self._num_offers += draft.depth > 0
@@ -182,23 +186,22 @@ class GlobalPlanner:
         """How far recent expectations came true: accepted over expected draft tokens."""
         return (self._accepted + PRIOR) / (self._expected + PRIOR)
 
-    def _profits(self, batch: Batch, rows: list[int], gains: list[float]) -> list[float]:
+    def _profits(self, batch: Batch, rows: list[int], gains: Sequence[float]) -> np.ndarray:
         """Tokens gained by verifying so many rows, less those that the seconds bring in elsewhere."""
-        price = self._price(batch)
-        costs = (self.costs.verified(n, batch.num_cached) for n in rows)
-        return [self._trust * gain - price * seconds for gain, seconds in zip(gains, costs, strict=True)]
+        seconds = self.costs.verify.at(rows) + self.costs.attend * batch.num_cached
+        return self._trust * np.asarray(gains) - self._price(len(batch), batch.num_cached) * seconds
 
-    def _price(self, batch: Batch) -> float:
+    def _price(self, size: int, num_cached: int) -> float:
         """Of a second, in tokens: what a second of the best kind of step brings in on average, drafts or none.
 
         A step is not to have the best rate that it can have by itself: where texts are hard that is a poor one, and a
         second spent on raising it is worth more in the steps to come; where they are easy it is the other way round.
         """
-        return max(self._best.rate, self._plain_rate(batch))
+        return max(self._best.rate, self._plain_rate(size, num_cached))
 
-    def _plain_rate(self, batch: Batch) -> float:
+    def _plain_rate(self, size: int, num_cached: int) -> float:
         """Tokens a second without drafts."""
-        return len(batch) / self.costs.plain_step(len(batch), batch.num_cached)
+        return size / self.costs.plain_step(size, num_cached)
 
     def _passes(self, rows: list[int]) -> list[int]:
         """Those of the passes that there are which take so many rows."""
@@ -221,7 +224,7 @@ class GlobalPlanner:
         if size == len(batch) and self._num_steps < step + REVIEW_EVERY:
             return
         self._reviewed = len(batch), self._num_steps
-        plain = self._plain_rate(batch)
+        plain = self._plain_rate(len(batch), batch.num_cached)
         self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
         hurdle = 1.0
         if not self._drafting:
@@ -251,23 +254,26 @@ class GlobalPlanner:
         return self._foreseen / max(self._reviewed[0], 1)
 
     def _pays(self, builder: TreeBuilder, batch: Batch) -> bool:
-        """Whether one more level is expected to bring in more than what it takes."""
-        now = torch.cat([level.flatten() for level in builder.levels]).exp()
+        """Whether one more level is expected to bring in more than what it takes.
+
+        Its nodes are worth what they bring in beyond their rows, which are taken to cost what rows near the last
+        number of them do.
+        """
         level = builder.levels[-1].flatten(1)
-        beam = level.topk(min(self._best.width, level.shape[1]), dim=1).values.exp()
-        children = torch.tensor(self._curves.children(builder.depth + 1), device=beam.device)
-        next_level = (beam[:, :, None] * children).flatten()
-        candidates = torch.stack([torch.cat([now, level]) for level in (torch.zeros_like(next_level), next_level)])
-        rows = self._buckets(len(batch), candidates.shape[1])
-        places = torch.tensor(rows, device=now.device) - len(batch) - 1
-        totals = candidates.topk(rows[-1] - len(batch)).values.cumsum(1)[:, places]
-        now, then = (max(self._profits(batch, rows, gains)) for gains in totals.tolist())
-        return then - now > self._price(batch) * self.costs.level(beam.numel())
+        beam = level.topk(min(self._best.width, level.shape[1]), dim=1).values.exp().numpy(force=True)
+        children = self._trust * np.outer(beam, self._curves.children(builder.depth + 1))
+        price, rows = self._price(len(batch), batch.num_cached), len(batch) * self._rows_each
+        gain = np.maximum(children - price * self.costs.verify.slope(rows), 0).sum()
+        return bool(gain > price * self.costs.level(beam.size))
 
     def _next_probe(self, batch: Batch) -> Plan:
-        """For one sequence where nothing is drafted; else by turns a plain step and the widest draft."""
+        """Where nothing is drafted, everyone's drafts if they nearly pay, or else one sequence's.
+
+        Where there are drafts, by turns a plain step and the widest draft.
+        """
         if not self._drafting:
-            return self._probe(batch, 1)
+            nearly_pays = self._best.rate > NEARLY * self._plain_rate(len(batch), batch.num_cached)
+            return replace(self._promising(batch), probe=True) if nearly_pays else self._probe(batch, 1)
         self._probe_is_plain = not self._probe_is_plain
         if self._probe_is_plain:
             return replace(PLAIN, probe=True)
@@ -287,14 +293,14 @@ class GlobalPlanner:
         level = builder.levels[-1].flatten(1)
         beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
         everyone = len(batch) / len(beam)
-        return everyone * beam.exp().sum().item() < self._plain_rate(batch) * self.costs.level(everyone * beam.numel())
+        price = self._plain_rate(len(batch), batch.num_cached)
+        return everyone * beam.exp().sum().item() < price * self.costs.level(everyone * beam.numel())
 
-    def _price_of(self, probe: Outcome) -> float:
-        """Seconds that a probe took beyond the step that would have been taken without it."""
-        instead = self.costs.plain_step(probe.batch_size, probe.num_cached)
-        if self._drafting and self._best.rate > 0:
-            instead = (probe.batch_size + probe.num_accepted) / self._best.rate
-        return max(probe.seconds.total - instead, PROBE_FLOOR * instead)
+    def _loss(self, probe: Outcome) -> float:
+        """Seconds that a probe took beyond those in which its tokens would have been made without it."""
+        size, num_cached = probe.batch_size, probe.num_cached
+        worth = (size + probe.num_accepted) / self._price(size, num_cached)
+        return max(probe.seconds.total - worth, PROBE_FLOOR * self.costs.plain_step(size, num_cached))
 
 
 def _between(buckets: Sequence[int], size: int, num_candidates: int) -> list[int]:

@@ -40,6 +40,7 @@ class ValueCurves:
         self._values = torch.zeros(shape).tolist()
         self._masses: list[list[float]] = []  # of each level: its parents' values, then its children's by rank
         self._times_seen: list[int] = []  # of each level
+        self._children: list[list[float]] = []  # of each level, worked out anew for each draft that is heard of
         self._known: list[float] = []  # of each level: sequences from which its masses are known, the old ones fading
         self._news: tuple[HostCopy, int, int] | None = None  # of the last draft, its members and the widths it tells of
 
@@ -62,12 +63,13 @@ class ValueCurves:
         A level of which little is known, or has been for long, is taken to be like the one above it.
         """
         self._hear()
-        children = self._ratios(1)
-        for level in range(2, min(depth, len(self._masses)) + 1):
-            known = self._known[level - 1]
-            own = zip(self._ratios(level), children, strict=True)
-            children = [(known * x + ALIKE * above) / (known + ALIKE) for x, above in own]
-        return children
+        if not self._children:
+            self._children = [self._ratios(1)]
+            for level in range(2, len(self._masses) + 1):
+                known = self._known[level - 1]
+                own = zip(self._ratios(level), self._children[-1], strict=True)
+                self._children.append([(known * x + ALIKE * above) / (known + ALIKE) for x, above in own])
+        return self._children[min(depth, len(self._children)) - 1]
 
     def _ratios(self, depth: int) -> list[float]:
         parents, *children = self._masses[depth - 1]
@@ -90,6 +92,7 @@ class ValueCurves:
             return
         (copy, num_members, num_widths), self._news = self._news, None
         curves, masses = copy.read()
+        self._children.clear()
         rate = RATE * min(num_members / ENOUGH, 1) ** 0.5
         self._known = [known * (1 - rate) for known in self._known]
         for level, fresh in enumerate(masses):

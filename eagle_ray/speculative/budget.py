@@ -99,7 +99,7 @@ class Candidates:
         values = _worth(tree, budget)[:, 1:]
         batch, num_candidates = values.shape
         order = torch.arange(num_candidates, device=values.device).expand(batch, -1)
-        if batch > 1 or budget.num_nodes - 1 < num_candidates:
+        if budget.num_nodes - 1 < num_candidates:
             values, order = values.sort(dim=1, descending=True, stable=True)
             values, order = values[:, : budget.num_nodes - 1], order[:, : budget.num_nodes - 1]
         best, index = values.flatten().sort(descending=True, stable=True)
