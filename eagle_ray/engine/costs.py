@@ -152,9 +152,9 @@ class StepCosts:
             draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, max(outcome.depth, 1))
         return Seconds(draft, verify, rest(outcome.batch_size))
 
-    def learn(self, outcome: Outcome) -> None:
-        """Correct what this step has shown to be wrong."""
-        foreseen, seconds = self.foresee(outcome), outcome.seconds
+    def learn(self, outcome: Outcome, foreseen: Seconds) -> None:
+        """Correct what this step has shown to be wrong. foreseen: what it was taken to take."""
+        seconds = outcome.seconds
         self.verify.correct(outcome.num_rows, seconds.verify / foreseen.verify)
         if outcome.plan.drafts:
             ratio = seconds.draft / foreseen.draft

@@ -18,7 +18,7 @@ import numpy as np
 
 NOISE = 0.08  # standard deviation of the logarithm of one time, around what such steps take at present
 AT_FIRST = (0.12, 0.08)  # the same of what was measured at the start: of all sizes together, and of a neighbourhood
-DRIFT = (0.008, 0.004)  # likewise, of what one step more adds
+DRIFT = (0.012, 0.006)  # likewise, of what each time heard adds
 NEAR = 2.0  # doublings of the number of rows over which neighbours are alike to 1/e
 STRANGE = 3.0  # standard deviations: what is further off says more about the machine's other work than about this size
 

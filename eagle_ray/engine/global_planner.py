@@ -42,9 +42,10 @@ NEARLY = 0.8  # of plain decoding's rate that drafts must promise for a probe to
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS = 2  # sequences of each of them
-OBSERVE_EVERY = 4  # drafting steps, at least
+FIRST_STEPS, HEAR_EVERY = 64, 4  # after the first steps, one in so many is heard of: costs change slowly
+OBSERVE_EVERY = 8  # drafting steps, at least
 MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations
-DEEPER_EVERY, WIDER_EVERY = 16, 32  # drafting steps, which are observed
+DEEPER_EVERY, WIDER_EVERY = 32, 32  # drafting steps, which are observed
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.02  # times plain decoding's rate that drafts must promise before they are made: promises are a little off
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
@@ -81,7 +82,7 @@ class GlobalPlanner:
         widths = (*(w for w in WIDTHS if w < top_k), top_k)
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
         self.costs, self._can_look, self._padded = costs, can_look, padded
-        self.foreseen_s = self.foreseen_plain_s = 0.0  # of all steps so far, by the costs: as taken, and without drafts
+        self.foreseen_s = self.foreseen_plain_s = 0.0  # of steps heard of, by the costs: as taken, without drafts
         self._curves = ValueCurves(widths, self._max_depth)
         self._best = Prospect(0.0)
         self._drafting = True
@@ -150,12 +151,10 @@ class GlobalPlanner:
         return Allocation(keep, min(most, draft.tree.num_nodes), rows[best])
 
     def learn(self, outcome: Outcome) -> None:
-        foreseen = self.costs.foresee(outcome)
         if outcome.is_first:
-            outcome = replace(outcome, seconds=foreseen)
-        self.foreseen_s += foreseen.total
-        self.foreseen_plain_s += self.costs.plain_step(outcome.batch_size, outcome.num_cached)
-        self.costs.learn(outcome)
+            outcome = replace(outcome, seconds=self.costs.foresee(outcome))
+        if outcome.plan.probe or self._num_steps < FIRST_STEPS or self._num_steps % HEAR_EVERY == 0:
+            self._learn_costs(outcome)
         self._num_steps += 1
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= PROBE_SHARE * outcome.seconds.total
@@ -164,6 +163,12 @@ class GlobalPlanner:
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
         self._expected = MEMORY * self._expected + self._foreseen
+
+    def _learn_costs(self, outcome: Outcome) -> None:
+        foreseen = self.costs.foresee(outcome)
+        self.foreseen_s += foreseen.total
+        self.foreseen_plain_s += self.costs.plain_step(outcome.batch_size, outcome.num_cached)
+        self.costs.learn(outcome, foreseen)
 
     def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
@@ -186,7 +191,7 @@ class GlobalPlanner:
         """How far recent expectations came true: accepted over expected draft tokens."""
         return (self._accepted + PRIOR) / (self._expected + PRIOR)
 
-    def _profits(self, batch: Batch, rows: list[int], gains: Sequence[float]) -> np.ndarray:
+    def _profits(self, batch: Batch, rows: list[int], gains: list[float]) -> np.ndarray:
         """Tokens gained by verifying so many rows, less those that the seconds bring in elsewhere."""
         seconds = self.costs.verify.at(rows) + self.costs.attend * batch.num_cached
         return self._trust * np.asarray(gains) - self._price(len(batch), batch.num_cached) * seconds
@@ -259,8 +264,8 @@ class GlobalPlanner:
         Its nodes are worth what they bring in beyond their rows, which are taken to cost what rows near the last
         number of them do.
         """
-        level = builder.levels[-1].flatten(1)
-        beam = level.topk(min(self._best.width, level.shape[1]), dim=1).values.exp().numpy(force=True)
+        level = builder.levels[-1].flatten(1).numpy(force=True)
+        beam = np.exp(np.sort(level)[:, -self._best.width :])
         children = self._trust * np.outer(beam, self._curves.children(builder.depth + 1))
         price, rows = self._price(len(batch), batch.num_cached), len(batch) * self._rows_each
         gain = np.maximum(children - price * self.costs.verify.slope(rows), 0).sum()

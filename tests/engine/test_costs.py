@@ -38,6 +38,10 @@ def some_costs() -> StepCosts:
     return StepCosts(CostCurve([1, 8, 16], [1.0, 1.2, 2.0]), 0.0, flat(0.1), flat(0.1), flat(0.05), flat(0.1))
 
 
+def hear(costs: StepCosts, outcome: Outcome) -> None:
+    costs.learn(outcome, costs.foresee(outcome))
+
+
 @given(seconds)
 def test_more_rows_never_cost_less(values):
     curve = CostCurve(list(range(1, len(values) + 1)), values)
@@ -75,7 +79,7 @@ def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
     costs = some_costs()
     for _ in range(200):  # everything takes twice as long, and 16 rows four times
         for rows, took in ((1, 2.0), (8, 2.4), (16, 8.0)):
-            costs.learn(Outcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, Seconds(0.0, took, 0.1)))
+            hear(costs, Outcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, Seconds(0.0, took, 0.1)))
     assert costs.verify(8) / costs.verify(1) == pytest.approx(1.2, rel=0.15)
     assert costs.verify(16) / costs.verify(1) == pytest.approx(4.0, rel=0.15)
 
@@ -83,7 +87,7 @@ def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
 def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
     costs = some_costs()
     for _ in range(100):
-        costs.learn(Outcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, Seconds(0.0, 3.0, 0.05)))
+        hear(costs, Outcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, Seconds(0.0, 3.0, 0.05)))
     assert costs.verify(16) == pytest.approx(3.0, rel=0.05)
     assert costs.verify(1) < costs.verify(16) * 0.6
 
