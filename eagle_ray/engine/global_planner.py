@@ -7,10 +7,9 @@ best such rate is the price of a second, and what a single step does has to be w
     between levels    stop once the next level's nodes would not pay for drafting them
     after drafting    as many of the batch's best candidates as pay for their rows, over the buckets of the cost curve
 
-What is not done is not learnt about. So now and then there are drafts although there should be none, or a step is plain
-or drafts wider than it would: a probe. What probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of
-the time: so what nearly pays is tried often, and what does not rarely. Knows values and seconds; does not know models,
-requests or who drafts.
+What is not done is not learnt about. So now and then a few sequences are drafted for although none should be, or a step
+is plain or drafts wider than it would: a probe. What probes cost, beyond what their tokens are worth, is at most
+PROBE_SHARE of the time. Knows values and seconds; does not know models, requests or who drafts.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
 PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a plain step: what a probe is taken to cost at least, which makes one of twenty steps the most
-NEARLY = 0.8  # of plain decoding's rate that drafts must promise for a probe to draft for everyone
+PROBED = 8  # where nothing is drafted a probe is for one of so many sequences: each must first read all that it missed
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
-FIRST_MEMBERS = 2  # sequences of each of them
+FIRST_MEMBERS, FIRST_PROBED = 2, 4  # sequences of each of them: so many, or one of so many if that is more
 FIRST_STEPS, HEAR_EVERY = 64, 4  # after the first steps, one in so many is heard of: costs change slowly
 OBSERVE_EVERY = 8  # drafting steps, at least
 MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations
@@ -102,7 +101,7 @@ class GlobalPlanner:
 
     def plan(self, batch: Batch) -> Plan:
         if self._num_offers < FIRST_PROBES and self._num_drafts < FIRST_LOOKS:
-            return self._probe(batch, FIRST_MEMBERS)
+            return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
         self._review(batch)
         if self._debt <= 0:
             return self._next_probe(batch)
@@ -272,13 +271,9 @@ class GlobalPlanner:
         return bool(gain > price * self.costs.level(beam.size))
 
     def _next_probe(self, batch: Batch) -> Plan:
-        """Where nothing is drafted, everyone's drafts if they nearly pay, or else one sequence's.
-
-        Where there are drafts, by turns a plain step and the widest draft.
-        """
+        """For some sequences where nothing is drafted; else by turns a plain step and the widest draft."""
         if not self._drafting:
-            nearly_pays = self._best.rate > NEARLY * self._plain_rate(len(batch), batch.num_cached)
-            return replace(self._promising(batch), probe=True) if nearly_pays else self._probe(batch, 1)
+            return self._probe(batch, max(1, len(batch) // PROBED))
         self._probe_is_plain = not self._probe_is_plain
         if self._probe_is_plain:
             return replace(PLAIN, probe=True)
