@@ -1,12 +1,13 @@
 """Doubt: how far the costs that are known may be off by now, and how much a new time says about each of them.
 
 A Kalman filter over the logarithms of a curve's seconds. What slows a machine down slows all sizes, near ones alike, so
-what is known drifts with the machine as a whole and, less, by neighbourhoods of sizes. A time heard corrects each size
+what is known drifts with the machine as a whole and, far less, by neighbourhoods of sizes: a few slow passes at the
+start, taken to be a matter of their size, once kept drafts off for a whole job. A time heard corrects each size
 by how far it is in doubt together with the one that was run. Does not know what is timed.
 
     >>> doubt = Doubt([1, 8, 64])
     >>> [f"{factor:.2f}" for factor in doubt.factors({1: 1.0}, ratio=1.2)]
-    ['1.11', '1.15', '1.11']
+    ['1.15', '1.16', '1.15']
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 NOISE = 0.08  # standard deviation of the logarithm of one time, around what such steps take at present
-AT_FIRST = (0.12, 0.08)  # the same of what was measured at the start: of all sizes together, and of a neighbourhood
-DRIFT = (0.012, 0.006)  # likewise, of what each time heard adds
+AT_FIRST = (0.15, 0.04)  # the same of what was measured at the start: of all sizes together, and of a neighbourhood
+DRIFT = (0.02, 0.002)  # likewise, of what each time heard adds
 NEAR = 2.0  # doublings of the number of rows over which neighbours are alike to 1/e
 STRANGE = 3.0  # standard deviations: what is further off says more about the machine's other work than about this size
 

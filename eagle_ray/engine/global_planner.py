@@ -7,9 +7,10 @@ best such rate is the price of a second, and what a single step does has to be w
     between levels    stop once the next level's nodes would not pay for drafting them
     after drafting    as many of the batch's best candidates as pay for their rows, over the buckets of the cost curve
 
-What is not done is not learnt about. So now and then a few sequences are drafted for although none should be, or a step
-is plain or drafts wider than it would: a probe. What probes cost, beyond what their tokens are worth, is at most
-PROBE_SHARE of the time. Knows values and seconds; does not know models, requests or who drafts.
+What is not done is not learnt about. So now and then drafts are made although they should not be, for a few sequences
+or, where they nearly pay, for everyone and some steps; or a step is plain or drafts wider than it would: a probe. What
+probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of the time. Knows values and seconds; does not
+know models, requests or who drafts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
 PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a plain step: what a probe is taken to cost at least, which makes one of twenty steps the most
-PROBED = 8  # where nothing is drafted a probe is for one of so many sequences: each must first read all that it missed
+NEARLY = 0.8  # of plain decoding's rate that drafts must promise to be tried by everyone, for TRIAL steps
+TRIAL = 16
+PROBED = 8  # where they promise less a probe is for one of so many sequences: each must first read what it missed
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS, FIRST_PROBED = 2, 4  # sequences of each of them: so many, or one of so many if that is more
@@ -89,6 +92,7 @@ class GlobalPlanner:
         self._num_drafts = self._num_offers = 0  # drafts asked for, and those of them that held anything
         self._debt = 0.0  # seconds of probes not yet made up for by PROBE_SHARE of the time since
         self._probe_is_plain = False
+        self._trial_until = 0  # the step before which everyone drafts to see whether it pays
         self._reviewed = (0, 0)  # batch size and step of the last decision
         self._accepted = self._expected = PRIOR
         self._prompt_tokens = 0.0  # of new prompts, computed along with a step on average
@@ -97,11 +101,13 @@ class GlobalPlanner:
 
     @property
     def drafting(self) -> bool:
-        return self._drafting
+        return self._drafting or self._num_steps < self._trial_until
 
     def plan(self, batch: Batch) -> Plan:
         if self._num_offers < FIRST_PROBES and self._num_drafts < FIRST_LOOKS:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
+        if self._num_steps < self._trial_until:
+            return replace(self._promising(batch), probe=True)
         self._review(batch)
         if self._debt <= 0:
             return self._next_probe(batch)
@@ -158,7 +164,7 @@ class GlobalPlanner:
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= PROBE_SHARE * outcome.seconds.total
         if outcome.plan.probe:
-            self._debt = self._loss(outcome)
+            self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
         self._expected = MEMORY * self._expected + self._foreseen
@@ -271,9 +277,12 @@ class GlobalPlanner:
         return bool(gain > price * self.costs.level(beam.size))
 
     def _next_probe(self, batch: Batch) -> Plan:
-        """For some sequences where nothing is drafted; else by turns a plain step and the widest draft."""
+        """Where nothing is drafted a trial or a draft for some; else by turns a plain step and the widest draft."""
         if not self._drafting:
-            return self._probe(batch, max(1, len(batch) // PROBED))
+            if self._best.rate < NEARLY * self._plain_rate(len(batch), batch.num_cached):
+                return self._probe(batch, max(1, len(batch) // PROBED))
+            self._trial_until, self._reviewed = self._num_steps + TRIAL, (0, 0)
+            return replace(self._promising(batch), probe=True)
         self._probe_is_plain = not self._probe_is_plain
         if self._probe_is_plain:
             return replace(PLAIN, probe=True)
