@@ -57,11 +57,12 @@ PRIOR = 2.0  # tokens that expectations are taken to have been right about befor
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A kind of draft and what a step with it is expected to yield. rate: tokens a second."""
+    """A kind of draft and what a step with it is expected to yield. rate: tokens a second. num_rows: of its pass."""
 
     rate: float
     width: int = 0
     depth: int = 0
+    num_rows: int = 0
 
 
 class GlobalPlanner:
@@ -101,12 +102,12 @@ class GlobalPlanner:
 
     @property
     def drafting(self) -> bool:
-        return self._drafting or self._num_steps < self._trial_until
+        return self._drafting or self._is_trial
 
     def plan(self, batch: Batch) -> Plan:
-        if self._num_offers < FIRST_PROBES and self._num_drafts < FIRST_LOOKS:
+        if self._knows_nothing:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
-        if self._num_steps < self._trial_until:
+        if self._is_trial:
             return replace(self._promising(batch), probe=True)
         self._review(batch)
         if self._debt <= 0:
@@ -114,6 +115,14 @@ class GlobalPlanner:
         if not self._drafting:
             return PLAIN
         return self._promising(batch)
+
+    @property
+    def _knows_nothing(self) -> bool:
+        return self._num_offers < FIRST_PROBES and self._num_drafts < FIRST_LOOKS
+
+    @property
+    def _is_trial(self) -> bool:
+        return self._num_steps < self._trial_until
 
     def _plan(self, depth: int, width: int, **rest: Any) -> Plan:
         return Plan(depth, width, num_children=self._top_k, **rest)
@@ -147,7 +156,7 @@ class GlobalPlanner:
             return Allocation(draft.tree.valid, 1, size)
         candidates = Candidates.of(draft.tree, self._budget(draft, batch))
         num_candidates = len(candidates.log_values)
-        rows = self._passes([size, *self._buckets(size, num_candidates)])
+        rows = self._passes(self._sizes(size, num_candidates))
         gains = candidates.expected([min(n - size, num_candidates) for n in rows])
         best = int(self._profits(batch, rows, gains).argmax())
         self._foreseen, self._rows_each = gains[best], rows[best] / size
@@ -163,7 +172,7 @@ class GlobalPlanner:
         self._num_steps += 1
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= PROBE_SHARE * outcome.seconds.total
-        if outcome.plan.probe:
+        if outcome.plan.probe and not self._knows_nothing:
             self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
@@ -213,6 +222,12 @@ class GlobalPlanner:
         """Tokens a second without drafts."""
         return size / self.costs.plain_step(size, num_cached)
 
+    def _sizes(self, size: int, num_candidates: int) -> list[int]:
+        """Rows that the step may have verified; in a trial as many as drafts promise most with, not as seem to pay."""
+        if self._is_trial:
+            return [min(self._best.num_rows, size + num_candidates)]
+        return [size, *self._buckets(size, num_candidates)]
+
     def _passes(self, rows: list[int]) -> list[int]:
         """Those of the passes that there are which take so many rows."""
         return sorted({self._padded(n) for n in rows})
@@ -246,7 +261,7 @@ class GlobalPlanner:
         """The best rate of every width and depth, by what such drafts have lately been worth."""
         size, costs = len(batch), self.costs
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
-        rows = self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)])
+        rows = [n for n in self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)]) if n > size]
         verify = {n: costs.verified(n, batch.num_cached) for n in rows}
         prospects = []
         for width in self._curves.widths:
@@ -254,8 +269,8 @@ class GlobalPlanner:
                 gains = {n: size * self._curves.expected(width, depth, n / size - 1) for n in rows}
                 drafted = costs.drafted(size * (1 + self._per_sequence), size, width, depth)
                 spent = prompts + costs.draft_rest(size) + drafted
-                rate = max((size + self._trust * gains[n]) / (spent + verify[n]) for n in rows)
-                prospects.append(Prospect(rate, width, depth))
+                rate, num_rows = max(((size + self._trust * gains[n]) / (spent + verify[n]), n) for n in rows)
+                prospects.append(Prospect(rate, width, depth, num_rows))
         return prospects
 
     @property

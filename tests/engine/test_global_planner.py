@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from eagle_ray.benchmark.priced import Priced, flat
+from eagle_ray.benchmark.priced import Priced, cpu, flat
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
+from eagle_ray.engine.costs import CostCurve
+from eagle_ray.engine.global_planner import FIRST_PROBES, TRIAL, GlobalPlanner
 from eagle_ray.engine.planner import Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import ASSETS, build_pair
@@ -95,6 +96,25 @@ def test_turning_on_again_catches_up(pair):
     late = [o for o in priced.outcomes[30:] if o.depth]
     assert len(late) > 5 and max(o.num_caught_up for o in late) > 4 * 10  # pairs of many plain steps at once
     assert sum(o.num_accepted for o in late) > 0.5 * sum(o.batch_size for o in late)
+
+
+def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
+    """Passes over more rows than plain ones have are believed to take 1.4 times as long: on paper drafts do not pay."""
+    made, prompts = pair
+    believed = cpu()
+    believed.verify = CostCurve(believed.verify.rows, [s * (1.4 if n > 8 else 1) for n, s in verify_costs(believed)])
+    priced = made.engine.planner = Priced(GlobalPlanner(60, 6, 10, believed), cpu())
+    run(made.engine, prompts[:8], [SamplingParams(max_tokens=400, ignore_eos=True)] * 8)
+    tried = [o.plan.probe and o.depth > 0 for o in priced.outcomes]
+    taken_up = next(i for i, o in enumerate(priced.outcomes) if i > TRIAL and o.depth and not o.plan.probe)
+    assert sum(not o.depth for o in priced.outcomes[:taken_up]) > 20
+    assert sum(tried[:taken_up]) >= FIRST_PROBES + TRIAL
+    after = priced.outcomes[taken_up:]
+    assert len(after) > 40 and sum(not o.depth for o in after) < 0.1 * len(after)
+
+
+def verify_costs(costs):
+    return zip(costs.verify.rows, costs.verify.seconds, strict=True)
 
 
 def run_with(made, planner, prompts):
