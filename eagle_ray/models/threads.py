@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-WORTH = 1.25  # times faster that twice the threads must be
+WORTH = 1.2  # times faster that twice the threads must be
 REPLAYS = 7
 LONG_S = 0.2  # passes this long are not replayed: their times are no accident
 Result = TypeVar("Result")
