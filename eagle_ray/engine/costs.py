@@ -53,12 +53,8 @@ class CostCurve:
 
     def at(self, rows: Sequence[int]) -> np.ndarray:
         """The same for several numbers of rows at once."""
-        known = np.interp(rows, self.rows, self._rising)
-        return (
-            known
-            if len(self.rows) == 1
-            else known + self._slope_beyond * np.maximum(np.subtract(rows, self.rows[-1]), 0)
-        )
+        beyond = np.maximum(np.subtract(rows, self.rows[-1]), 0)
+        return np.interp(rows, self.rows, self._rising) + self._slope_beyond * beyond
 
     def slope(self, rows: float) -> float:
         """Seconds of one row more, on average over those within a quarter of `rows`."""

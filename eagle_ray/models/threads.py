@@ -23,12 +23,11 @@ Result = TypeVar("Result")
 def settle_threads(model: nn.Module, num_rows: int) -> int:
     """Sets torch's number of threads, at most the present one, by passes over num_rows tokens; returns it."""
     threads = torch.get_num_threads()
-    numbers = [threads >> halved for halved in range(threads.bit_length())]
-    seconds = _seconds(model, num_rows, numbers)
-    for fewer in numbers[1:]:
-        if seconds[fewer] > WORTH * seconds[threads]:
+    while threads > 1:
+        seconds = _seconds(model, num_rows, (threads, threads // 2))
+        if seconds[threads // 2] > WORTH * seconds[threads]:
             break
-        threads = fewer
+        threads //= 2
     torch.set_num_threads(threads)
     return threads
 
@@ -45,8 +44,8 @@ def in_passing_thread(work: Callable[[], Result]) -> Result:
 
 
 @torch.inference_mode()
-def _seconds(model: nn.Module, num_rows: int, numbers: list[int]) -> dict[int, float]:
-    """By the number of threads the quickest of a few passes, by turns; the first turn is for what is made once."""
+def _seconds(model: nn.Module, num_rows: int, numbers: tuple[int, int]) -> dict[int, float]:
+    """The quickest of a few passes with each number of threads, by turns; the first turn is for what is made once."""
     tokens = torch.zeros(1, num_rows, dtype=torch.int64)
     best = dict.fromkeys(numbers, torch.inf)
     for replay in range(1 + REPLAYS):
