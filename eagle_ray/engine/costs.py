@@ -35,7 +35,7 @@ class CostCurve:
     rows: list[int]
     seconds: list[float]
     _rising: list[float] = field(init=False)
-    _doubt: Doubt = field(init=False)
+    _doubt: Doubt = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._rising = never_falling(self.seconds)
