@@ -39,7 +39,7 @@ FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), init
 PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a plain step: what a probe is taken to cost at least, which makes one of twenty steps the most
 NEARLY = 0.8  # of plain decoding's rate that drafts must promise to be tried by everyone, for TRIAL steps
-TRIAL = 16
+TRIAL, LEAST_TAU = 16, 1.1  # less than that is not worth having at any cost
 PROBED = 8  # where they promise less a probe is for one of so many sequences: each must first read what it missed
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
@@ -57,12 +57,16 @@ PRIOR = 2.0  # tokens that expectations are taken to have been right about befor
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A kind of draft and what a step with it is expected to yield. rate: tokens a second. num_rows: of its pass."""
+    """A kind of draft and what a step with it is expected to yield.
+
+    rate: tokens a second. num_rows: of its pass. tau: tokens of a sequence.
+    """
 
     rate: float
     width: int = 0
     depth: int = 0
     num_rows: int = 0
+    tau: float = 1.0
 
 
 class GlobalPlanner:
@@ -270,7 +274,8 @@ class GlobalPlanner:
                 drafted = costs.drafted(size * (1 + self._per_sequence), size, width, depth)
                 spent = prompts + costs.draft_rest(size) + drafted
                 rate, num_rows = max(((size + self._trust * gains[n]) / (spent + verify[n]), n) for n in rows)
-                prospects.append(Prospect(rate, width, depth, num_rows))
+                tau = 1 + self._trust * gains[num_rows] / size
+                prospects.append(Prospect(rate, width, depth, num_rows, tau))
         return prospects
 
     @property
@@ -294,7 +299,8 @@ class GlobalPlanner:
     def _next_probe(self, batch: Batch) -> Plan:
         """Where nothing is drafted a trial or a draft for some; else by turns a plain step and the widest draft."""
         if not self._drafting:
-            if self._best.rate < NEARLY * self._plain_rate(len(batch), batch.num_cached):
+            plain = self._plain_rate(len(batch), batch.num_cached)
+            if self._best.rate < NEARLY * plain or self._best.tau < LEAST_TAU:
                 return self._probe(batch, max(1, len(batch) // PROBED))
             self._trial_until, self._reviewed = self._num_steps + TRIAL, (0, 0)
             return replace(self._promising(batch), probe=True)
