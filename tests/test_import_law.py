@@ -60,7 +60,7 @@ HEAVY = {
     "pydantic": {"config", "serve"},
 }
 ENGINE_ROOMS = {"kernels", "speculative", "models", "drafting", "engine"}
-ENGINE_LIBRARIES = {"torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
+ENGINE_LIBRARIES = {"numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
 NO_TORCH = ["config", "report", "data/schema.py", "data/sink.py"]
 
 
