@@ -7,6 +7,7 @@ import torch
 
 from eagle_ray import cli
 from eagle_ray.config import load_config
+from eagle_ray.doctor import footprint
 from eagle_ray.doctor.cluster import Workers, workers
 from eagle_ray.doctor.finding import Finding, findings_text
 from eagle_ray.doctor.footprint import Footprint
@@ -92,7 +93,8 @@ def test_the_embedded_pair_is_well(tmp_path, capsys):
     assert found["memory"]["facts"]["total"] < found["memory"]["facts"]["room"]
 
 
-def test_what_does_not_fit_has_a_remedy_that_fits():
+def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
+    monkeypatch.setattr(footprint, "_resident", lambda: 400 << 20)  # this process grows from test to test
     worker = Workers(1, num_gpus=0, threads=1, num_nodes=1, is_here=False, memory=2 << 30)
     config = job(**{"execution.slots": 2000})
     _, here = pair_here(config)
