@@ -39,7 +39,8 @@ FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), init
 PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a plain step: what a probe is taken to cost at least, which makes one of twenty steps the most
 NEARLY = 0.8  # of plain decoding's rate that drafts must promise to be tried by everyone, for TRIAL steps
-TRIAL, LEAST_TAU = 16, 1.1  # less than that is not worth having at any cost
+TRIAL = 16
+LEAST_TAU = 1.1  # that they must promise besides: fewer tokens would not be worth having at any cost
 PROBED = 8  # where they promise less a probe is for one of so many sequences: each must first read what it missed
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
@@ -112,7 +113,7 @@ class GlobalPlanner:
         if self._knows_nothing:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
         if self._is_trial:
-            return replace(self._promising(batch), probe=True)
+            return self._try_out(batch)
         self._review(batch)
         if self._debt <= 0:
             return self._next_probe(batch)
@@ -303,11 +304,15 @@ class GlobalPlanner:
             if self._best.rate < NEARLY * plain or self._best.tau < LEAST_TAU:
                 return self._probe(batch, max(1, len(batch) // PROBED))
             self._trial_until, self._reviewed = self._num_steps + TRIAL, (0, 0)
-            return replace(self._promising(batch), probe=True)
+            return self._try_out(batch)
         self._probe_is_plain = not self._probe_is_plain
         if self._probe_is_plain:
             return replace(PLAIN, probe=True)
         return self._probe(batch, len(batch))
+
+    def _try_out(self, batch: Batch) -> Plan:
+        """What promises most, in order to see whether it keeps that."""
+        return replace(self._promising(batch), probe=True)
 
     def _probe(self, batch: Batch, num_members: int) -> Plan:
         """The widest draft for some of the sequences, by turns."""
