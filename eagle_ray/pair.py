@@ -27,7 +27,7 @@ from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
-from eagle_ray.engine.capture import capture
+from eagle_ray.engine.capture import capture, capture_fixed
 from eagle_ray.engine.cost_cache import cached_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
@@ -171,7 +171,7 @@ def build_engine(
     if plain:
         engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0, graphs=graphs)
         if ahead:
-            capture(engine, 0, 0, 0)
+            capture_fixed(engine)
         return engine
     fixed = fixed_planner(speculative, drafter)
     tree = _tree_of(speculative)
@@ -184,6 +184,8 @@ def build_engine(
             capture(engine, *tree)
         can_look, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
         engine.planner = GlobalPlanner(*tree, costs, can_look, padded)
+    elif ahead:
+        capture_fixed(engine)
     return engine
 
 

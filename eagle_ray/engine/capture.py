@@ -1,23 +1,34 @@
 """Recording ahead: the steps that are likely to come up, before the first request rather than in the middle of it.
 
-    capture(engine, max_nodes=60, max_depth=6, top_k=10)
+    capture(engine, max_nodes=60, max_depth=6, top_k=10)       # a planner that may ask for anything up to that
+    capture_fixed(engine)                                      # one that always asks for the same
 
 For greedy and for sampled sequences, the most at once first: a plain step; the passes of every bucket of rows up to the
-largest that is measured; drafts of every width and depth, each with one of those passes. All behind short prompts. What
-is not reached within CAPTURE_S, longer contexts, and what asks for top-p, top-k, min-p or log-probabilities are
-recorded when they first come up. Does not know costs.
+largest that is measured; drafts of every width and depth, each with one of those passes. Behind short prompts first,
+then in longer contexts. What is not reached within CAPTURE_S, and what asks for top-p, top-k, min-p or
+log-probabilities, is recorded when it first comes up. Does not know costs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from eagle_ray.engine.costs import BUCKETS
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import WIDTHS
-from eagle_ray.engine.measure import Setting, at_bench, most_rows_of
+from eagle_ray.engine.measure import (
+    SHORT_OUTPUT,
+    SHORT_PROMPT,
+    AsAlways,
+    Bench,
+    SetPlanner,
+    Setting,
+    as_replayed,
+    at_bench,
+    most_rows_of,
+)
 
 log = logging.getLogger("eagle_ray")
 
@@ -25,15 +36,26 @@ CAPTURE_S = 60.0  # seconds of a start-up that may go into recording
 TELL_S = 5.0  # seconds between two lines of progress
 TEMPERATURES = 0.0, 1.0
 
+SettingsOf = Callable[[int], Iterable[Setting]]
+"""What is worth recording where so many sequences can run at once."""
+
 
 def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
     """Leaves an idle engine idle and uncounted. Without graphs, or once they do not work, there is nothing to do."""
+    _record(engine, as_replayed(engine, top_k), lambda most: _trees(most, max_nodes, max_depth, top_k))
+
+
+def capture_fixed(engine: Engine) -> None:
+    """The same for an engine whose planner does not look at what it has learnt: plain decoding, uniform, static."""
+    _record(engine, AsAlways(engine.planner), lambda most: (Setting(n, 1, 0, 0) for n in _batch_sizes(most)))
+
+
+def _record(engine: Engine, planner: SetPlanner, settings_of: SettingsOf) -> None:
     graphs, started = engine.graphs, time.monotonic()
     told = started
-    with at_bench(engine, top_k) as bench:
-        settings = list(_settings(bench.num_slots, max_nodes, max_depth, top_k))
-        steps = [(temperature, setting) for temperature in TEMPERATURES for setting in settings]
-        for i, (temperature, setting) in enumerate(steps):
+    with at_bench(engine, planner) as bench:
+        steps = list(_steps(engine, bench, settings_of))
+        for i, (length, temperature, setting) in enumerate(steps):
             now = time.monotonic()
             if not graphs.works or now - started > CAPTURE_S:
                 log.info("recording ahead ends after %d of %d steps", i, len(steps))
@@ -41,27 +63,41 @@ def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
             if now - told > TELL_S:
                 log.info("recording ahead: %d of %d steps, %s", i, len(steps), graphs.summary)
                 told = now
-            if temperature != bench.temperature:
+            if i and (length, temperature) != steps[i - 1][:2]:
                 bench.clear()
-                bench.temperature = temperature
-            bench.take(setting)
+            bench.temperature = temperature
+            bench.take(setting, length)
     log.info("recorded ahead in %.1f s: %s", time.monotonic() - started, graphs.summary)
 
 
-def _settings(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[Setting]:
-    """Batches of every size, the largest first."""
-    limit, widths = most_rows_of(num_slots, max_nodes), (*(w for w in WIDTHS if w < top_k), top_k)
+def _steps(engine: Engine, bench: Bench, settings_of: SettingsOf) -> Iterator[tuple[int, float, Setting]]:
+    """Prompt length, temperature and setting: all that fit behind short prompts, then in longer contexts."""
+    lengths = [SHORT_PROMPT, *(bound + 1 for bound in engine.graphs.contexts[:-1])]
+    for length in lengths:
+        if length > SHORT_PROMPT and length + SHORT_OUTPUT > engine.max_model_len:
+            break
+        for temperature in TEMPERATURES:
+            for setting in settings_of(bench.num_together(length)):
+                yield length, temperature, setting
+
+
+def _trees(most: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[Setting]:
+    """Of at most so many sequences."""
+    limit, widths = most_rows_of(most, max_nodes), (*(w for w in WIDTHS if w < top_k), top_k)
     drafts = [(w, d) for w in widths for d in range(min(w, 2), max_depth + 1)]  # one level is of one node's children
-    for batch_size in [num_slots, *(n for n in reversed(BUCKETS) if n < num_slots)]:
-        most = min(batch_size * (1 + max_nodes), limit)
-        rows = [n for n in BUCKETS if batch_size <= n <= most] or [batch_size * 2]
+    for batch_size in _batch_sizes(most):
+        num_rows = min(batch_size * (1 + max_nodes), limit)
+        rows = [n for n in BUCKETS if batch_size <= n <= num_rows] or [batch_size * 2]
         yield Setting(batch_size, 1, 0, 0)
-        if not max_nodes:
-            continue
         for n in rows:
             yield _tree(batch_size, n, top_k, max_depth)
         for i, draft in enumerate(reversed(drafts)):
             yield _tree(batch_size, rows[i % len(rows)], *draft)
+
+
+def _batch_sizes(most: int) -> list[int]:
+    """One of every bucket, the largest first."""
+    return [most, *(n for n in reversed(BUCKETS) if n < most)]
 
 
 def _tree(batch_size: int, num_rows: int, width: int, depth: int) -> Setting:

@@ -71,10 +71,17 @@ class Graphs:
         return 1 << (num_nodes - 1).bit_length()
 
     def context(self, longest: int) -> int:
+        return next((bound for bound in self.contexts if bound >= longest), self._capacity)
+
+    @property
+    def contexts(self) -> list[int]:
+        """Every bound of a context that comes up, the shortest first."""
         bound, growth = (of[self._device.type] for of in (SHORTEST_CONTEXT, CONTEXT_GROWTH))
-        while bound < longest:
+        bounds = []
+        while bound < self._capacity:
+            bounds.append(bound)
             bound *= growth
-        return min(bound, self._capacity)
+        return [*bounds, self._capacity]
 
     def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
         """Replay.run; results are in tensors of the padded shapes."""

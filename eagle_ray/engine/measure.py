@@ -18,7 +18,7 @@ from statistics import mean
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
 from eagle_ray.engine.engine import Engine, EngineCounters
-from eagle_ray.engine.planner import Allocation, Outcome
+from eagle_ray.engine.planner import Allocation, Outcome, Planner
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.speculative.plan import PLAIN, Plan
@@ -74,9 +74,23 @@ class SetPlanner:
         self.outcome = outcome
 
 
+class AsAlways(SetPlanner):
+    """Does what a planner does that always does the same, for as many sequences as is set."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__()
+        self._always = planner
+
+    def plan(self, batch: Batch) -> Plan:
+        return self._always.plan(batch)
+
+    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+        return self._always.allocate(draft, plan, batch)
+
+
 def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepCosts:
     """The costs of an idle engine's steps, up to trees of max_nodes nodes for every slot. Leaves it idle, uncounted."""
-    with at_bench(engine, top_k) as bench:
+    with at_bench(engine, as_replayed(engine, top_k), apart=engine.target.device.type == "cuda") as bench:
         for settings in _rounds(bench.num_slots, max_nodes, max_depth, top_k):
             bench.run(settings)
         return bench.costs()
@@ -84,23 +98,27 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
 
 def warm_up(engine: Engine, top_k: int) -> None:
     """An idle engine's first steps, plain and with drafts: what is made once is made before anybody waits for it."""
-    with at_bench(engine, top_k) as bench:
+    with at_bench(engine, as_replayed(engine, top_k)) as bench:
         bench.take(Setting(1, 1, 0, 0))
         if engine.num_spec_tokens:
             bench.take(Setting(1, 2, 1, 1))
 
 
+def as_replayed(engine: Engine, top_k: int) -> SetPlanner:
+    """Where drafts are replayed they are recorded as they will be asked for: with top_k children of a node."""
+    return SetPlanner(top_k if engine.graphs else None)
+
+
 @contextmanager
-def at_bench(engine: Engine, top_k: int) -> Iterator[Bench]:
+def at_bench(engine: Engine, set_planner: SetPlanner, apart: bool = False) -> Iterator[Bench]:
     """An idle engine that takes made-up steps; it is left idle and uncounted, and has learnt nothing from them.
 
-    top_k: children of a node in drafts that are replayed, which are recorded as they will be asked for.
+    apart: as for Bench.
     """
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, counters = engine.planner, engine.counters
-    engine.planner = SetPlanner(top_k if engine.graphs else None)
-    engine.counters = EngineCounters(counters.num_slots)
-    bench = Bench(engine, apart=engine.target.device.type == "cuda")
+    engine.planner, engine.counters = set_planner, EngineCounters(counters.num_slots)
+    bench = Bench(engine, apart)
     yield bench
     bench.clear()
     engine.drafter.forget()
@@ -131,18 +149,22 @@ class Bench:
     """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows.
 
     apart: every sequence has a prompt of its own, and so its own blocks. temperature: of the sequences to come.
-    num_slots: how many of them can run at once.
+    num_slots: how many of them can run at once, behind short prompts.
     """
 
     def __init__(self, engine: Engine, apart: bool = False):
         self._engine, self._planner, self._apart = engine, engine.planner, apart
         self._num_added, self.temperature = 0, 0.0
-        self.num_slots = max(engine.scheduler.num_together(SHORT_PROMPT + SHORT_OUTPUT), 1)
+        self.num_slots = self.num_together(SHORT_PROMPT)
         self._running: list[Sequence] = []
         self._verify: dict[int, list[float]] = defaultdict(list)
         self._read: dict[int, list[Outcome]] = defaultdict(list)
         self._level: dict[int, list[Outcome]] = defaultdict(list)
         self._rest: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
+
+    def num_together(self, length: int) -> int:
+        """How many sequences can run at once behind prompts of this length, whose blocks are each one's own."""
+        return max(self._engine.scheduler.num_together(length + SHORT_OUTPUT), 1)
 
     def run(self, settings: list[Setting]) -> None:
         """Replay steps of some sizes, by turns, so that a busy moment of the machine hits none of them alone."""
@@ -197,7 +219,7 @@ class Bench:
         sequences if need be.
         """
         long = max(min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
-        num_together = max(self._engine.scheduler.num_together(long + SHORT_OUTPUT), 1)
+        num_together = self.num_together(long)
         together = Setting(min(num_together, MOST_APART) if self._apart else num_together, 1, 0, 0)
         seconds, cached = [], []
         for length in (long, SHORT_PROMPT):
@@ -225,7 +247,8 @@ class Bench:
 
     def _add(self, length: int) -> None:
         self._num_added += 1
-        length = max(min(length, self._engine.max_model_len // 2), 1)
+        most = self._engine.max_model_len
+        length = max(min(length, max(most // 2, most - SHORT_OUTPUT)), 1)
         first = self._num_added if self._apart else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
         params = SamplingParams(self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)

@@ -11,7 +11,7 @@ import torch
 
 from eagle_ray.benchmark.priced import flat
 from eagle_ray.engine import graphs as graphs_module
-from eagle_ray.engine.capture import capture
+from eagle_ray.engine.capture import capture, capture_fixed
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
 from eagle_ray.engine.graphs import Buffers, Graphs, HostGraph
@@ -213,6 +213,33 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
     outputs = [s.output_ids for s in run(oracle, prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
     assert ours.graphs.num_replayed > 0
+    assert ours.graphs.num_captured == ahead
+
+
+def test_longer_contexts_are_recorded_ahead_too():
+    """Prompts past the first bound and, as they grow, past the second: nothing is recorded on the way."""
+    ours = engine((4, 2, 2), 2)
+    ours.planner = GlobalPlanner(4, 2, 2, flat(head_share=0.01), can_look=False, padded=ours.graphs.num_rows)
+    capture(ours, 4, 2, 2)
+    ahead = ours.graphs.num_captured
+    prompts = [(ids * 30)[:60] for ids in some_prompts(5)]
+    params = [SamplingParams(float(i % 2), max_tokens=80, ignore_eos=True, seed=i) for i in range(5)]
+    assert len(ours.graphs.contexts) > 2 and 60 < ours.graphs.contexts[0] < ours.graphs.contexts[1] < 140
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, params)]
+    assert [s.output_ids for s in run(ours, prompts, params)] == outputs
+    assert ours.graphs.num_captured == ahead
+
+
+@pytest.mark.parametrize("make", [lambda: None, lambda: StaticPlanner(MC_SIM_7B_63)], ids=["uniform", "static"])
+def test_a_planner_that_always_does_the_same_is_recorded_ahead(make):
+    ours = engine((25, 5, 4), 2)
+    planner = ours.planner = make() or ours.planner
+    capture_fixed(ours)
+    ahead = ours.graphs.num_captured
+    assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner and ahead > 0
+    params = [SamplingParams(float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
+    outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), some_prompts(6), params)]
+    assert [s.output_ids for s in run(ours, some_prompts(6), params)] == outputs
     assert ours.graphs.num_captured == ahead
 
 
