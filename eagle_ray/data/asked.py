@@ -45,11 +45,13 @@ class Asked:
 
 
 def asked_of(plan: InputPlan, config: JobConfig) -> Asked:
-    samples = np.full(len(plan.ids), config.sampling.n, np.int32)
-    if plan.has_own_samples:  # only then the rows are read again
-        samples = np.fromiter((num_samples(row, config) for row in requests_of(plan)), np.int32, len(plan.ids))
+    """Reads the rows again only where they may say themselves how many samples they want."""
+    others = config.sampling.n
+    if not plan.has_own_samples:
+        return Asked(np.sort(plan.ids), np.broadcast_to(np.int32(others), len(plan.ids)), others)
+    samples = np.fromiter((num_samples(row, config) for row in requests_of(plan)), np.int32, len(plan.ids))
     order = np.argsort(plan.ids)
-    return Asked(plan.ids[order], samples[order], config.sampling.n)
+    return Asked(plan.ids[order], samples[order], others)
 
 
 def num_samples(row: dict[str, Any], config: JobConfig) -> int:
