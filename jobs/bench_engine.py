@@ -40,7 +40,7 @@ from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import Planner
+from eagle_ray.engine.planner import Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.heads import EagleHead
@@ -117,7 +117,8 @@ class Lane:
     """An engine, and the planner of the way that it was made for. drafts: whether any way that drafts can run on it.
 
     Where an engine's memory happens to lie makes it up to 3 % faster or slower than its twin. So ways that draft change
-    lanes each round, and all lanes are behind the same texts.
+    lanes each round, and all lanes are behind the same texts. What the way before left unread by the draft head is read
+    in a step that does not count.
     """
 
     engine: Engine
@@ -209,8 +210,11 @@ def steady(
     for name in lanes.keys() - {"plain"}:
         queues[name].window(num_tokens, seconds)
     samples: dict[str, list[Sample]] = {name: [] for name in lanes}
+    users = {name: name for name in lanes}
     for turn, name, lane in turns(lanes, lead_in + num_rounds):
-        sample = queues[lane].window(num_tokens, MOST_TIMES_PLAIN * seconds)
+        first = None if users[lane] == name else UniformPlanner(1, 1, 1)
+        sample = queues[lane].window(num_tokens, MOST_TIMES_PLAIN * seconds, first)
+        users[lane] = name
         if turn >= lead_in:
             samples[name].append(sample)
     for queue in queues.values():

@@ -16,6 +16,7 @@ from itertools import islice
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.planner import Planner
 from eagle_ray.engine.sequence import Sequence
 
 AHEAD = 2  # requests that wait while the slots are full
@@ -97,13 +98,18 @@ class SteadyQueue:
         while sum(bool(s.output_ids) for s in self._added) < self._size:
             self._step()
 
-    def window(self, num_tokens: int, most_seconds: float) -> Sample:
-        """Until num_tokens more are committed, or most_seconds are over; at least a step."""
+    def window(self, num_tokens: int, most_seconds: float, first: Planner | None = None) -> Sample:
+        """Until num_tokens more are committed, or most_seconds are over; at least a step.
+
+        first: plans a step before it, whose tokens are among num_tokens but not in the sample.
+        """
+        wanted = self._num_tokens + num_tokens
+        if first is not None:
+            self._step_as(first)
         before = self._so_far()
-        wanted, latest = before.num_tokens + num_tokens, before.seconds + most_seconds
         while True:
             self._step()
-            if sum(len(s.output_ids) for s in self._added) >= wanted or time.perf_counter() >= latest:
+            if self._num_tokens >= wanted or time.perf_counter() >= before.seconds + most_seconds:
                 return self._so_far() - before
 
     def end(self) -> None:
@@ -117,6 +123,15 @@ class SteadyQueue:
             self._engine.add(self._added[-1])
             self._unfinished += 1
         self._unfinished -= len(self._engine.step())
+
+    def _step_as(self, planner: Planner) -> None:
+        self._engine.planner, own = planner, self._engine.planner
+        self._step()
+        self._engine.planner = own
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(s.output_ids) for s in self._added)
 
     def _so_far(self) -> Sample:
         return _so_far(self._engine, self._added, self._meter)

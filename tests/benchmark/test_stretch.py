@@ -9,6 +9,7 @@ from eagle_ray.benchmark.identity import compare, first_difference
 from eagle_ray.benchmark.stretch import SteadyQueue, drained
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import build_engine
 from eagle_ray.speculative.sampling import SamplingParams
@@ -50,6 +51,18 @@ def test_a_window_counts_what_was_committed():
         engine.scheduler.check_integrity()
     assert samples[0].num_verify_rows > samples[0].num_steps * 3 and samples[0].num_plain_steps == 0
     assert samples[0].tau >= 1
+
+
+def test_the_first_step_of_a_window_may_be_anothers_and_is_not_counted():
+    _, (_, drafting), meter = engines()
+    queue = SteadyQueue(drafting, requests(), meter)
+    queue.fill()
+    own, before, steps = drafting.planner, sum(len(s.output_ids) for s in queue.sequences), drafting.counters.num_steps
+    sample = queue.window(num_tokens=30, most_seconds=30, first=UniformPlanner(0, 0, 0))
+    assert sample.num_plain_steps == 0 and drafting.counters.num_plain_steps == 1
+    assert sample.num_steps == drafting.counters.num_steps - steps - 1 and drafting.planner is own
+    after = sum(len(s.output_ids) for s in queue.sequences)
+    assert after - before - 3 == sample.num_tokens and 30 <= after - before < 30 + 3 * 5
 
 
 def test_a_window_ends_when_its_time_is_over():

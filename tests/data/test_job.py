@@ -54,10 +54,10 @@ def start_driver(config: JobConfig) -> subprocess.Popen:
 
 
 def wait_for_another_file(config: JobConfig) -> None:
-    data, deadline = Path(config.output.path) / "data", time.monotonic() + 120
+    data, deadline = Path(config.output.path) / "data", time.monotonic() + 300
     before = len(list(data.glob("*.parquet")))
     while len(list(data.glob("*.parquet"))) <= before:
-        assert time.monotonic() < deadline, "the driver wrote nothing in two minutes"
+        assert time.monotonic() < deadline, "the driver wrote nothing in five minutes"
         time.sleep(0.02)
 
 
