@@ -84,10 +84,11 @@ class Watch:
         self._planner.learn(outcome)
 
     def _foresee(self, outcome: Outcome) -> None:
-        self.foreseen_s += self._costs.foresee(outcome).total
+        foreseen = self._costs.foresee(outcome)
+        self.foreseen_s += foreseen.total
         self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
         if getattr(self._planner, "costs", None) is not self._costs:
-            self._costs.learn(outcome)
+            self._costs.learn(outcome, foreseen)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import torch
 from eagle_ray.benchmark.cells import requests
 from eagle_ray.benchmark.checks import generate
 from eagle_ray.benchmark.embedded_pair import ASSETS
+from eagle_ray.benchmark.priced import flat
 from eagle_ray.benchmark.rig import LARGEST, Rig, Way
 from eagle_ray.benchmark.synthetic_cells import is_walk
 from eagle_ray.config import SpeculativeConfig
@@ -46,6 +47,20 @@ def drained(engine: Engine, context: int) -> list[Sequence]:
     while engine.has_work:
         engine.step()
     return sequences
+
+
+WAYS = [Way("plain"), Way("tree", LARGEST), Way("ours", LARGEST, "global")]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_every_way_has_its_steps_foreseen_and_corrects_its_own_costs(pair, way):
+    rig = rig_of(pair)
+    rig.costs = flat()
+    engine = rig.engine(way, 0, 3)
+    drained(engine, 0)
+    watch = engine.planner
+    assert watch.foreseen_s > 0 and watch.foreseen_plain_s > 0 and min(watch.parts[1:]) > 0
+    assert rig.costs == flat() and watch._costs != flat()
 
 
 @pytest.mark.parametrize("way", [Way("plain"), Way("tree", LARGEST)], ids=lambda way: way.name)
