@@ -81,7 +81,7 @@ def _expand(pattern: str) -> tuple[Location, dict[Location, Stamp]]:
         return path.parent, {path: path.stat()}
     if path.is_directory():
         return path, {file: stamp for file, stamp in path.stamps().items() if _is_input(file, path)}
-    root, below = _until_wildcard(path)
+    root, below = until_wildcard(path)
     return root, root.stamps(below)
 
 
@@ -91,7 +91,7 @@ def _is_input(file: Location, directory: Location) -> bool:
     return _suffix(file) in FORMATS and not hidden
 
 
-def _until_wildcard(path: Location) -> tuple[Location, str]:
+def until_wildcard(path: Location) -> tuple[Location, str]:
     """The directory before the first wildcard, and the pattern below it."""
     root, parts = path.parent, [path.name]
     while glob.has_magic(root.text) and root != root.parent:
@@ -122,7 +122,7 @@ def _hint(pattern: str) -> str:
     path = location_of(pattern)
     if path.is_directory():
         return f": of a directory {', '.join(FORMATS)} are read: name other files with a glob, such as {pattern}/*"
-    root, _ = _until_wildcard(path)
+    root, _ = until_wildcard(path)
     if not root.is_directory():
         return f": there is no directory {root}"
     if path.name in (names := root.names()):

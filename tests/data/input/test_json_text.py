@@ -37,7 +37,7 @@ def test_what_is_too_deep_is_refused_whoever_asks(depth):
 def test_a_row_has_one_id_however_deep_the_reader_stands(tmp_path):
     """The driver counts ids from a shallow place and workers read them from a deep one."""
     depths = [DEEPEST - 1, DEEPEST, 600, sys.getrecursionlimit() - 150]
-    lines = [json.dumps({"id": f"d{depth}", "prompt": "Hi", "x": 0}).replace("0}", deep(depth) + "}") for depth in depths]
+    lines = [f'{{"id": "d{depth}", "prompt": "Hi", "x": {deep(depth)}}}' for depth in depths]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     overrides = {"input.path": str(tmp_path / "a.jsonl"), "output.path": "unused"}
     plan = plan_input(load_config(None, env={}, overrides=overrides))
