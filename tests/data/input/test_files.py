@@ -1,5 +1,7 @@
 """Finding input files: order, names below the glob's root, formats, and a hint where nothing is found."""
 
+import logging
+
 import pytest
 
 from eagle_ray.config import ConfigError
@@ -30,6 +32,17 @@ def test_a_directory_holds_its_known_files_but_the_hidden(tree):
     found = find_files(str(tree), "auto")
     assert names(found) == ["a.jsonl", "b.jsonl", "sub/c.parquet"]
     assert [file.format for file in found] == ["jsonl", "jsonl", "parquet"]
+
+
+def test_what_a_directory_leaves_out_is_said_in_one_line(tree, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
+    (tree / "more.jsonl.gz").touch()
+    find_files(str(tree), "auto")
+    [line] = caplog.messages
+    assert line.startswith(f"input.path: more.jsonl.gz, sub/d.txt in {tree}: left out, as of a directory .parquet, ")
+    caplog.clear()
+    find_files(str(tree / "*.jsonl"), "auto")
+    assert caplog.messages == []
 
 
 def test_a_list_keeps_its_order_and_each_file_once(tree):
