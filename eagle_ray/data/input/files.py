@@ -19,6 +19,7 @@ from eagle_ray.data.storage import Location, NotFound, Stamp
 
 log = logging.getLogger("eagle_ray")
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _READ = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
 EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
 
@@ -112,6 +113,8 @@ def until_wildcard(path: Location) -> tuple[Location, str]:
 
 
 def _input_file(location: Location, stamp: Stamp, root: Location, format_: str) -> InputFile:
+    if _suffix(location) in PACKED:
+        raise ConfigError(f"input.path: {location} is compressed: unpack it first, or write its rows as Parquet")
     chosen = FORMATS.get(_suffix(location)) if format_ == "auto" else format_
     if chosen is None:
         raise ConfigError(

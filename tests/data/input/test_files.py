@@ -67,6 +67,13 @@ def test_an_unknown_extension_needs_a_format(tree):
     assert find_files(str(tree / "sub" / "d.txt"), "jsonl")[0].format == "jsonl"
 
 
+@pytest.mark.parametrize("format_", ["auto", "jsonl"])
+def test_a_compressed_file_is_to_be_unpacked(tree, format_):
+    (tree / "a.jsonl.gz").touch()
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is compressed: unpack it first"):
+        find_files(str(tree / "*.gz"), format_)
+
+
 def test_nothing_found_says_what_was_looked_for(tree):
     with pytest.raises(ConfigError, match=rf"no file matches '{tree}/a.json' in {tree}; did you mean a.jsonl\?"):
         find_files(f"{tree}/a.json", "auto")
