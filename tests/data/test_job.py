@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import ray.data
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.storage import Location, read_json
@@ -209,6 +210,14 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
+
+
+def test_blocks_that_ray_cuts_part_no_id(ray_session, make_job, monkeypatch):
+    """As it does from 192 MB on: a long prompt and many samples, or a batch of them."""
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 1000)
+    config = make_job(token_rows(12), **{"sampling.n": 5, "execution.rows_per_file": 1})
+    assert run_job(config) == 0
+    assert len(ids_of(config)) == 60
 
 
 def test_an_input_of_other_columns_cannot_go_on_with_the_output(done, tmp_path, messages):
