@@ -17,6 +17,7 @@ from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import run_job
 from eagle_ray.report.laws import broken_laws
 from tests.conftest import small_job, token_rows
+from tests.data.nodes import parent_of
 
 RUN_JOB = """
 import signal, sys
@@ -210,6 +211,21 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
+def test_a_job_whose_own_ray_falls_apart_says_so_and_can_be_gone_on_with(ray_session, make_job, name):
+    config = make_job(token_rows(24), **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
+    driver = start_driver(config)
+    wait_for_another_file(config)
+    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/exe") if name in os.path.realpath(path)]
+    (process,) = [pid for pid in children if parent_of(pid) == driver.pid]
+    os.kill(process, signal.SIGKILL)
+    out, err = driver.communicate(timeout=90)
+    assert out.startswith("5 "), err
+    assert f"stopped: Ray's own process {name} has ended" in err and "Traceback" not in err
+    assert run_job(config) == 0
+    assert len(ids_of(config)) == 24
 
 
 def test_blocks_that_ray_cuts_part_no_id(ray_session, make_job, monkeypatch):
