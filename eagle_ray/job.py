@@ -21,7 +21,7 @@ import pyarrow as pa
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.asked import Asked, asked_of, names_of
 from eagle_ray.data.ids import NONE, among
-from eagle_ray.data.input.plan import InputPlan, plan_input
+from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.ledger import Ledger, error_ids, without_ids
 from eagle_ray.data.lock import lock_output
@@ -98,7 +98,7 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     output = output_of(config)
     check_apart(config.input.path, output)
     plan = plan_input(config)
-    Partitions.of(config.output.partition_by, plan.carried)
+    Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
     check_not_own(plan.files, output)
     asked = asked_of(plan, config)
     plan = replace(plan, ids=NONE)  # sixteen bytes a row that `asked` has, too

@@ -58,7 +58,7 @@ def validate(config: JobConfig) -> str:
     """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
     check_apart(config.input.path, output_of(config))
     plan = plan_input(config)
-    Partitions.of(config.output.partition_by, plan.carried)
+    Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
     check_not_own(plan.files, output_of(config))
     unseen = out_of_reach(config.model, config.speculative)
     if not unseen:

@@ -21,6 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.data.bundles import bundled
 from eagle_ray.data.deaths import Blame
 from eagle_ray.data.faults import fault_of
 from eagle_ray.data.isolation import Isolation
@@ -53,14 +54,14 @@ class EngineActor:
         self._tell(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
-        """One table for the batch: Ray hands rows on when the call is over."""
+        """One table of bundles for the batch: Ray hands rows on when the call is over."""
         try:
             answers = await self._isolation.answer(batch)
         except EngineError as error:
             self._end(error)
         self._report = self._report.after(answers, self._worker.counters())
         self._tell(answers)
-        yield answers
+        yield bundled(answers)
 
     def _tell(self, answers: pa.Table | None) -> None:
         self._line.report(self._report)

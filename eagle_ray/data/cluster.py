@@ -32,6 +32,7 @@ MOST_CPU_WORKERS = 8  # each loads a copy of the models
 ROUNDING = 1e-6  # three thirds of a GPU are one
 GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
+ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOCAL_OPTIONS = {
     "include_dashboard": False,
     "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
@@ -123,6 +124,21 @@ def _core_unheard() -> Iterator[None]:
 def nodes() -> list[Mapping[str, float]]:
     """What each living node of the connected cluster offers, as Ray counts it."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def check_alive() -> None:
+    """Raises ClusterError where one of the processes that hold a cluster of our own together is gone.
+
+    Ray says nothing of it for up to a minute, and then ends this process there and then.
+    """
+    node = ray._private.worker._global_node
+    gone = {name for name, _ in node.dead_processes()} if node else set()
+    for name in ESSENTIAL:
+        if name in gone:
+            raise ClusterError(
+                f"Ray's own process {name} has ended (was it killed, or out of memory?): the same command goes on from "
+                f"what is there; its logs are in {node.get_logs_dir_path()}"
+            )
 
 
 def plan_workers(

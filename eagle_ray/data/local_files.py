@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob as globbing
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ from uuid import uuid4
 
 from eagle_ray.data.stamp import Stamp
 
-TEMP_SUFFIX = ".tmp"
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
 BeforePublish = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
 
 
@@ -102,7 +103,7 @@ def remove_temporary(directory: str) -> None:
     """Delete what a killed writer left half-written, here and below."""
     for place, _, names in os.walk(directory):
         for name in names:
-            if name.startswith(".") and name.endswith(TEMP_SUFFIX):
+            if TEMPORARY.fullmatch(name):
                 remove(os.path.join(place, name), missing_ok=True)
 
 
@@ -119,7 +120,7 @@ def check_writable(directory: str) -> None:
 def _publish(path: str, data: bytes, before_publish: BeforePublish, give_name: Callable[[str, str], None]) -> Stamp:
     directory, name = os.path.split(path)
     make_directory(directory)
-    temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}{TEMP_SUFFIX}")
+    temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")
     try:
         with open(temp, "wb") as file:
             file.write(data)

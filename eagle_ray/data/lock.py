@@ -58,9 +58,9 @@ def _file_lock(output: Location) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise _busy(output, file.read().strip()) from None
-        file.truncate(0)
-        file.write(_myself())
-        file.flush()
+        with naming_output(output):
+            file.truncate(0)
+            os.write(file.fileno(), _myself().encode())  # at once: what a full disk refuses, close would try again
         yield
 
 
@@ -156,7 +156,7 @@ class Lease:
 
 
 def _busy(output: Location, holder: str) -> OutputBusy:
-    return OutputBusy(f"{output} is being written by {holder}: wait for it to end")
+    return OutputBusy(f"{output} is being written by {holder or 'another driver'}: wait for it to end")
 
 
 def _myself() -> str:

@@ -14,8 +14,9 @@ that are the same for all samples of a row can partition. Does not know storage.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote, unquote
 
 import pyarrow as pa
@@ -23,6 +24,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.carried import JSON
+from eagle_ray.data.input.place import place_of
 from eagle_ray.data.schema import OUTPUT_FIELDS
 from eagle_ray.data.stops import ClusterError
 
@@ -41,6 +43,7 @@ OWN = (
     "method",
     "config_hash",
 )
+LEAVE_OUT = "leave the column out, with another output.path"
 REMEDY = f"choose a carried column or one of {', '.join(OWN)}"
 
 
@@ -60,6 +63,17 @@ class Partitions:
         if twice := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
             raise ConfigError(f"output.partition_by: {twice[0]!r} is named twice")
         return cls(tuple(columns))
+
+    def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
+        """Raises ConfigError naming the first row whose value makes too long a name.
+
+        Before the start: an error row would stand in a directory of that very name.
+        """
+        names = [name for name in self.columns if name not in OWN or name == "source_file"]
+        for request in requests if names else ():
+            for name in names:
+                if isinstance(value := request[name], str) and _is_too_long(name, value):
+                    raise ConfigError(f"{place_of(request)}: {_too_long(name, value)}: shorten it, or {LEAVE_OUT}")
 
     def split(self, table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
         """Each directory and its rows, in the order of first appearance, without the columns that name it."""
@@ -104,14 +118,20 @@ def _noting_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> 
 
 
 def _directory(name: str, value: str | None) -> str:
-    """Raises ClusterError where no file system has a name of this length."""
+    """name: encoded. Raises ClusterError where no file system has a name of this length."""
     directory = f"{name}={_encoded(value)}"
     if len(directory) > LONGEST_NAME:
-        raise ClusterError(
-            f"output.partition_by: a value of column {unquote(name)!r} is too long for a directory's name "
-            f"({value[:40]!r}..., {len(value)} characters): leave the column out, with another output.path"
-        )
+        raise ClusterError(f"{_too_long(unquote(name), value)}: {LEAVE_OUT}")
     return directory
+
+
+def _is_too_long(name: str, value: str) -> bool:
+    return len(f"{quote(name, safe='')}={_encoded(value)}") > LONGEST_NAME
+
+
+def _too_long(name: str, value: str) -> str:
+    shown = f"{value[:40]!r}..., {len(value)} characters"
+    return f"output.partition_by: a value of column {name!r} is too long for a directory's name ({shown})"
 
 
 def _encoded(value: str | None) -> str:

@@ -50,9 +50,9 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_ro
     progress = start_progress(workers.fewest)
     max_starts = workers.most * STARTS_PER_WORKER + STARTS_FOR_KILLERS
     limits = Limits(config.execution.max_error_rate, max_starts)
-    schema, rows_per_file = output_schema(plan.passthrough), _rows_per_file(config.execution.rows_per_file, num_rows)
+    ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
     partitions = Partitions.of(config.output.partition_by, plan.carried)
-    sink = AtomicParquetSink(run, schema, rows_per_file, config.output.compression, partitions)
+    sink = AtomicParquetSink(run, output_schema(plan.passthrough), ids_per_file, config.output.compression, partitions)
     batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading(config.model.target, workers))

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import ray
 from ray.actor import ActorHandle
 
+from eagle_ray.data.cluster import check_alive
 from eagle_ray.data.display import Facts, display
 from eagle_ray.data.interrupts import interrupt, is_interrupted
 from eagle_ray.data.progress import Progress
@@ -103,7 +104,11 @@ class ProgressLines:
     def _look(self) -> Progress | None:
         """The workers' progress, once their notes are passed on and the job is still worth going on with."""
         try:
+            check_alive()
             progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
+        except ClusterError as error:
+            self._stop(error)
+            return None
         except ray.exceptions.RayError:  # an ending cluster, or one that is too busy: the next look will tell
             return None
         for note in progress.notes[self._num_notes :]:
@@ -155,7 +160,11 @@ class ProgressLines:
 
     def _judge(self, progress: Progress) -> None:
         reason = self._limits.exceeded_by(progress)
-        if reason is not None and not self._closing.is_set():
+        if reason is not None:
+            self._stop(reason)
+
+    def _stop(self, reason: Exception) -> None:
+        if not self._closing.is_set():
             self._reason = reason
             self._closing.set()
             interrupt()

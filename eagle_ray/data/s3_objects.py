@@ -16,7 +16,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -27,6 +26,7 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
+from eagle_ray.data.globs import fits
 from eagle_ray.data.stamp import Stamp
 from eagle_ray.data.storage_errors import ConditionFailed, NoAnswer, NotAllowed, NotFound, StorageError
 
@@ -101,7 +101,7 @@ def names_in(directory: str) -> list[str]:
 def glob(directory: str, pattern: str) -> dict[str, Stamp]:
     parts, start = pattern.split("/"), len(directory) + 1
     literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-    return {url: stamp for url, stamp in _listed(directory, literal) if _fits(parts, url[start:].split("/"))}
+    return {url: stamp for url, stamp in _listed(directory, literal) if fits(parts, url[start:].split("/"))}
 
 
 def write_whole(url: str, data: bytes, before_publish: BeforePublish) -> Stamp:
@@ -219,16 +219,6 @@ def _listed(directory: str, start: str) -> Iterator[tuple[str, Stamp]]:
                 yield f"{SCHEME}{bucket}/{found['Key']}", Stamp(found["Size"], found["ETag"])
         token = page.get("NextContinuationToken")
         wanted = wanted | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
-
-
-def _fits(pattern: list[str], name: list[str]) -> bool:
-    """The glob's rules of local files, part by part: ** is any number of parts; neither it nor * is a hidden name."""
-    if not pattern:
-        return not name
-    visible = bool(name) and (pattern[0].startswith(".") or not name[0].startswith("."))
-    if pattern[0] == "**":
-        return _fits(pattern[1:], name) or (visible and _fits(pattern, name[1:]))
-    return visible and fnmatchcase(name[0], pattern[0]) and _fits(pattern[1:], name[1:])
 
 
 def _put(url: str, data: bytes, before: BeforePublish, **condition: Any) -> Stamp:

@@ -1,9 +1,10 @@
 """AtomicParquetSink: where Ray Data's blocks become Parquet files, each whole or not at all.
 
-A write task makes one file in each directory of its rows' partitions, named after its attempt and its place in it. A
-task that Ray repeats finds what its first try published, and leaves it. Does not know what the rows mean.
+Blocks hold bundles, a row for each id. A write task makes one file in each directory of its rows' partitions, named
+after its attempt and its place in it. A task that Ray repeats finds what its first try published, and leaves it. Does
+not know what the rows mean.
 
-    >>> dataset.write_datasink(AtomicParquetSink(run, schema, rows_per_file=1000, compression="zstd"))
+    >>> dataset.write_datasink(AtomicParquetSink(run, schema, ids_per_file=1000, compression="zstd"))
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
+from eagle_ray.data.bundles import unbundled
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import part_name
 from eagle_ray.data.record import Run
@@ -27,18 +29,18 @@ NO_PARTITIONS = Partitions()
 
 @dataclass(frozen=True)
 class AtomicParquetSink(Datasink[None]):
-    """rows_per_file: a file is written as soon as at least this many rows are done, or nothing more will come."""
+    """ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come."""
 
     run: Run
     schema: pa.Schema
-    rows_per_file: int
+    ids_per_file: int
     compression: str
     partitions: Partitions = NO_PARTITIONS
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         """Called in a Ray task. Raises Overtaken where a newer attempt owns the output, ClusterError for a full one."""
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
-        filled = [table.cast(self.schema) for table in tables if table.num_rows]
+        filled = [unbundled(table).cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):
@@ -58,7 +60,7 @@ class AtomicParquetSink(Datasink[None]):
 
     @property
     def min_rows_per_write(self) -> int:
-        return self.rows_per_file
+        return self.ids_per_file
 
     def get_name(self) -> str:
         return "parquet"

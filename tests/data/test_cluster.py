@@ -2,13 +2,15 @@
 
 import socket
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import RayError
 
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.data.actor import _for_the_user
-from eagle_ray.data.cluster import GROWTH, Workers, _check_answers, plan_workers, threads_wanted
+from eagle_ray.data.cluster import GROWTH, Workers, _check_answers, check_alive, plan_workers, threads_wanted
 from eagle_ray.data.faults import SMALLER
 from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
 from eagle_ray.data.ray_environment import RAY_JOB
@@ -108,6 +110,18 @@ def test_an_address_where_nothing_listens_is_refused_at_once(form):
         _check_answers(address)
     with pytest.raises(ClusterError, match=r"execution\.ray_address: nothing answers"):
         _check_answers(address)
+
+
+@pytest.mark.parametrize(("gone", "says"), [("gcs_server", "gcs_server has ended"), ("raylet", "raylet has ended")])
+def test_a_cluster_of_our_own_that_falls_apart_is_said(monkeypatch, gone, says):
+    dead = [("monitor", None), (gone, None)]
+    node = SimpleNamespace(dead_processes=lambda: dead[:1], get_logs_dir_path=lambda: "/tmp/ray/logs")
+    for there in (None, node):
+        monkeypatch.setattr(ray._private.worker, "_global_node", there)
+        check_alive()
+    node.dead_processes = lambda: dead
+    with pytest.raises(ClusterError, match=f"{says}.*the same command goes on.*/tmp/ray/logs"):
+        check_alive()
 
 
 @pytest.mark.parametrize("address", ["auto", "local"])

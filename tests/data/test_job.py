@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import ray.data
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import run_job
 from eagle_ray.report.laws import broken_laws
 from tests.conftest import small_job, token_rows
+from tests.data.nodes import parent_of
 
 RUN_JOB = """
 import signal, sys
@@ -209,6 +211,29 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
+def test_a_job_whose_own_ray_falls_apart_says_so_and_can_be_gone_on_with(ray_session, make_job, name):
+    config = make_job(token_rows(24), **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
+    driver = start_driver(config)
+    wait_for_another_file(config)
+    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/exe") if name in os.path.realpath(path)]
+    (process,) = [pid for pid in children if parent_of(pid) == driver.pid]
+    os.kill(process, signal.SIGKILL)
+    out, err = driver.communicate(timeout=90)
+    assert out.startswith("5 "), err
+    assert f"stopped: Ray's own process {name} has ended" in err and "Traceback" not in err
+    assert run_job(config) == 0
+    assert len(ids_of(config)) == 24
+
+
+def test_blocks_that_ray_cuts_part_no_id(ray_session, make_job, monkeypatch):
+    """As it does from 192 MB on: a long prompt and many samples, or a batch of them."""
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 1000)
+    config = make_job(token_rows(12), **{"sampling.n": 5, "execution.rows_per_file": 1})
+    assert run_job(config) == 0
+    assert len(ids_of(config)) == 60
 
 
 def test_an_input_of_other_columns_cannot_go_on_with_the_output(done, tmp_path, messages):

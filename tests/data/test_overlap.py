@@ -29,3 +29,28 @@ def test_a_glob_that_finds_the_outputs_files_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"part-001-000000\.parquet is a file of output\.path"):
         check_not_own(files, Location.of(tmp_path / "out"))
     check_not_own(files, Location.of(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output"),
+    [("in/**", "in/out"), ("in/**/*.parquet", "in/out"), ("in/*", "in"), ("*/*", "in"), ("in/out/data/*", "in/out")],
+)
+def test_a_glob_that_will_find_the_outputs_files_is_refused_before_there_are_any(tmp_path, pattern, output):
+    with pytest.raises(ConfigError, match=r"would find what the run writes into output\.path, such as "):
+        check_apart(str(tmp_path / pattern), Location.of(tmp_path / output))
+    with pytest.raises(ConfigError, match=r"would find what the run writes"):
+        check_apart(f"s3://bucket/{pattern}", Location.of(f"s3://bucket/{output}"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output"),
+    [
+        ("in/**/*.jsonl", "in/out"),
+        ("in/*.parquet", "in/out"),
+        ("in/*", "in/out"),
+        ("in/**", "out"),
+        ("in/**", "in/.out"),
+    ],
+)
+def test_a_glob_beside_the_outputs_files_is_fine(tmp_path, pattern, output):
+    check_apart(str(tmp_path / pattern), Location.of(tmp_path / output))

@@ -123,3 +123,13 @@ def test_a_value_too_long_for_a_name_is_refused_with_its_column():
     table = pa.table({"id": ["a"], "lang": ["x" * 300]})
     with pytest.raises(ClusterError, match="a value of column 'lang' is too long"):
         list(Partitions(("lang",)).split(table))
+
+
+def test_a_value_too_long_for_a_name_is_found_before_the_start_with_its_row():
+    good = {"request_id": "a", "source_file": "/d/a.jsonl", "source_line": 1, "row_index": 0, "lang": "x" * 250}
+    Partitions(("lang", "status")).check_values([good, good | {"lang": None}])
+    for lang in ("x" * 251, "ü" * 42):  # ü is six characters of a name
+        with pytest.raises(ConfigError, match=r"^/d/a\.jsonl, line 2: output\.partition_by: .* 'lang' is too long"):
+            Partitions(("lang",)).check_values([good, good | {"source_line": 2, "lang": lang}])
+    with pytest.raises(ConfigError, match="'source_file' is too long"):
+        Partitions(("source_file",)).check_values([good | {"source_file": "/" * 90}])

@@ -1,5 +1,6 @@
 """Whose an output directory is: attempts, fencing, the lock, and what a resume may not change."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -109,6 +110,16 @@ def test_parquet_files_of_somebody_else_are_neither_read_nor_joined(make_job, tm
     (tmp_path / "out" / "data" / "theirs.parquet").write_bytes(b"")
     with pytest.raises(OutputMismatch, match=r"theirs\.parquet"):
         start(make_job(token_rows(2)))
+
+
+def test_a_full_disk_is_named_with_the_output(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    says = rf"output\.path: cannot write to {tmp_path}: No space left"
+    with pytest.raises(ConfigError, match=says), lock_output(Location.of(tmp_path)):
+        pass
 
 
 def test_a_second_live_driver_is_refused_and_a_dead_one_is_not(tmp_path):

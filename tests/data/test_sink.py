@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
+from eagle_ray.data.bundles import bundled
 from eagle_ray.data.pipeline import _write
 from eagle_ray.data.record import RUN, Run
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
@@ -21,7 +22,7 @@ SCHEMA = output_schema([pa.field("category", pa.string())])
 def make_sink(output: Path, attempt: int = 1) -> AtomicParquetSink:
     (output / "data").mkdir(exist_ok=True)
     return AtomicParquetSink(
-        Run(Location.of(output), "run", attempt, "hash"), SCHEMA, rows_per_file=10, compression="zstd"
+        Run(Location.of(output), "run", attempt, "hash"), SCHEMA, ids_per_file=10, compression="zstd"
     )
 
 
@@ -33,7 +34,7 @@ def write_record(output: Path, attempt: int) -> None:
 
 def block(*ids: str) -> pa.Table:
     common = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
-    return table_of([common | {"request_id": id} for id in ids], SCHEMA).replace_schema_metadata(None)
+    return bundled(table_of([common | {"request_id": id} for id in ids], SCHEMA))
 
 
 def test_a_task_writes_one_file_with_all_its_blocks_and_a_repeated_task_the_same_one(tmp_path):

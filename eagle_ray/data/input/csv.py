@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import json
 import re
 import sys
 from collections import Counter
@@ -23,6 +22,7 @@ import pyarrow as pa
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.carried import CELLS, type_of
+from eagle_ray.data.input.json_text import value_of
 from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
 from eagle_ray.data.schema import SAMPLING_FIELDS
@@ -154,7 +154,7 @@ def _value(column: str, text: str) -> Any:
         return text or None
     is_list = pa.types.is_list(_SAMPLING[column])
     try:
-        value = json.loads(text if is_list else text.lower())
-    except (ValueError, RecursionError):
+        value = value_of(text if is_list else text.lower())
+    except ValueError:
         return text
     return value if isinstance(value, list if is_list else int | float) else text

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import difflib
 import glob
+import logging
 import os
 from dataclasses import dataclass
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.storage import Location, NotFound, Stamp
 
+log = logging.getLogger("eagle_ray")
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_READ = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
 EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
 
 
@@ -80,18 +84,27 @@ def _expand(pattern: str) -> tuple[Location, dict[Location, Stamp]]:
     if path.exists():
         return path.parent, {path: path.stat()}
     if path.is_directory():
-        return path, {file: stamp for file, stamp in path.stamps().items() if _is_input(file, path)}
-    root, below = _until_wildcard(path)
+        shown = {file: stamp for file, stamp in path.stamps().items() if not _is_hidden(file, path)}
+        _say_skipped(path, [file for file in shown if _suffix(file) not in FORMATS])
+        return path, {file: stamp for file, stamp in shown.items() if _suffix(file) in FORMATS}
+    root, below = until_wildcard(path)
     return root, root.stamps(below)
 
 
-def _is_input(file: Location, directory: Location) -> bool:
-    """Files of a known format, but for what a directory hides: names that begin with a dot or an underscore."""
-    hidden = any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
-    return _suffix(file) in FORMATS and not hidden
+def _is_hidden(file: Location, directory: Location) -> bool:
+    """Names that begin with a dot or an underscore, and whatever is below such a directory."""
+    return any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
 
 
-def _until_wildcard(path: Location) -> tuple[Location, str]:
+def _say_skipped(directory: Location, files: list[Location]) -> None:
+    """A file that somebody took for input, a.jsonl.gz, is not left out without a word."""
+    if files:
+        names = ", ".join(_name_below(file, directory) for file in files[:3])
+        others = f" and {len(files) - 3} others" if len(files) > 3 else ""
+        log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _READ)
+
+
+def until_wildcard(path: Location) -> tuple[Location, str]:
     """The directory before the first wildcard, and the pattern below it."""
     root, parts = path.parent, [path.name]
     while glob.has_magic(root.text) and root != root.parent:
@@ -100,6 +113,8 @@ def _until_wildcard(path: Location) -> tuple[Location, str]:
 
 
 def _input_file(location: Location, stamp: Stamp, root: Location, format_: str) -> InputFile:
+    if _suffix(location) in PACKED:
+        raise ConfigError(f"input.path: {location} is compressed: unpack it first, or write its rows as Parquet")
     chosen = FORMATS.get(_suffix(location)) if format_ == "auto" else format_
     if chosen is None:
         raise ConfigError(
@@ -121,8 +136,8 @@ def _hint(pattern: str) -> str:
     """What stands there instead, or where was looked and the nearest name there."""
     path = location_of(pattern)
     if path.is_directory():
-        return f": of a directory {', '.join(FORMATS)} are read: name other files with a glob, such as {pattern}/*"
-    root, _ = _until_wildcard(path)
+        return f": {_READ}, such as {pattern}/*"
+    root, _ = until_wildcard(path)
     if not root.is_directory():
         return f": there is no directory {root}"
     if path.name in (names := root.names()):

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from eagle_ray.data.input.json_text import value_of
 from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
 from eagle_ray.errors import RequestError
@@ -31,7 +32,7 @@ def rows_in_jsonl(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -
 
 def _parsed(line: bytes) -> Row:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = value_of(line.decode("utf-8-sig"))
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
     except UnicodeError as error:
@@ -39,7 +40,7 @@ def _parsed(line: bytes) -> Row:
     except json.JSONDecodeError as error:  # its own words call every line the first
         said = f"{error.msg}: character {error.colno}"
         return RequestError("bad_json", f"the line is not JSON ({said}): write one object a line")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
     if not isinstance(row, dict):
         return RequestError("bad_json", f"the line holds a {type(row).__name__}: write one object a line")

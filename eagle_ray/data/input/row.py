@@ -17,6 +17,7 @@ from typing import Any
 
 from eagle_ray.config import check_row_sampling
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns, shown
+from eagle_ray.data.input.json_text import value_of
 from eagle_ray.data.input.place import Place
 from eagle_ray.data.schema import SAMPLING_FIELDS
 from eagle_ray.errors import RequestError
@@ -105,8 +106,8 @@ def _messages_in(text: str, column: str) -> list[dict]:
     if not _LIKE_MESSAGES.match(_text(text, column)[:4096]):
         return [{"role": "user", "content": text}]
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return value_of(text)
+    except ValueError as error:
         raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
 
 
@@ -135,8 +136,8 @@ def _token_ids(value: Any, column: str) -> list[int]:
 def _json_in(text: str) -> Any:
     """What a text of JSON holds; any other text is itself."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return value_of(text)
+    except ValueError:
         return text
 
 

@@ -1,5 +1,7 @@
 """Finding input files: order, names below the glob's root, formats, and a hint where nothing is found."""
 
+import logging
+
 import pytest
 
 from eagle_ray.config import ConfigError
@@ -32,6 +34,17 @@ def test_a_directory_holds_its_known_files_but_the_hidden(tree):
     assert [file.format for file in found] == ["jsonl", "jsonl", "parquet"]
 
 
+def test_what_a_directory_leaves_out_is_said_in_one_line(tree, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
+    (tree / "more.jsonl.gz").touch()
+    find_files(str(tree), "auto")
+    [line] = caplog.messages
+    assert line.startswith(f"input.path: more.jsonl.gz, sub/d.txt in {tree}: left out, as of a directory .parquet, ")
+    caplog.clear()
+    find_files(str(tree / "*.jsonl"), "auto")
+    assert caplog.messages == []
+
+
 def test_a_list_keeps_its_order_and_each_file_once(tree):
     found = find_files([str(tree / "b.jsonl"), str(tree / "*.jsonl")], "auto")
     assert names(found) == ["b.jsonl", "a.jsonl"]
@@ -52,6 +65,13 @@ def test_an_unknown_extension_needs_a_format(tree):
     with pytest.raises(ConfigError, match=r"d\.txt is not known by its extension .*set input\.format"):
         find_files(str(tree / "sub" / "d.txt"), "auto")
     assert find_files(str(tree / "sub" / "d.txt"), "jsonl")[0].format == "jsonl"
+
+
+@pytest.mark.parametrize("format_", ["auto", "jsonl"])
+def test_a_compressed_file_is_to_be_unpacked(tree, format_):
+    (tree / "a.jsonl.gz").touch()
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is compressed: unpack it first"):
+        find_files(str(tree / "*.gz"), format_)
 
 
 def test_nothing_found_says_what_was_looked_for(tree):

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.config import ConfigError
+from eagle_ray.data.bundles import bundled
 from eagle_ray.data.input.plan import plan_input
 from eagle_ray.data.lock import lock_output
 from eagle_ray.data.record import RUN, SUCCESS, noting_outcome, open_run, read_record
@@ -33,11 +34,11 @@ def start(config):
 
 
 def sink(run) -> AtomicParquetSink:
-    return AtomicParquetSink(run, SCHEMA, rows_per_file=10, compression="zstd")
+    return AtomicParquetSink(run, SCHEMA, ids_per_file=10, compression="zstd")
 
 
 def block(*ids: str) -> pa.Table:
-    return table_of([COMMON | {"request_id": id} for id in ids], SCHEMA)
+    return bundled(table_of([COMMON | {"request_id": id} for id in ids], SCHEMA))
 
 
 def test_an_overtaken_writer_publishes_nothing(job):
