@@ -261,7 +261,7 @@ def out_of_reach(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str
 def load_text(model: ModelConfig) -> Text | None:
     """The target's words; None where it has no tokenizer. Raises ConfigError where that cannot be read."""
     try:
-        return Text.load(describe(model.target, "target"), model.chat_template)
+        return Text.load(describe(model.target, "target"), model.chat_template, limits_of(model).max_model_len)
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 

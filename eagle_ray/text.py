@@ -21,19 +21,28 @@ from eagle_ray.errors import EngineError, RequestError, in_one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 HALF_A_CHARACTER = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
+LONG_TOKEN = 8  # characters; a text of more than so many for each token that there is room for is looked at first
+LOST_AT_A_CUT = 64  # tokens: a text's beginning has at most so many more than it has within the whole text
 
 
 class Text:
-    """The words of one target. Build it with load."""
+    """The words of one target. Build it with load. max_tokens: a prompt of more is refused; None takes any."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, eos_ids: frozenset[int]):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None,
+        eos_ids: frozenset[int],
+        max_tokens: int | None = None,
+    ):
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._eos_ids = eos_ids
+        self._max_tokens = max_tokens
         self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str = "auto") -> Text | None:
+    def load(cls, path: str | Path, chat_template: str = "auto", max_tokens: int | None = None) -> Text | None:
         """The tokenizer of a local target directory; None where it has none.
 
         chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. Raises EngineError
@@ -46,11 +55,25 @@ class Text:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise EngineError(f"the tokenizer in {directory} cannot be read: {in_one_line(error)}") from error
-        return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory))
+        return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory), max_tokens)
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """Raw text, with the special tokens that the tokenizer itself adds."""
+        """Raw text, with the special tokens that the tokenizer itself adds. Raises RequestError for far too long a one.
+
+        Of a hundred megabytes a tokenizer makes gigabytes, which ends the process: their beginning is enough to refuse.
+        """
+        if self._max_tokens is not None and len(prompt) > LONG_TOKEN * self._max_tokens:
+            self._check_beginning(prompt, self._max_tokens)
         return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+
+    def _check_beginning(self, prompt: str, most: int) -> None:
+        beginning = prompt[: LONG_TOKEN * most]
+        if len(self._tokenizer.encode(beginning, add_special_tokens=False, verbose=False)) > most + LOST_AT_A_CUT:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt of {len(prompt)} characters has more tokens than there is room for: shorten it to fewer "
+                f"than {most} (model.max_model_len is {most})",
+            )
 
     def described(self) -> dict[str, Any]:
         """The tokenizer's class, its special tokens by role and the chat template in force, as JSON."""
@@ -59,7 +82,7 @@ class Text:
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """A conversation, ready for the answer: what the template writes and nothing more. Raises RequestError."""
-        return self._tokenizer.encode(self.render_chat(messages), add_special_tokens=False, verbose=False)
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """The text of a conversation, special tokens spelled out. Raises RequestError."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.text import HALF_A_CHARACTER, Text
+from eagle_ray.text import HALF_A_CHARACTER, LONG_TOKEN, Text
 from tests.tokenizers_for_tests import write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
@@ -256,6 +256,24 @@ def test_of_two_stops_in_one_token_the_one_that_ends_first_cuts(text):
     ids = ids_of(text, "hello there")
     assert text.text_of(ids, ["llo t", "l"]) == "he"
     assert text.text_of(ids, ["ello", "hello"]) == ""
+
+
+def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatch):
+    """A hundred megabytes made whole into tokens would end the process."""
+    text, seen = Text.load(directory, max_tokens=50), []
+    encode = text._tokenizer.encode
+    monkeypatch.setattr(text._tokenizer, "encode", lambda words, **how: seen.append(len(words)) or encode(words, **how))
+    for ask in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}])):
+        with pytest.raises(RequestError, match=r"of 1\d+ characters .*model\.max_model_len is 50") as error:
+            ask("é日" * 50_000)
+        assert error.value.code == "prompt_too_long" and max(seen) == LONG_TOKEN * 50
+
+
+def test_long_words_of_few_tokens_are_looked_at_whole(directory):
+    """Many characters a token in the beginning: the number of tokens decides, not that of characters."""
+    text, free = Text.load(directory, max_tokens=3), Text.load(directory)
+    words = "the " * 12
+    assert len(words) > LONG_TOKEN * 3 and text.encode(words) == free.encode(words)
 
 
 def test_an_eos_that_is_no_special_token_is_left_out_too(tmp_path):
