@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-ray test-rest test-slow chaos clients bench-serve soak lint install clean
+.PHONY: help demo test test-ray test-rest test-slow chaos clients bench-serve soak lint install clean
+
+help:                           ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo

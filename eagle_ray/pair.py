@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
+from eagle_ray.models.processor import processor_name
 from eagle_ray.models.target import Target
 from eagle_ray.models.threads import in_passing_thread, settle_threads
 from eagle_ray.text import Text
@@ -194,12 +194,14 @@ def graphs_for(target: Target, drafter: Drafter) -> Graphs | None:
 
     On a CPU `on` runs the same fixed shapes without being faster: that is for tests.
     """
-    wish = os.environ.get(GRAPHS, "on" if target.device.type == "cuda" else "off")
-    if wish not in ("off", "on"):
+    wish = os.environ.get(GRAPHS)
+    if wish not in (None, "off", "on"):
         raise ConfigError(f"{GRAPHS}: {wish!r} is neither 'off' nor 'on'")
-    reason = why_not_captured(target, drafter)
-    if wish == "off" or reason is not None:
-        log.info("steps are not replayed: %s", f"{GRAPHS}=off" if wish == "off" else reason)
+    if wish is None and target.device.type != "cuda":
+        return None
+    reason = f"{GRAPHS}=off" if wish == "off" else why_not_captured(target, drafter)
+    if reason is not None:
+        log.info("steps are not replayed: %s", reason)
         return None
     return Graphs.of(target)
 
@@ -369,12 +371,13 @@ def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
 def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
     """Everything that the costs of this pair's steps depend on, by name: what they are kept under."""
     target = engine.target
+    config = target.model.config.to_dict()
     return {
-        "target": target.model.config.to_dict(),
+        "target": {name: value for name, value in config.items() if name != "_name_or_path"},  # wherever it lies
         "method": speculative.method,
         "draft": engine.drafter.shape,
         "dtype": str(target.dtype),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor(),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,

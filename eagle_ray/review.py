@@ -53,13 +53,15 @@ def comparison_json(run_a: Location, run_b: Location) -> str:
 
 
 def compared(run_a: Location, run_b: Location) -> dict[str, Any]:
-    """Raises ConfigError where either is no run, or stored no token ids."""
+    """Raises ConfigError where either is no run, or stored no token ids, or where they have no row in common."""
     records = [record_of(run) for run in (run_a, run_b)]
     try:
         by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
         numbers = side_by_side(partial(tables, run_a / DATA), partial(tables, run_b / DATA), by).as_json()
     except ValueError as error:
         raise ConfigError(f"{run_a}, {run_b}: {error}") from error
+    if not numbers["rows"]["both"]:
+        raise ConfigError(f"{run_a}, {run_b}: no row is in both: compare two runs over the same input")
     return {"runs": {side: record["run_id"] for side, record in zip("ab", records, strict=True)}} | numbers
 
 

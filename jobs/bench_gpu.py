@@ -1,9 +1,9 @@
-"""On the device machine, one call: PYTHONUNBUFFERED=1 python3 jobs/bench_gpu.py --out $OUT
+"""On a machine with a GPU, one call: PYTHONUNBUFFERED=1 python3 jobs/bench_gpu.py --out DIR
 
 Checks the engine on a GPU, then measures it, the most important cells first, in --minutes: written for one H200 with
 Python 3.12, torch 2.11, triton 3.6 and transformers 5.17. Nothing is installed and nothing fetched: of what is not part
 of Python it imports torch, transformers (with tokenizers, safetensors, jinja2) and jaxtyping, and no room of ours that
-needs pydantic or Ray. Here, on a CPU and tiny shapes, the same code: python jobs/bench_gpu.py --smoke
+needs pydantic or Ray. On a CPU and tiny shapes, the same code: python jobs/bench_gpu.py --smoke
 
     results.json     everything, written anew after every cell: a run that is cut off leaves what it has
     results.md       tables, and at the end a section for jobs/RESULTS.md, also printed last

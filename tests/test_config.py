@@ -75,6 +75,13 @@ def test_an_unknown_key_is_refused_with_the_nearest(setting, wanted):
     assert wanted in refusal(setting)
 
 
+def test_a_file_of_the_other_kind_is_told_by_its_sections():
+    with pytest.raises(ConfigError, match=r"serving: unknown key .* it is for `eagle-ray serve`"):
+        load_config(CONFIGS / "serve_demo.yaml", env={})
+    with pytest.raises(ConfigError, match=r"input: unknown key .* it is for `eagle-ray run`"):
+        load_serve_config(CONFIGS / "demo.yaml", env={})
+
+
 @pytest.mark.parametrize(
     ("setting", "allowed"),
     [

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.models.path_checkpoint import save_path_heads
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.pair import build_pair, check_pair, limits_of
+from eagle_ray.pair import build_pair, check_pair, cost_parts, limits_of
 from tests.conftest import PAIR
 from tests.toy import LLAMA, llama
 
@@ -31,6 +31,14 @@ def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
     check(draft)
     check_pair(ModelConfig(), SpeculativeConfig())
     check(None, method="none")
+
+
+def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, draft):
+    speculative, parts = SpeculativeConfig(budget="uniform"), []
+    for target in (PAIR / "target", Path(shutil.copytree(PAIR / "target", tmp_path / "elsewhere"))):
+        pair = build_pair(ModelConfig(target=str(target), draft=str(draft)), speculative, slots=2)
+        parts.append(cost_parts(pair.engine, speculative))
+    assert parts[0] == parts[1] and parts[0]["device"]
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])

@@ -124,6 +124,12 @@ def test_outputs_that_were_not_stored_cannot_be_compared(tmp_path, run, capsys):
     assert "output.store_token_ids" in capsys.readouterr().err
 
 
+def test_runs_without_a_row_in_common_are_not_compared(tmp_path, run, capsys):
+    stranger = make_run(tmp_path / "stranger", [row("z", "code", 10, 9)])
+    assert cli.main(["compare", str(run), str(stranger)]) == 2
+    assert "no row is in both" in capsys.readouterr().err
+
+
 def test_looking_back_needs_neither_ray_nor_torch(run):
     look = f"import sys; from eagle_ray.cli import main; main(['report', '{run}'])"
     code = f"{look}; print('ray' in sys.modules, 'torch' in sys.modules)"

@@ -25,6 +25,7 @@ from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig)
 ENV_PREFIX = "EAGLE_RAY__"
+COMMANDS = {JobConfig: "run", ServeConfig: "serve"}  # what each kind of file is for
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
 # Keys whose other values are described in the schema but belong to later releases.
@@ -215,6 +216,9 @@ def _unknown_key(root: type[BaseModel], key: str, settings: list[Setting]) -> st
     near = [siblings[field] for field in difflib.get_close_matches(name, siblings, 1)]
     near = near or [other for other in _all_keys(root) if other.rpartition(".")[2] == name][:1]
     hint = f"did you mean {near[0]}?" if near else f"valid keys: {', '.join(siblings.values())}"
+    for kind, command in COMMANDS.items():
+        if kind is not root and not section and name in kind.model_fields:
+            hint = f"it is for `eagle-ray {command}`"
     return f"{key}: unknown key{_origin(key, settings)}; {hint}"
 
 

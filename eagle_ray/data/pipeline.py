@@ -32,7 +32,7 @@ from eagle_ray.data.stops import ClusterError, JobStopped
 log = logging.getLogger("eagle_ray")
 
 CALLS_PER_ACTOR = 8  # batches in flight; with batches of half the slots, each slot has four rows to choose from
-BATCHES_PER_ACTOR = 1000  # from then on batches grow: each costs Ray some milliseconds, whatever is in it
+BATCHES_PER_ACTOR = 64  # from then on batches grow: each costs Ray some milliseconds, and the engine's thread the GIL
 MOST_PER_SLOT = 4  # rows of a batch
 FEWEST_FILES = 8  # of a small job: what is done is on disk before all of it is
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
@@ -114,7 +114,7 @@ def _pool(workers: Workers) -> ActorPoolStrategy:
 
 
 def _batch_size(slots: int, actors: int, num_rows: int) -> int:
-    """Small batches, but for very long jobs: a row leaves when its batch is done, and the last ones should spread."""
+    """Small batches, but for long jobs: a row leaves when its batch is done, and the last ones should spread."""
     wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MOST_PER_SLOT * slots))
     return max(1, min(wanted, num_rows // (2 * actors)))
 
@@ -137,6 +137,8 @@ def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
 
 
 def _loading(target: str, workers: Workers) -> str:
-    threads = "1 CPU thread" if workers.threads == 1 else f"{workers.threads} CPU threads"
+    threads = "1 CPU thread" if workers.threads == 1 else f"up to {workers.threads} CPU threads"
     device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else threads
+    if workers.fewest == 1:
+        return f"loading {target} in one worker with {device}"
     return f"loading {target} in {workers.fewest} workers with {device} each"

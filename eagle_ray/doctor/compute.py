@@ -6,9 +6,7 @@ The last is seen by decoding with the embedded pair, with drafts and without, on
 from __future__ import annotations
 
 import os
-import platform
 import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from eagle_ray.kernels import tile_shape
 from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.models.families import head_dims
 from eagle_ray.models.linear import PackedLinear, pack_linears
+from eagle_ray.models.processor import processor_name
 from eagle_ray.pair import build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 
@@ -36,7 +35,7 @@ def devices(wanted: str) -> Finding:
     """wanted: model.device."""
     if torch.cuda.is_available():
         return _gpus(wanted)
-    facts = {"cpu": _cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
+    facts = {"cpu": processor_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
     free = f"{gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
     cpu = f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {free}"
     todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
@@ -153,11 +152,3 @@ def _decoded(device: str, settings: dict[str, Any]) -> list[Sequence]:
     while engine.has_work:
         engine.step()
     return sequences
-
-
-def _cpu_name() -> str:
-    """As the system names it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.processor() or platform.machine())

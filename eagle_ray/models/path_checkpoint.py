@@ -101,6 +101,8 @@ def _tensors(path: Path, name: str) -> dict[str, Tensor]:
 def _read(path: Path, name: str, device: str) -> dict[str, Tensor]:
     """On the meta device: shapes, without reading the numbers."""
     safetensors, pickled = path / f"{name}.safetensors", path / f"{name}.pt"
+    if not safetensors.exists() and not pickled.exists():
+        raise EngineError(f"{path} holds neither {safetensors.name} nor {pickled.name}: name a directory of such heads")
     if safetensors.exists():
         tensors = read_file(safetensors, load_file if device == "cpu" else _headers)
     else:

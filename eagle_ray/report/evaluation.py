@@ -36,8 +36,8 @@ def _legend(numbers: dict[str, Any]) -> str:
 
 
 def _about(numbers: dict[str, Any]) -> str:
-    where = f"{numbers['device']}, {numbers['threads']} threads, {numbers['dtype']}, torch {numbers['torch']}"
-    return f"{numbers['target']}, {numbers['batch']} sequences at a time, on {where}"
+    where = f"{numbers['device']}, threads: {numbers['threads']}, {numbers['dtype']}, torch {numbers['torch']}"
+    return f"{numbers['target']}, batches of {numbers['batch']}, on {where}"
 
 
 def _by_task(cells: list[dict[str, Any]]) -> str:

@@ -130,7 +130,7 @@ def _steps(work: dict[str, Any] | None) -> str:
         return ""
     steps, reused = engine["num_steps"], engine["num_reused_tokens"]
     parts = [
-        f"{number(steps)} steps of {engine['num_verify_rows'] / steps:.1f} rows",
+        f"{number(steps)} steps of {engine['num_verify_rows'] / steps:.1f} verified rows",
         _off(engine["num_plain_steps"] / steps, engine["num_probes"]),
         f"{number(reused)} of {number(engine['num_prefill_tokens'] + reused)} prompt tokens reused",
         f"{engine['num_preemptions']} pre-emptions" if engine["num_preemptions"] else "",

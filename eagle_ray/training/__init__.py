@@ -1,1 +1,1 @@
-"""Making drafts better: the embedded pair from nothing, and EAGLE heads for a given target. torch only, no engine."""
+"""Making drafts better: the embedded pair from nothing; EAGLE, Medusa and Hydra heads for a given target."""

@@ -157,6 +157,7 @@ def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
     assert _for_the_user(refused) is refused
 
 
-def test_batches_of_a_very_long_job_are_larger():
-    assert _batch_size(slots=16, actors=2, num_rows=100_000) == 50
+def test_batches_of_a_long_job_are_larger():
+    assert _batch_size(slots=16, actors=2, num_rows=1_000) == 8
+    assert _batch_size(slots=16, actors=2, num_rows=4_000) == 31
     assert _batch_size(slots=16, actors=2, num_rows=10_000_000) == 64

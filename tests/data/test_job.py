@@ -1,5 +1,6 @@
 """The job as a whole: every id once, whatever happened on the way."""
 
+import json
 import os
 import shutil
 import signal
@@ -124,6 +125,14 @@ def test_with_nothing_left_neither_ray_nor_torch_is_imported(done):
     driver = start_driver(done)
     out, err = driver.communicate(timeout=60)
     assert "no_tokenizer 2" in out and out.splitlines()[-1] == "0 []", err
+
+
+def test_a_finished_job_that_is_started_again_keeps_what_was_added_to_its_summary(done):
+    """As the demo adds its comparison with plain decoding."""
+    place = Path(done.output.path) / "_summary.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"baseline": {"identical": 48}}))
+    assert run_job(done) == 0
+    assert json.loads(place.read_text())["baseline"] == {"identical": 48}
 
 
 def test_an_id_that_stands_twice_is_written_down_to_one(done):

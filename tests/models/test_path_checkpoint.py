@@ -113,7 +113,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
     with pytest.raises(EngineError, match=r"config in .* cannot be read"):
         check_medusa(tmp_path, TARGET)
     publish(tmp_path, MEDUSA, medusa(), "medusa_lm_head.pt")
-    with pytest.raises(EngineError, match=r"weights in .*hydra_lm_head\.pt cannot be read"):
+    with pytest.raises(EngineError, match=r"holds neither hydra_lm_head\.safetensors nor hydra_lm_head\.pt"):
         (tmp_path / "config.json").write_text(json.dumps(HYDRA))
         check_hydra(tmp_path, TARGET)
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"short")
