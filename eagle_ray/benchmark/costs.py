@@ -48,7 +48,10 @@ def bench_costs(config: JobConfig, threads: int | None) -> str:
 def costs_text(costs: StepCosts) -> str:
     """Every curve, as the planner reads it: made monotone."""
     parts = [f"{title}\n{_bars(getattr(costs, name))}" for name, title in TITLES.items()]
-    context = f"context: {costs.attend * 1e6:.3f} us more for each cached token"
+    context = (
+        f"context: {costs.attend * 1e6:.3f} us more for each cached token, and {costs.attend_row * 1e6:.3f} us with "
+    )
+    context += "each row of its sequence beyond the first"
     return "\n\n".join([*parts, context])
 
 

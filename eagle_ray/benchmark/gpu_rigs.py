@@ -22,8 +22,8 @@ from eagle_ray.benchmark.embedded_pair import embedded_pair
 from eagle_ray.benchmark.gpu_settings import Settings
 from eagle_ray.benchmark.kv_room import OWN, KVRoom, own_columns, weight_bytes
 from eagle_ray.benchmark.rig import Rig
-from eagle_ray.engine.cost_cache import costs_json
-from eagle_ray.engine.costs import CostCurve, StepCosts
+from eagle_ray.engine.cost_cache import costs_json, costs_of
+from eagle_ray.engine.costs import StepCosts
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.places import Shape
 from eagle_ray.models.synthetic import synthetic_pair
@@ -110,8 +110,7 @@ class GpuRigs:
         kept = self.agenda.results.shapes.get(name, {}).get("costs")
         if kept is None:
             return rig.measure()
-        curves = {k: CostCurve(list(v["rows"]), list(v["seconds"])) for k, v in kept.items() if k != "attend"}
-        return StepCosts(**curves, attend=kept["attend"])
+        return costs_of(kept)
 
 
 def together(rig: Rig, context: int) -> int:

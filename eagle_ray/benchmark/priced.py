@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.cost_cache import CURVES
+from eagle_ray.engine.cost_cache import CURVES, NUMBERS
 from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
 from eagle_ray.engine.planner import Allocation, Outcome, Planner
 from eagle_ray.engine.scheduler import Batch
@@ -60,7 +60,8 @@ def mistaken(costs: StepCosts, error: float, seed: int) -> StepCosts:
         name: CostCurve(curve.rows, [s * draw.lognormvariate(0, error) for s in curve.seconds])
         for name, curve in true.items()
     }
-    return StepCosts(attend=costs.attend * draw.lognormvariate(0, error), **curves)
+    numbers = {name: getattr(costs, name) * draw.lognormvariate(0, error) for name in NUMBERS}
+    return StepCosts(**curves, **numbers)
 
 
 class Priced:

@@ -13,12 +13,14 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from eagle_ray.engine.costs import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
-VERSION = 2  # of the files; another version is measured anew
+VERSION = 3  # of the files; another version is measured anew
 CURVES = ("verify", "read", "level", "plain_rest", "draft_rest")
+NUMBERS = ("attend", "attend_row")
 
 
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
@@ -44,14 +46,19 @@ def cache_home() -> Path:
 def costs_json(costs: StepCosts) -> dict[str, object]:
     """Curves as lists of rows and seconds."""
     curves = {name: getattr(costs, name) for name in CURVES}
-    return {name: {"rows": c.rows, "seconds": c.seconds} for name, c in curves.items()} | {"attend": costs.attend}
+    numbers = {name: getattr(costs, name) for name in NUMBERS}
+    return {name: {"rows": c.rows, "seconds": c.seconds} for name, c in curves.items()} | numbers
+
+
+def costs_of(kept: dict[str, Any]) -> StepCosts:
+    """Back from costs_json. Raises KeyError, TypeError or ValueError for anything else."""
+    curves = {name: CostCurve(list(kept[name]["rows"]), list(kept[name]["seconds"])) for name in CURVES}
+    return StepCosts(**curves, **{name: float(kept[name]) for name in NUMBERS})
 
 
 def _read(path: Path) -> StepCosts | None:
     try:
-        kept = json.loads(path.read_text("utf-8"))["costs"]
-        curves = {name: CostCurve(kept[name]["rows"], kept[name]["seconds"]) for name in CURVES}
-        return StepCosts(**curves, attend=float(kept["attend"]))
+        return costs_of(json.loads(path.read_text("utf-8"))["costs"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -114,7 +114,8 @@ def never_falling(seconds: list[float]) -> list[float]:
 class StepCosts:
     """All in seconds.
 
-    verify: the target's pass by rows, without a context. attend: more of it for each token that is cached.
+    verify: the target's pass by rows, without a context. attend: more of it for each token that is cached; attend_row:
+    more again, for each of them, with each row of its sequence beyond the first.
     read: the drafter's first pass by the pairs it catches up, level 1 included, or a reader's first look by the tokens
     it reads. level: one further level by rows.
     plain_rest, draft_rest: everything else of a plain step and of one that drafts, by sequences.
@@ -126,21 +127,31 @@ class StepCosts:
     level: CostCurve
     plain_rest: CostCurve
     draft_rest: CostCurve
+    attend_row: float = 0.0
 
-    def verified(self, num_rows: int, num_cached: float) -> float:
+    def verified(self, num_rows: int, num_cached: float, batch_size: int) -> float:
         """num_cached: tokens that are cached, of all the batch's sequences."""
-        return self.verify(num_rows) + self.attend * num_cached
+        return float(self.passes([num_rows], num_cached, batch_size)[0])
+
+    def passes(self, num_rows: Sequence[int], num_cached: float, batch_size: int) -> np.ndarray:
+        """The same for several numbers of rows at once."""
+        more = np.asarray(num_rows) / batch_size - 1  # rows of a sequence beyond its first
+        return self.verify.at(num_rows) + num_cached * (self.attend + self.attend_row * more)
+
+    def row(self, num_rows: float, num_cached: float, batch_size: int) -> float:
+        """One row more of a pass of about num_rows."""
+        return self.verify.slope(num_rows) + self.attend_row * num_cached / batch_size
 
     def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
         """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""
         return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
 
     def plain_step(self, batch_size: int, num_cached: float) -> float:
-        return self.verified(batch_size, num_cached) + self.plain_rest(batch_size)
+        return self.verified(batch_size, num_cached, batch_size) + self.plain_rest(batch_size)
 
     def foresee(self, outcome: Outcome) -> Seconds:
         """What a step of this kind takes by all that is known."""
-        verify = self.verified(outcome.num_rows, outcome.num_cached)
+        verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         draft = 0.0
         if outcome.plan.drafts:
@@ -155,7 +166,7 @@ class StepCosts:
         if outcome.plan.drafts:
             ratio = seconds.draft / foreseen.draft
             self.read.correct(outcome.num_caught_up, ratio)
-            if outcome.depth:
+            if outcome.depth > 1:
                 self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         rest.correct(outcome.batch_size, seconds.rest / foreseen.rest)

@@ -212,7 +212,7 @@ class GlobalPlanner:
 
     def _profits(self, batch: Batch, rows: list[int], gains: list[float]) -> np.ndarray:
         """Tokens gained by verifying so many rows, less those that the seconds bring in elsewhere."""
-        seconds = self.costs.verify.at(rows) + self.costs.attend * batch.num_cached
+        seconds = self.costs.passes(rows, batch.num_cached, len(batch))
         return self._trust * np.asarray(gains) - self._price(len(batch), batch.num_cached) * seconds
 
     def _price(self, size: int, num_cached: int) -> float:
@@ -267,7 +267,7 @@ class GlobalPlanner:
         size, costs = len(batch), self.costs
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
         rows = [n for n in self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)]) if n > size]
-        verify = {n: costs.verified(n, batch.num_cached) for n in rows}
+        verify = {n: costs.verified(n, batch.num_cached, size) for n in rows}
         prospects = []
         for width in self._curves.widths:
             for depth in range(1 if width == 1 else 2, self._max_depth + 1):  # a single level is of one node's children
@@ -293,8 +293,9 @@ class GlobalPlanner:
         level = builder.levels[-1].flatten(1).numpy(force=True)
         beam = np.exp(np.sort(level)[:, -self._best.width :])
         children = self._trust * np.outer(beam, self._curves.children(builder.depth + 1))
-        price, rows = self._price(len(batch), batch.num_cached), len(batch) * self._rows_each
-        gain = np.maximum(children - price * self.costs.verify.slope(rows), 0).sum()
+        price = self._price(len(batch), batch.num_cached)
+        row = self.costs.row(len(batch) * self._rows_each, batch.num_cached, len(batch))
+        gain = np.maximum(children - price * row, 0).sum()
         return bool(gain > price * self.costs.level(beam.size))
 
     def _next_probe(self, batch: Batch) -> Plan:

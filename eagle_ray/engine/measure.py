@@ -25,6 +25,7 @@ from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import SamplingParams
 
 REPLAYS = 7
+SMALL_TREE = 3  # nodes of each sequence, root included
 LONG_S = 0.25  # a step this long is replayed LONG_REPLAYS times
 LONG_REPLAYS = 3
 ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
@@ -93,7 +94,8 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepC
     with at_bench(engine, as_replayed(engine, top_k), apart=engine.target.device.type == "cuda") as bench:
         for settings in _rounds(bench.num_slots, max_nodes, max_depth, top_k):
             bench.run(settings)
-        return bench.costs()
+        num_nodes = min(SMALL_TREE, 1 + max_nodes) if max_depth > 1 else 2
+        return bench.costs(Setting(bench.num_slots, num_nodes, min(2, top_k), min(2, max_depth)))
 
 
 def warm_up(engine: Engine, top_k: int) -> None:
@@ -190,13 +192,16 @@ class Bench:
         elif setting.depth:  # one level was asked for, or no more was offered
             self._read[bisect_left(BUCKETS, outcome.num_caught_up)].append(outcome)
 
-    def costs(self) -> StepCosts:
+    def costs(self, tree: Setting) -> StepCosts:
+        """tree: a small one, by which contexts of more than one row for each sequence are measured."""
         verify, read, level = _curve(self._verify), self._read_curve(), defaultdict(list)
         for rows, outcomes in self._level.items():
             level[rows] = [(o.seconds.draft - read(o.num_caught_up)) / (o.depth - 1) for o in outcomes]
         level = _curve(level) if level else read  # drafts of one level have no further ones to price
         plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
-        return StepCosts(verify, self._attend(), read, level, plain_rest, draft_rest)
+        attend, attend_tree = self._attend(tree)
+        attend_row = max(attend_tree - attend, 0.0) / (tree.num_nodes - 1)
+        return StepCosts(verify, attend, read, level, plain_rest, draft_rest, attend_row)
 
     def _read_curve(self) -> CostCurve:
         """Caught-up pairs vary from step to step: bucket by bucket, at their mean number."""
@@ -211,8 +216,8 @@ class Bench:
             self._engine.abort(sequence)
         self._running = []
 
-    def _attend(self) -> float:
-        """Seconds for each cached token, from plain steps of full slots behind a long prompt and a short one.
+    def _attend(self, tree: Setting) -> list[float]:
+        """Seconds for each cached token, in plain steps and in those of a tree, behind a long prompt and a short one.
 
         On a CPU all have the same prompt, and so the same blocks, which are computed once, but each reads them for
         itself. A GPU would find what others have read in its cache: there they have blocks of their own, fewer
@@ -220,15 +225,19 @@ class Bench:
         """
         long = max(min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
         num_together = self.num_together(long)
-        together = Setting(min(num_together, MOST_APART) if self._apart else num_together, 1, 0, 0)
-        seconds, cached = [], []
+        batch_size = min(num_together, MOST_APART) if self._apart else num_together
+        steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
+        behind = []
         for length in (long, SHORT_PROMPT):
             self.clear()
             self.take(Setting(1, 1, 0, 0), length)
-            outcomes = [self.take(together, length) for _ in range(1 + REPLAYS)][1:]
-            seconds.append(_typical([o.seconds.verify for o in outcomes]))
-            cached.append(mean(o.num_cached for o in outcomes))
-        return max(seconds[0] - seconds[1], 0.0) / max(cached[0] - cached[1], 1)
+            behind.append([self._passed(step, length) for step in steps])
+        return [max(s - s0, 0.0) / max(n - n0, 1) for (s, n), (s0, n0) in zip(*behind, strict=True)]
+
+    def _passed(self, setting: Setting, length: int) -> tuple[float, float]:
+        """Seconds of such a pass behind prompts of this length, and the tokens that were cached."""
+        outcomes = [self.take(setting, length) for _ in range(1 + REPLAYS)][1:]
+        return _typical([o.seconds.verify for o in outcomes]), mean(o.num_cached for o in outcomes)
 
     def take(self, setting: Setting, length: int = SHORT_PROMPT) -> Outcome:
         """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""

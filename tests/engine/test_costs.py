@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from eagle_ray.engine.measure import Bench, SetPlanner, Setting, measure, warm_u
 from eagle_ray.engine.planner import Outcome, UniformPlanner
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.speculative.plan import PLAIN
+from eagle_ray.speculative.plan import PLAIN, Plan
 from tests.toy import llama_engine
 
 
@@ -92,6 +93,22 @@ def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
     assert costs.verify(1) < costs.verify(16) * 0.6
 
 
+def test_a_context_is_read_by_every_row_of_its_sequence():
+    costs = replace(some_costs(), attend=0.01, attend_row=0.002)
+    assert costs.verified(8, 100, 8) == pytest.approx(1.2 + 100 * 0.01)
+    assert costs.verified(16, 100, 8) == pytest.approx(2.0 + 100 * (0.01 + 0.002))
+    assert costs.passes([8, 16], 100, 8).tolist() == [costs.verified(n, 100, 8) for n in (8, 16)]
+    assert costs.row(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
+
+
+def test_a_draft_of_one_level_says_nothing_of_further_ones():
+    costs = some_costs()
+    for _ in range(50):  # reading takes half as long, levels as long as was thought
+        for depth, took in ((1, 0.05), (3, 0.05 + 2 * 0.1)):
+            hear(costs, Outcome(Plan(3, 1), 8, 0, depth, 8, 16, 0, 0, Seconds(took, 2.0, 0.1)))
+    assert costs.read(8) == pytest.approx(0.05, rel=0.1) and costs.level(8) == pytest.approx(0.1, rel=0.15)
+
+
 def test_real_steps_are_measured_and_forgotten():
     engine = llama_engine(4, 8, 3, 3)
     costs = measure(engine, max_nodes=8, max_depth=3, top_k=3)
@@ -109,7 +126,7 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     bench.take(Setting(1, 1, 0, 0), longest)
     bench.take(Setting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
-    assert bench._attend() >= 0
+    assert min(bench._attend(Setting(4, 3, 2, 2))) >= 0
     bench.clear()
     engine.scheduler.check_integrity()
 
