@@ -37,6 +37,7 @@ from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.models.families import exact_positions, numbers_per_token
+from eagle_ray.models.heap import keep_freed_memory
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
@@ -165,6 +166,8 @@ def build_engine(
     _check_kv_tokens(kv_tokens, columns)
     layers = feature_layers(weights, config.num_hidden_layers)
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
+    if target.device.type == "cpu":
+        keep_freed_memory()
     drafter = NoDrafter() if plain else make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
