@@ -70,7 +70,7 @@ def test_path_heads_are_of_the_targets_width_and_method(tmp_path, heads, method)
     save_path_heads(heads(2, 1, 32, 512, **own), tmp_path / "other")
     with pytest.raises(ConfigError, match=rf"model\.draft: .* not {method.title()} heads .*32\), wanted .*64\)"):
         check(tmp_path / "other", method)
-    with pytest.raises(ConfigError, match=r"model\.draft: .*cannot be read"):
+    with pytest.raises(ConfigError, match=rf"model\.draft: .*holds neither {method}_lm_head"):
         check(PAIR / "draft", method)
 
 

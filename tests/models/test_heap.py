@@ -6,21 +6,17 @@ import sys
 import pytest
 
 FAULTS = """
-import resource, sys, threading, torch
+import resource, sys, torch
 from eagle_ray.models.heap import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     print("no glibc")
     raise SystemExit
-def passes():
-    faults = []
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(24 << 20)  # 96 MB
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    print(min(faults[1:]))
-thread = threading.Thread(target=passes)
-thread.start()
-thread.join()
+faults = []
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(24 << 20)  # 96 MB
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults[1:]))
 """
 
 
@@ -31,4 +27,4 @@ def faults(mode: str) -> str:
 def test_what_is_freed_is_used_again():
     if (kept := faults("keep")) == "no glibc\n":
         pytest.skip("malloc is not glibc's")
-    assert int(kept) < 10 < int(faults("leave"))
+    assert int(kept) < 100 < int(faults("leave"))
