@@ -130,9 +130,9 @@ def test_with_nothing_left_neither_ray_nor_torch_is_imported(done):
 def test_a_finished_job_that_is_started_again_keeps_what_was_added_to_its_summary(done):
     """As the demo adds its comparison with plain decoding."""
     place = Path(done.output.path) / "_summary.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"baseline": {"identical": 48}}))
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"mine": {"identical": 48}}))
     assert run_job(done) == 0
-    assert json.loads(place.read_text())["baseline"] == {"identical": 48}
+    assert json.loads(place.read_text())["mine"] == {"identical": 48}
 
 
 def test_an_id_that_stands_twice_is_written_down_to_one(done):

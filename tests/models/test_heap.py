@@ -12,11 +12,11 @@ if sys.argv[1] == "keep" and not keep_freed_memory():
     print("no glibc")
     raise SystemExit
 faults = []
-for _ in range(4):
+for _ in range(20):  # a freed block is a little too small for the next one; the heap grows until two lie side by side
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(24 << 20)  # 96 MB
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(min(faults[1:]))
+print(max(faults[-4:]))
 """
 
 
