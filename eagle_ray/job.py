@@ -113,7 +113,8 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
             _make_missing(config, plan, run, asked)
             outlast_writers(run)
             _settle(config, plan, run, asked)
-            summary = _still_true(run) | sum_up(run) | _checks(config, plan, run, asked)
+            there = object_in(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
+            summary = there | sum_up(run) | _checks(config, plan, run, asked, there)
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             (run.output / SUCCESS).write_whole(b"", run.check_current)
@@ -190,25 +191,18 @@ def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
         raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
 
 
-def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> dict[str, Any]:
-    """What CHECKS ask for, of these rows: anew only where it is not there yet."""
-    there = _still_true(run)
-    kept = {name: there[name] for name in CHECKS if name in there}
+def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked, there: dict[str, Any]) -> dict[str, Any]:
+    """What CHECKS ask for, where it is not `there`, in these rows' summary, already."""
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
-    if all(name in kept and kept[name]["asked"] == number for name, number in wanted.items()):
-        return kept
+    if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
+        return {}
     _join_cluster(config)
     from eagle_ray.data.checks import checked
 
     found = checked(config, plan, run, asked.ids, wanted)
     for row in found.get("verify_rows", {}).get("differing", []):
         log.warning("%s", difference_line(row))
-    return kept | found
-
-
-def _still_true(run: Run) -> dict[str, Any]:
-    """The summary that stands there, such as a comparison made of it: before rows are made it is removed."""
-    return object_in(run.output / SUMMARY) or {}
+    return found
 
 
 def sum_up(run: Run) -> dict[str, Any]:

@@ -26,23 +26,23 @@ LOST_AT_A_CUT = 64  # tokens: a text's beginning has at most so many more than i
 
 
 class Text:
-    """The words of one target. Build it with load. max_tokens: a prompt of more is refused; None takes any."""
+    """The words of one target. Build it with load. max_model_len: tokens; a prompt of far more is refused."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None,
         eos_ids: frozenset[int],
-        max_tokens: int | None = None,
+        max_model_len: int | None = None,
     ):
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._eos_ids = eos_ids
-        self._max_tokens = max_tokens
+        self._max_model_len = max_model_len
         self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str = "auto", max_tokens: int | None = None) -> Text | None:
+    def load(cls, path: str | Path, chat_template: str = "auto", max_model_len: int | None = None) -> Text | None:
         """The tokenizer of a local target directory; None where it has none.
 
         chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. Raises EngineError
@@ -55,15 +55,15 @@ class Text:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise EngineError(f"the tokenizer in {directory} cannot be read: {in_one_line(error)}") from error
-        return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory), max_tokens)
+        return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory), max_model_len)
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Raw text, with the special tokens that the tokenizer itself adds. Raises RequestError for far too long a one.
 
         Of a hundred megabytes a tokenizer makes gigabytes, which ends the process: their beginning is enough to refuse.
         """
-        if self._max_tokens is not None and len(prompt) > LONG_TOKEN * self._max_tokens:
-            self._check_beginning(prompt, self._max_tokens)
+        if self._max_model_len is not None and len(prompt) > LONG_TOKEN * self._max_model_len:
+            self._check_beginning(prompt, self._max_model_len)
         return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
 
     def _check_beginning(self, prompt: str, most: int) -> None:

@@ -260,7 +260,7 @@ def test_of_two_stops_in_one_token_the_one_that_ends_first_cuts(text):
 
 def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatch):
     """A hundred megabytes made whole into tokens would end the process."""
-    text, seen = Text.load(directory, max_tokens=50), []
+    text, seen = Text.load(directory, max_model_len=50), []
     encode = text._tokenizer.encode
     monkeypatch.setattr(text._tokenizer, "encode", lambda words, **how: seen.append(len(words)) or encode(words, **how))
     for ask in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}])):
@@ -271,7 +271,7 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatc
 
 def test_long_words_of_few_tokens_are_looked_at_whole(directory):
     """Many characters a token in the beginning: the number of tokens decides, not that of characters."""
-    text, free = Text.load(directory, max_tokens=3), Text.load(directory)
+    text, free = Text.load(directory, max_model_len=3), Text.load(directory)
     words = "the " * 12
     assert len(words) > LONG_TOKEN * 3 and text.encode(words) == free.encode(words)
 

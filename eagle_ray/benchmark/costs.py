@@ -50,8 +50,8 @@ def costs_text(costs: StepCosts) -> str:
     parts = [f"{title}\n{_bars(getattr(costs, name))}" for name, title in TITLES.items()]
     context = (
         f"context: {costs.attend * 1e6:.3f} us more for each cached token, and {costs.attend_row * 1e6:.3f} us with "
+        "each row of its sequence beyond the first"
     )
-    context += "each row of its sequence beyond the first"
     return "\n\n".join([*parts, context])
 
 

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -131,16 +132,19 @@ class StepCosts:
 
     def verified(self, num_rows: int, num_cached: float, batch_size: int) -> float:
         """num_cached: tokens that are cached, of all the batch's sequences."""
-        return float(self.passes([num_rows], num_cached, batch_size)[0])
+        return self.verify(num_rows) + num_cached * self._attended(num_rows / batch_size)
 
     def passes(self, num_rows: Sequence[int], num_cached: float, batch_size: int) -> np.ndarray:
         """The same for several numbers of rows at once."""
-        more = np.asarray(num_rows) / batch_size - 1  # rows of a sequence beyond its first
-        return self.verify.at(num_rows) + num_cached * (self.attend + self.attend_row * more)
+        return self.verify.at(num_rows) + num_cached * self._attended(np.asarray(num_rows) / batch_size)
 
     def row(self, num_rows: float, num_cached: float, batch_size: int) -> float:
         """One row more of a pass of about num_rows."""
         return self.verify.slope(num_rows) + self.attend_row * num_cached / batch_size
+
+    def _attended(self, rows_each: Any) -> Any:
+        """For each cached token whose sequence has so many rows, a number or several."""
+        return self.attend + self.attend_row * (rows_each - 1)
 
     def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
         """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""

@@ -267,7 +267,7 @@ class GlobalPlanner:
         size, costs = len(batch), self.costs
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
         rows = [n for n in self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)]) if n > size]
-        verify = {n: costs.verified(n, batch.num_cached, size) for n in rows}
+        verify = dict(zip(rows, costs.passes(rows, batch.num_cached, size).tolist(), strict=True))
         prospects = []
         for width in self._curves.widths:
             for depth in range(1 if width == 1 else 2, self._max_depth + 1):  # a single level is of one node's children

@@ -46,11 +46,13 @@ MIB = 2**20
 class Graphs:
     """num_slots, capacity: bounds of the batches and contexts that come up.
 
-    num_captured, num_replayed: passes recorded and run. seconds, bytes: what recording took, of time and of the device.
+    contexts: every bound of a context, the shortest first. num_captured, num_replayed: passes recorded and run.
+    seconds, bytes: what recording took, of time and of the device.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int):
-        self._device, self._num_slots, self._capacity = torch.device(device), num_slots, capacity
+        self._device, self._num_slots = torch.device(device), num_slots
+        self.contexts = _contexts(self._device.type, capacity)
         self._graphs: dict[Hashable, HostGraph | CudaGraph] = {}
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
@@ -71,17 +73,7 @@ class Graphs:
         return 1 << (num_nodes - 1).bit_length()
 
     def context(self, longest: int) -> int:
-        return next((bound for bound in self.contexts if bound >= longest), self._capacity)
-
-    @property
-    def contexts(self) -> list[int]:
-        """Every bound of a context that comes up, the shortest first."""
-        bound, growth = (of[self._device.type] for of in (SHORTEST_CONTEXT, CONTEXT_GROWTH))
-        bounds = []
-        while bound < self._capacity:
-            bounds.append(bound)
-            bound *= growth
-        return [*bounds, self._capacity]
+        return next((bound for bound in self.contexts if bound >= longest), self.contexts[-1])
 
     def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
         """Replay.run; results are in tensors of the padded shapes."""
@@ -233,6 +225,13 @@ def tensors_of(results: Any) -> Iterator[Tensor]:
     elif isinstance(results, list | tuple):
         for part in results:
             yield from tensors_of(part)
+
+
+def _contexts(device: str, capacity: int) -> list[int]:
+    bounds = [min(SHORTEST_CONTEXT[device], capacity)]
+    while bounds[-1] < capacity:
+        bounds.append(min(bounds[-1] * CONTEXT_GROWTH[device], capacity))
+    return bounds
 
 
 def _bucket(size: int) -> int:

@@ -206,7 +206,7 @@ def test_while_a_long_prompt_is_tokenized_others_are_answered(service, monkeypat
 
     serving = service.config.serving.model_copy(update={"max_body_bytes": 8 << 20})
     config, service.config = service.config, service.config.model_copy(update={"serving": serving})
-    monkeypatch.setattr(service.text, "_max_tokens", None)  # or it would be refused by its beginning
+    monkeypatch.setattr(service.text, "_max_model_len", None)  # or it would be refused by its beginning
     app, order = build_app(service), []
 
     async def ask(name, path, body):
