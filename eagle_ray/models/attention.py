@@ -17,7 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from eagle_ray.models.folding import Folding, fold_rectangle, unfold_rectangle
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.speculative.upload import sent
 
 ATTENTION = "eagle_ray"
 
@@ -71,7 +73,7 @@ class PromptLayout:
         device = self.cache.keys.device
         columns = [torch.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
-        self.cells = self.cache.cells(slots.to(device), torch.cat(columns).to(device))
+        self.cells = self.cache.cells(sent(slots, device), sent(torch.cat(columns), device))
         self._where = [self._found(i) for i in range(len(self.slots))]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
@@ -116,37 +118,41 @@ class TreeLayout:
     unpack: Int[Tensor, " R"] | None = None
     first: Int[Tensor, " B"] | None = None
     _groups: list[tuple[Tensor | None, TreeGroup]] = field(init=False)
+    _foldings: dict[tuple[int, int], Folding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._groups = [(index, self._group(index, batch)) for index, batch in self.batch.groups()]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
-        rows = self._by_tree(query)
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if self.row_of is None:
+            folded = fold_rectangle(query, len(self.ancestors), kv_heads)
+            return unfold_rectangle(self._attend(folded, value.shape[3], attention), heads)
+        folding = self._folding(heads, kv_heads)
+        return folding.unfold(self._attend(folding.fold(query), value.shape[3], attention), heads)
+
+    def _attend(
+        self, rows: Float[Tensor, "B kv_heads GN d"], value_dim: int, attention: LayerAttention
+    ) -> Float[Tensor, "B kv_heads GN dv"]:
         if len(self._groups) == 1:
-            return self._packed(self._groups[0][1].attend(rows, attention))
-        out = rows.new_empty(*rows.shape[:3], value.shape[3])
+            return self._groups[0][1].attend(rows, attention)
+        out = rows.new_empty(*rows.shape[:3], value_dim)
         for index, group in self._groups:
             out.index_copy_(0, index, group.attend(rows.index_select(0, index), attention))
-        return self._packed(out)
+        return out
+
+    def _folding(self, heads: int, kv_heads: int) -> Folding:
+        """Made once per pass."""
+        if (heads, kv_heads) not in self._foldings:
+            self._foldings[heads, kv_heads] = Folding.of(self.row_of, self.unpack, heads, kv_heads)
+        return self._foldings[heads, kv_heads]
 
     def _group(self, index: Int[Tensor, " b"] | None, batch: BatchSlots) -> TreeGroup:
         parts = (self.ancestors, self.depths, self.column_depths, self.first)
         if index is not None:
             parts = (None if x is None else x.index_select(0, index) for x in parts)
         return TreeGroup(self.cache, batch, *parts)
-
-    def _by_tree(self, query: Float[Tensor, "1 heads R d"]) -> Float[Tensor, "B heads N d"]:
-        rows = query[0].transpose(0, 1)  # as they lie in memory, so that a row is moved with all its heads at once
-        if self.row_of is not None:
-            rows = rows.index_select(0, self.row_of.flatten())
-        return rows.unflatten(0, self.ancestors.shape[:2]).transpose(1, 2)
-
-    def _packed(self, out: Float[Tensor, "B heads N dv"]) -> Float[Tensor, "1 heads R dv"]:
-        rows = out.transpose(1, 2).flatten(0, 1)
-        if self.unpack is not None:
-            rows = rows.index_select(0, self.unpack)
-        return rows.transpose(0, 1)[None]
 
 
 @dataclass(slots=True)
@@ -168,9 +174,11 @@ class TreeGroup:
         self.num_columns = min(end, self.cache.blocks.padding)  # the longest sequence may have the smallest tree
         self._where = self.cache.where(self.batch, self.num_columns)
 
-    def attend(self, rows: Float[Tensor, "B heads N d"], attention: LayerAttention) -> Float[Tensor, "B heads N dv"]:
+    def attend(
+        self, rows: Float[Tensor, "B kv_heads GN d"], attention: LayerAttention
+    ) -> Float[Tensor, "B kv_heads GN dv"]:
         keys, values = self.cache.read(attention.layer, self._where, self.num_columns)
-        mask = self._mask(rows.shape[1] // keys.shape[1], attention.window, rows.dtype)
+        mask = self._mask(rows.shape[2] // self.ancestors.shape[1], attention.window, rows.dtype)
         return masked_attention(rows, keys, values, mask, attention)
 
     def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"] | None:
@@ -249,7 +257,9 @@ def causal_attention(
     distance = position[length - num_rows :, None] - position
     seen = (distance >= 0) & (distance < (attention.window or length))
     mask = _additive(seen, query.dtype).repeat(query.shape[1] // key.shape[1], 1)
-    return masked_attention(query, key, value, mask[None, None], attention)
+    folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    out = masked_attention(folded, key, value, mask[None, None], attention)
+    return out.reshape(*query.shape[:3], value.shape[3])
 
 
 def _additive(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
@@ -258,22 +268,18 @@ def _additive(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, ".
 
 
 def masked_attention(
-    query: Float[Tensor, "B heads N d"],
+    folded: Float[Tensor, "B kv_heads GN d"],
     keys: Float[Tensor, "B kv_heads T d"],
     values: Float[Tensor, "B kv_heads T dv"],
     mask: Float[Tensor, "b 1 GN T"] | None,
     attention: LayerAttention,
-) -> Float[Tensor, "B heads N dv"]:
+) -> Float[Tensor, "B kv_heads GN dv"]:
     """Attention under an additive mask (None: nothing is hidden), query heads folded onto their key/value head."""
-    batch, heads, num_nodes, head_dim = query.shape
-    folded = query.reshape(batch, keys.shape[1], -1, head_dim)
-    if attention.softcap is None and attention.sinks is None:
-        rows = _in_company(folded)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=attention.scaling)
-        out = out[:, :, : folded.shape[2]]
-    else:
-        out = _explicit_attention(folded, keys, values, mask, attention)
-    return out.reshape(batch, heads, num_nodes, values.shape[3])
+    if attention.softcap is not None or attention.sinks is not None:
+        return _explicit_attention(folded, keys, values, mask, attention)
+    rows = _in_company(folded)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=attention.scaling)
+    return out[:, :, : folded.shape[2]]
 
 
 def _in_company(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_heads N2 d"]:

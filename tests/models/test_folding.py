@@ -1,0 +1,31 @@
+"""Folded queries are what gathering by tree and then folding heads gives, and they come back to their rows."""
+
+import torch
+
+from eagle_ray.models.folding import Folding, fold_rectangle, unfold_rectangle
+
+HEADS, KV_HEADS, DIM = 6, 2, 4
+ROW_OF = torch.tensor([[0, 1, 2], [3, 0, 0], [4, 5, 0]])  # trees of 3, 1 and 2 rows
+UNPACK = torch.tensor([0, 1, 2, 3, 6, 7])
+
+
+def queries(num_rows: int) -> torch.Tensor:
+    """[1, heads, R, d], in memory as a projection leaves them: row by row."""
+    return torch.randn(1, num_rows, HEADS, DIM, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+
+
+def test_ragged_trees_are_padded_and_folded_and_come_back():
+    query, folding = queries(6), Folding.of(ROW_OF, UNPACK, HEADS, KV_HEADS)
+    folded = folding.fold(query)
+    by_tree = query[0][:, ROW_OF].transpose(0, 1)  # [B, heads, N, d]
+    assert torch.equal(folded, by_tree.reshape(3, KV_HEADS, 9, DIM))
+    assert torch.equal(folding.unfold(folded, HEADS), query)
+    as_torch_leaves_it = folded.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(folding.unfold(as_torch_leaves_it, HEADS), query)
+
+
+def test_a_rectangle_needs_no_index():
+    query, row_of = queries(6), torch.arange(6).view(2, 3)
+    folded, folding = fold_rectangle(query, 2, KV_HEADS), Folding.of(row_of, torch.arange(6), HEADS, KV_HEADS)
+    assert torch.equal(folded, folding.fold(query))
+    assert torch.equal(unfold_rectangle(folded, HEADS), folding.unfold(folded, HEADS))
