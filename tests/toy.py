@@ -158,13 +158,14 @@ def llama_engine(
     prefill_tokens: int = 512,
     weights: EagleHead | Eagle3Head | None = None,
     graphs: bool = False,
+    overlap: bool = False,
     device: str = "cpu",
     **shape: object,
 ) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
 
-    weights: the head; None is one of EAGLE-2. graphs: whether steps are replayed. shape: the Llama's, where it is not
-    LLAMA's.
+    weights: the head; None is one of EAGLE-2. graphs, overlap: whether steps are replayed, and launched ahead.
+    shape: the Llama's, where it is not LLAMA's.
     """
     model, weights = llama(seed, **shape).to(device), (weights or head(seed)).to(device)
     layers = weights.feature_layers(model.config.num_hidden_layers)
@@ -174,7 +175,7 @@ def llama_engine(
     planner = UniformPlanner(max_nodes, max_depth, top_k)
     replayed = Graphs.of(target) if graphs else None
     sizes = TreeSizes.of(max_nodes, max_depth, top_k)
-    return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed, sizes)
+    return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed, sizes, overlap)
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:

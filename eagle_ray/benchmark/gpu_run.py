@@ -24,7 +24,7 @@ from eagle_ray.benchmark.gpu_rigs import GpuRigs, together
 from eagle_ray.benchmark.gpu_settings import Results, Settings
 from eagle_ray.benchmark.roofline import copy_bandwidth
 from eagle_ray.benchmark.synthetic_cells import measure_synthetic
-from eagle_ray.benchmark.wide_cells import CANDIDATES, RIVALS, WideCells
+from eagle_ray.benchmark.wide_cells import APART, CANDIDATES, RIVALS, WideCells
 from eagle_ray.models.places import Shape
 
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of a copy that no cache holds
@@ -40,7 +40,7 @@ SHARES = {  # of all the time, at most, in the order of what they are worth
     "peers": 0.15,
     "synthetic": 0.15,
 }
-TWO, ALL = 2, 2 + 1 + len(RIVALS)  # ways in a cell
+TWO, ALL, ALL_APART = 2, 2 + 1 + len(RIVALS), 1 + len(APART)  # ways in a cell
 
 
 class GpuRun:
@@ -99,6 +99,7 @@ class GpuRun:
         first, *longer = s.contexts
         with self.agenda.section("ours", SHARES["ours"]):
             self._cells(wide, wide.ours, TWO, s.others, first)
+            self._cells(wide, wide.apart, ALL_APART, s.others[:2], first, ", apart")
         with self.agenda.section("rivals", SHARES["rivals"]):
             self._cells(wide, wide.rivals, ALL - 1, s.others, first, ", rivals")
         with self.agenda.section("job", SHARES["job"]):

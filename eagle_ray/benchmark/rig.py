@@ -44,11 +44,15 @@ PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # a step: a window begins sooner, a
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """name: as it stands in tables. budget: global, or uniform for the same tree for everyone; NO_TREE is plain."""
+    """name: as it stands in tables. budget: global, or uniform for the same tree for everyone; NO_TREE is plain.
+
+    overlap: where steps are replayed, the next one is launched before one is read.
+    """
 
     name: str
     tree: Tree = NO_TREE
     budget: str = "uniform"
+    overlap: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -160,6 +164,7 @@ class Rig:
         """The idle engine of a way, its next sequences behind contexts. planner: one that has seen this cell before."""
         engine = self.plain if way.is_plain else self.drafting
         begin(engine, self.blocks, context, batch)
+        engine.overlap = way.overlap
         engine.planner = planner or self.planner(way)
         return engine
 

@@ -29,6 +29,7 @@ RIVALS = [
     Way("eagle2", (59, 6, 10)),  # as published: 60 nodes with the root
     Way("chain", (6, 6, 1), "global"),  # adaptive
 ]
+APART = [Way("plain apart", overlap=False), Way("ours apart", LARGEST, "global", overlap=False)]
 TREES = [(24, 5, 6), (12, 4, 4), (8, 4, 4), (4, 4, 1), (4, 2, 2), (2, 2, 1), (1, 1, 1)]
 FREE_ROWS = 192  # of an 8B's pass on an H200 in bf16, about
 CANDIDATES = 3  # fixed trees that are tried at each batch size
@@ -52,6 +53,10 @@ class WideCells:
 
     def ours(self, cell: Cell) -> None:
         self._measure(cell, [PLAIN, OURS], told=[PLAIN, OURS])
+
+    def apart(self, cell: Cell) -> None:
+        """Steps that are launched once the last one was read: what overlap brings."""
+        self._measure(cell, [PLAIN, *APART], told=APART)
 
     def rivals(self, cell: Cell) -> None:
         """Beside plain decoding once more, whose row `ours` has written."""
@@ -144,7 +149,7 @@ def told_of(row: dict[str, Any]) -> str:
     foreseen = "" if row["foreseen_ratio"] is None else f", foreseen {row['foreseen_ratio']:.2f}x"
     spent = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())
     return (
-        f"   {row['way']:7} {row['tree']:16} {row['tokens_per_second']:9.1f} tokens/s {ratio['mean']:.3f}x "
+        f"   {row['way']:11} {row['tree']:16} {row['tokens_per_second']:9.1f} tokens/s {ratio['mean']:.3f}x "
         f"[{ratio['low']:.3f}, {ratio['high']:.3f}]{foreseen}, tau {row['tau']:.2f}, step {row['step_ms']:.2f} ms "
         f"({spent}), same {same['num_equal']}+{same['num_near_ties']}/{same['num_compared']}"
     )

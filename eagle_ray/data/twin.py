@@ -1,9 +1,9 @@
 """Twin: the job's engine and a plain one beside it, over the same weights, slots and caches.
 
 What drafts gained is measured fairly: the same rows in the same slots of one worker in which nothing else runs, both
-engines warm, in turns whose order is reversed each time, so that a machine that grows slower slows both. Between two
-turns the computed prompts are forgotten: neither engine finds the other's. The drafting one is as new as in a worker
-that has just started: what it has yet to learn about its drafts counts against it.
+engines warm and replayed alike, in turns whose order is reversed each time, so that a machine that grows slower slows
+both. Between two turns the computed prompts are forgotten: neither engine finds the other's. The drafting one is as new
+as in a worker that has just started: what it has yet to learn about its drafts counts against it.
 Does not know Ray, files or how the rows were chosen.
 
     twin = Twin(config, threads=2)
@@ -26,6 +26,7 @@ from eagle_ray.data.samples import Row, sequences_of
 from eagle_ray.data.worker import pair_of
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graphs import Graphs
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.target import Prompts
@@ -62,7 +63,9 @@ class Twin:
         pair = pair_of(config, threads)
         self._config, self._text, self._target = config, pair.text, pair.engine.target
         self._drafting = pair.engine
-        self._plain = Engine(self._target, NoDrafter(), UniformPlanner(0, 0, 0), pair.engine.max_model_len, 0)
+        graphs = None if pair.engine.graphs is None else Graphs.of(self._target)
+        never = UniformPlanner(0, 0, 0)
+        self._plain = Engine(self._target, NoDrafter(), never, pair.engine.max_model_len, 0, graphs=graphs)
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Output tokens per second of all slots together, with drafts and without, prompts included."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.replay import Padded, Replay
 from eagle_ray.speculative.sampling import BatchSampling
 from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.speculative.upload import upload
+from eagle_ray.speculative.upload import sent, upload
 from eagle_ray.speculative.verify import VerifyResult
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
@@ -120,7 +121,7 @@ class EagleDrafter:
     ) -> None:
         for slot, first, column in zip(slots, firsts, columns, strict=True):
             self._first[slot], self._end[slot] = max(first, self.head.first_column), column
-        places = torch.tensor([slots, columns], device=features.device)
+        places = upload([slots, columns], features.device)
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
@@ -130,7 +131,7 @@ class EagleDrafter:
         waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
         queued = self._queued(prompts.slots, columns, waiting)
         self._keep(prompts, next_tokens, features)
-        rows = torch.tensor(_followed(waiting, prompts.lengths), dtype=torch.int64, device=features.device)
+        rows = upload(_followed(waiting, prompts.lengths), features.device)
         tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
         counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
         self._read_prompts(prompts.slots, columns, counts, tokens, features)
@@ -146,9 +147,9 @@ class EagleDrafter:
         at = batch if plan.members is None else batch.select(plan.members)
         for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
             self._give_up(slot, length)
-        num_pairs = sum(self._waiting(at))
-        grown, fixed = None, plan.members is None and plan.enough is None
-        if self.replay is not None and self.replay.works and fixed:
+        grown, num_pairs = None, sum(self._waiting(at))
+        if self._is_replayed(plan):
+            self._read_all_but(_pairs_of(plan), at)
             grown = self._replayed(at, roots, plan, sampling, self.replay)
         if grown is None:
             members = None if plan.members is None else upload(plan.members, roots.device)
@@ -156,16 +157,39 @@ class EagleDrafter:
             grown = self._grown(at, roots if members is None else roots[members], plan, self._backlog(at))
             if members is not None:
                 grown = replace(grown, tree=grown.tree.spread(members, roots))
-        for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
-            self._end[slot] = length + 1
+        self.settle(at.host_slots, at.host_lengths)
         return Draft(grown.tree, grown.levels, len(grown.levels), num_pairs)
+
+    def draft_ahead(
+        self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling
+    ) -> Draft | None:
+        """The same where the host knows bounds of the lengths alone; `settle` must be told what they are.
+
+        None where that cannot be replayed, or where more pairs may wait than such a draft reads.
+        """
+        if not self._is_replayed(plan) or max(self._waiting(at)) > _pairs_of(plan):
+            return None
+        grown = self._replayed(at, roots, plan, sampling, self.replay)
+        return None if grown is None else Draft(grown.tree, grown.levels, len(grown.levels), 0)
+
+    def settle(self, slots: list[int], lengths: list[int]) -> int:
+        """The pairs up to these slots' roots are read; how many of them had waited."""
+        ends = [length + 1 for length in lengths]
+        num_pairs = sum(ends) - sum(self._end[slot] for slot in slots)
+        for slot, end in zip(slots, ends, strict=True):
+            self._end[slot] = end
+        return num_pairs
+
+    def _is_replayed(self, plan: Plan) -> bool:
+        """Whether there is a replay and the draft's shape is known beforehand."""
+        works = self.replay is not None and self.replay.works
+        return works and plan.members is None and plan.enough is None
 
     def _replayed(
         self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, replay: Replay
     ) -> Grown | None:
         """A draft of the plan's full depth for everyone, whatever their lengths; None where replaying fails now."""
-        longest, size, bound = plan.max_depth + 1, replay.batch_size(len(roots)), replay.context(at.max_length)
-        self._read_all_but(longest, at)
+        longest, size, bound = _pairs_of(plan), replay.batch_size(len(roots)), replay.context(at.max_length)
         first, starts = self._columns(at)
         nowhere, shape = self.cache.blocks.nowhere, (size,)
         inputs = [Padded(at.slots, shape, nowhere), *(Padded(x, shape) for x in (at.lengths, roots, first, starts))]
@@ -231,8 +255,8 @@ class EagleDrafter:
     def _queue_first_tokens(self, prompts: Prompts) -> None:
         """The pairs of column 0: first tokens, which go with no feature."""
         device, count = prompts.tokens.device, len(prompts.slots)
-        slots, starts = torch.tensor([prompts.slots, prompts.starts], device=device)
-        rows = torch.tensor([0, *prompts.lengths[:-1]], device=device).cumsum(0)
+        firsts = [0, *accumulate(prompts.lengths[:-1])]
+        slots, starts, rows = upload([prompts.slots, prompts.starts, firsts], device)
         nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
         self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
@@ -244,8 +268,8 @@ class EagleDrafter:
 
     def _keep(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
-        places = torch.tensor([prompts.slots, prompts.starts, prompts.lengths], device=features.device)
-        slots, starts, lengths = places.repeat_interleave(places[2], dim=1)
+        places = upload([prompts.slots, prompts.starts, prompts.lengths], features.device)
+        slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
         newest = prompts.positions >= starts + lengths - self._queue.window
         self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
@@ -255,7 +279,7 @@ class EagleDrafter:
         """The counts[b] pairs of each slot that wait from columns[b] on."""
         spans = zip(slots, columns, counts, strict=True)
         places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
-        wanted = torch.tensor(places, dtype=torch.int64, device=self._queue.device).view(-1, 2)
+        wanted = upload(places, self._queue.device).view(-1, 2)
         return self._queue.take(wanted[:, 0], wanted[:, 1])
 
     def _read_prompts(
@@ -273,7 +297,7 @@ class EagleDrafter:
         slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
         layout = PromptLayout(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        self._run(tokens, self.head.reduce(features), torch.cat(places).to(tokens.device), layout)
+        self._run(tokens, self.head.reduce(features), sent(torch.cat(places), tokens.device), layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
 
@@ -401,6 +425,11 @@ class EagleDrafter:
     ) -> Float[Tensor, "R H"]:
         positions = columns - self.head.first_column
         return self.head(self._embed(tokens)[None], features[None], positions[None], layout)[0]
+
+
+def _pairs_of(plan: Plan) -> int:
+    """Most pairs of a sequence that a replayed draft reads: as many as a draft as deep as this one can leave."""
+    return plan.max_depth + 1
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:

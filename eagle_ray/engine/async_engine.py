@@ -25,7 +25,8 @@ from functools import partial
 
 import torch
 
-from eagle_ray.engine.engine import Engine, EngineCounters
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError, RequestError
 

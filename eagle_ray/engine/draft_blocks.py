@@ -7,12 +7,12 @@ has not, a sequence that reuses the block drafts from what comes after. Does not
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.engine.scheduler import Chunk
 from eagle_ray.models.blocks import Blocks
+from eagle_ray.speculative.upload import upload
 
 
 class DraftBlocks:
@@ -62,4 +62,4 @@ class DraftBlocks:
         return range(chunk.start // self._blocks.size, chunk.end // self._blocks.size)
 
     def _tensor(self, values: list[int]) -> Int[Tensor, " N"]:
-        return torch.tensor(values, dtype=torch.int64, device=self._last_features.device)
+        return upload(values, self._last_features.device)

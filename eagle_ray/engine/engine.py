@@ -7,57 +7,40 @@
 
 Plain decoding is the same loop with a drafter that offers nothing.
 
-While the device verifies, the host counts what came of the step before, and the device learns while the host reads what
-came of this one. The next step is not launched before that is read: who goes on, the blocks of those who do, which
-pairs the head must catch up and how many rows to verify depend on it, and a planner that is a step behind would pay
-for its probes twice. Only what they must not wait for is done between two steps. Does not know text, files or Ray.
+Where steps overlap the host launches the next one before it reads this one, from what the device alone knows yet:
+where each sequence ends and with which token. So the device never waits while the host counts, plans and answers.
+
+    device   | draft t | verify t | draft t+1 | verify t+1 | prompts | draft t+2 ...
+    host     launch t ... launch t+1      | read t, count t, prompts | read t+1 ...
+
+A sequence that finishes in step t is carried along in step t+1, in vain; new ones join in the first step that is not
+launched ahead. Does not know text, files or Ray.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from eagle_ray.drafting.drafter import Draft, Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.engine.flight import Flight
 from eagle_ray.engine.graphs import Graphs
 from eagle_ray.engine.host_copy import HostCopy
 from eagle_ray.engine.logprobs import ranked, record_outputs
 from eagle_ray.engine.planner import Outcome, Planner
-from eagle_ray.engine.prefill import Prefiller
-from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
-from eagle_ray.engine.sequence import Sequence, check_fits
+from eagle_ray.engine.prefill import Prefiller, Prompted
+from eagle_ray.engine.scheduler import Batch, Scheduler
+from eagle_ray.engine.sequence import Sequence, Status, check_fits
 from eagle_ray.engine.step_record import StepRecord
 from eagle_ray.engine.stopwatch import Stopwatch
-from eagle_ray.engine.verify_step import StepShape, TreeSizes, Verifier
+from eagle_ray.engine.verify_step import TreeSizes, Verifier
 from eagle_ray.models.target import Target
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.stats import AcceptanceStats
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """What the engine has done since it was made. num_slot_steps: running sequences, summed over steps.
-
-    num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn.
-    num_verify_rows: rows of all decode passes, padding included. busy_s: seconds spent inside step(); prefill_s of them
-    on prompts.
-    """
-
-    num_slots: int
-    num_steps: int = 0
-    num_slot_steps: int = 0
-    num_plain_steps: int = 0
-    num_probes: int = 0
-    num_verify_rows: int = 0
-    num_output_tokens: int = 0
-    num_prefill_tokens: int = 0
-    num_reused_tokens: int = 0
-    num_preemptions: int = 0
-    busy_s: float = 0.0
-    prefill_s: float = 0.0
 
 
 class Engine:
@@ -68,6 +51,7 @@ class Engine:
     tokens computed in one step, so that no prompt stalls those who decode (on a CPU twice as many are hardly faster).
     graphs: through which steps are replayed; then `extend` of the drafter must be capturable, as it is of an
     EagleDrafter, whose drafts are replayed too, and of a NoDrafter. trees: the largest, for which those are made.
+    overlap: where there are graphs, launch a step before the one before it is read.
     """
 
     def __init__(
@@ -80,22 +64,29 @@ class Engine:
         prefill_tokens: int = 512,
         graphs: Graphs | None = None,
         trees: TreeSizes | None = None,
+        overlap: bool = True,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
         blocks = target.cache.blocks
         self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
         self.prefiller = Prefiller(target, drafter)
-        self.graphs = graphs
+        self.graphs, self.overlap = graphs, overlap
         self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
         if isinstance(drafter, EagleDrafter):
             drafter.replay = graphs
         self.counters = EngineCounters(target.cache.num_slots)
+        self._next: Flight | None = None  # launched ahead
+        self._num_recorded = 0
         self._uncounted: dict[Sequence, StepRecord] = {}  # of the last step
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.overlap and self.graphs is not None
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -103,17 +94,23 @@ class Engine:
 
         Invariant: the last committed token is not in the KV cache yet; it is the root of the next tree.
         """
-        started = time.monotonic()
-        self.scheduler.make_room()
-        chunks = self.scheduler.chunks()
-        self._prefill(chunks)
-        batch = self.scheduler.batch()
-        if batch is not None:
-            self._decode(batch, sum(chunk.num_tokens for chunk in chunks))
+        started, num_before = time.monotonic(), self.counters.num_prefill_tokens
+        flight, self._next = self._next, None
+        prompted = None
+        if flight is not None and flight.is_wanted:
+            prompted = self._launch_prompts()
+        else:
+            flight = self._begin()
+        if flight is not None:
+            if self._overlaps and not (prompted and prompted.ends_any):
+                self._next = self._launch_behind(flight)
+                self.counters.num_ahead += self._next is not None
+            self._take(flight, self.counters.num_prefill_tokens - num_before)
+        self._take_prompts(prompted)
         finished = self.scheduler.retire()
         for sequence in finished:
             self._count_step(sequence)
-        self._count(batch, finished, time.monotonic() - started)
+        self._count(finished, time.monotonic() - started)
         return finished
 
     def add(self, sequence: Sequence) -> None:
@@ -127,12 +124,93 @@ class Engine:
         """Forget a sequence; its slot is free for the next step."""
         self.scheduler.abort(sequence)
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
-        """This step's share of the prompts, and the first token of each sequence whose prompt ends in it."""
-        if not chunks:
+    def _begin(self) -> Flight | None:
+        """This step's share of the prompts, and the launch of all that decode then, if any do."""
+        self.scheduler.make_room()
+        self._take_prompts(self._launch_prompts())
+        batch = self.scheduler.batch()
+        if batch is None:
+            return None
+        watch, plan = Stopwatch(self.target.device), self.planner.plan(batch).among(batch.spacious)
+        draft = Draft.of_roots(batch.roots)
+        if plan.drafts:
+            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
+        return self._launch(batch, plan, draft, watch)
+
+    def _launch_behind(self, flight: Flight) -> Flight | None:
+        """The next step of the same sequences; None where it must wait until this one is read."""
+        batch = self.scheduler.batch_behind(flight.batch, flight.result, flight.most_tokens)
+        if batch is None:
+            return None
+        watch, plan = Stopwatch(self.target.device, flight.watch), self.planner.plan(batch)
+        draft = Draft.of_roots(batch.roots)
+        if plan.drafts:
+            draft = self.drafter.draft_ahead(batch.at, batch.roots, plan, batch.sampling)
+        return None if draft is None else self._launch(batch, plan, draft, watch)
+
+    def _launch(self, batch: Batch, plan: Plan, draft: Draft, watch: Stopwatch) -> Flight:
+        """Allocate, verify, send what came of it and learn from it; see verify_step for what verifying is."""
+        watch.mark()
+        allocation = self.planner.allocate(draft, plan, batch)
+        shape, verdict = self.verifier.run(self.drafter, batch, draft, allocation, watch.mark)
+        copy = HostCopy(verdict.record[: len(batch)], *(verdict.tops or ()))
+        watch.mark()
+        self.drafter.learn(verdict.result)
+        parts = batch, plan, draft, allocation, shape, verdict.result, copy, watch
+        return Flight(self.planner, *parts, self._is_recorded())
+
+    def _take(self, flight: Flight, num_prompt_tokens: int) -> None:
+        """Read what came of a step: for each sequence, for the planner, and for the step behind it."""
+        for sequence in list(self._uncounted):
+            self._count_step(sequence)
+        arrived = flight.copy.read()
+        flight.watch.arrived()
+        num_cached = sum(sequence.num_cached for sequence in flight.batch.sequences)
+        num_accepted = self._hand_out(flight, *arrived)
+        if self._next is not None:
+            self._settle(self._next)
+        seconds = flight.watch.read(followed=self._next is not None)
+        outcome = flight.outcome(num_cached, num_accepted, num_prompt_tokens, seconds)
+        self._count_outcome(outcome)
+        flight.planner.learn(outcome)
+
+    def _hand_out(
+        self, flight: Flight, record: list[list[int]], top_ids: list | None = None, top_values: list | None = None
+    ) -> int:
+        """What follows from a step's copy for each sequence that still runs; drafts accepted in all."""
+        batch, plan, draft = flight.batch, flight.plan, flight.draft
+        members = set(range(len(batch)) if plan.members is None else plan.members)
+        num_accepted = 0
+        for i, (sequence, row) in enumerate(zip(batch.sequences, record, strict=True)):
+            step = StepRecord.of(row, flight.shape.max_depth)
+            num_accepted += len(step.tokens) - 1
+            if sequence.status is not Status.RUNNING:
+                continue
+            self.counters.num_slot_steps += 1
+            sequence.target_forwards += 1
+            sequence.draft_forwards += draft.num_passes if i in members else 0
+            self._uncounted[sequence] = step
+            if sequence.listener is not None:  # who may look at the statistics at once
+                self._count_step(sequence)
+            tops = ranked(top_ids[i], top_values[i])[: len(step.tokens)] if top_ids else []
+            record_outputs(sequence, step.logprobs, tops)
+            self._append(sequence, step.tokens)
+        return num_accepted
+
+    def _settle(self, flight: Flight) -> None:
+        """Its sequences' lengths are known now."""
+        if not flight.plan.drafts:
             return
+        sequences = [s for s in flight.batch.sequences if s.status is Status.RUNNING]
+        num_pairs = self.drafter.settle([s.slot for s in sequences], [s.num_cached for s in sequences])
+        flight.draft = replace(flight.draft, num_caught_up=num_pairs)
+
+    def _launch_prompts(self) -> Prompted | None:
+        """This step's share of the prompts, of those admitted now too."""
+        chunks = self.scheduler.chunks()
+        if not chunks:
+            return None
         now, drafting = time.monotonic(), self.planner.drafting
-        first_tokens = self.prefiller.run(chunks, drafting)
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.admitted_at = sequence.admitted_at or now
@@ -140,83 +218,43 @@ class Engine:
             sequence.draft_forwards += self.drafter.prefill_passes if drafting else 0
             self.counters.num_prefill_tokens += chunk.num_tokens
             self.counters.num_reused_tokens += chunk.num_reused
-        for first in first_tokens:
+        prompted = self.prefiller.run(chunks, drafting)
+        self.counters.prefill_s += time.monotonic() - now
+        return prompted
+
+    def _take_prompts(self, prompted: Prompted | None) -> None:
+        """The first token of each sequence whose prompt has ended."""
+        if prompted is None:
+            return
+        now = time.monotonic()
+        for first in prompted.read():
             first.sequence.first_token_at = time.monotonic()
             record_outputs(first.sequence, [first.logprob], [first.top])
             self._append(first.sequence, [first.token])
         self.counters.prefill_s += time.monotonic() - now
-
-    def _decode(self, batch: Batch, num_prompt_tokens: int) -> None:
-        """Plan, draft, allocate, verify, learn, append; see verify_step for what verifying is."""
-        watch, recorded = Stopwatch(self.target.device), self._num_recorded
-        plan = self.planner.plan(batch).among(batch.spacious)
-        draft = Draft.of_roots(batch.roots)
-        if plan.drafts:
-            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
-        watch.mark()
-        allocation = self.planner.allocate(draft, plan, batch)
-        shape, verdict = self.verifier.run(self.drafter, batch, draft, allocation, watch.mark)
-        copy = HostCopy(verdict.record[: len(batch)], *(verdict.tops or ()))
-        watch.mark()
-        self.drafter.learn(verdict.result)
-        for sequence in list(self._uncounted):
-            self._count_step(sequence)
-        arrived = copy.read()
-        watch.arrived()
-        num_accepted = self._take(batch, plan, draft, shape, *arrived)
-        sizes = (len(batch), batch.num_cached, len(draft.levels), draft.num_caught_up, shape.num_rows)
-        is_first = self._num_recorded > recorded
-        self._learn(Outcome(plan, *sizes, num_accepted, num_prompt_tokens, watch.read(), is_first))
-
-    def _take(
-        self,
-        batch: Batch,
-        plan: Plan,
-        draft: Draft,
-        shape: StepShape,
-        record: list[list[int]],
-        top_ids: list | None = None,
-        top_values: list | None = None,
-    ) -> int:
-        """What follows from the step's copy for each sequence; drafts accepted in all."""
-        members = set(range(len(batch)) if plan.members is None else plan.members)
-        num_accepted = 0
-        for i, (sequence, row) in enumerate(zip(batch.sequences, record, strict=True)):
-            step = StepRecord.of(row, shape.max_depth)
-            sequence.target_forwards += 1
-            sequence.draft_forwards += draft.num_passes if i in members else 0
-            self._uncounted[sequence] = step
-            if sequence.listener is not None:  # who may look at the statistics at once
-                self._count_step(sequence)
-            num_accepted += len(step.tokens) - 1
-            tops = ranked(top_ids[i], top_values[i])[: len(step.tokens)] if top_ids else []
-            record_outputs(sequence, step.logprobs, tops)
-            self._append(sequence, step.tokens)
-        return num_accepted
 
     def _count_step(self, sequence: Sequence) -> None:
         """Its last step into its statistics, unless that was done."""
         if (step := self._uncounted.pop(sequence, None)) is not None:
             step.count(sequence.stats)
 
-    @property
-    def _num_recorded(self) -> int:
-        return 0 if self.graphs is None else self.graphs.num_captured
+    def _is_recorded(self) -> bool:
+        """Whether something was since the last launch."""
+        before, self._num_recorded = self._num_recorded, 0 if self.graphs is None else self.graphs.num_captured
+        return self._num_recorded > before
 
-    def _learn(self, outcome: Outcome) -> None:
+    def _count_outcome(self, outcome: Outcome) -> None:
+        self.counters.num_steps += 1
         self.counters.num_plain_steps += not outcome.depth
         self.counters.num_probes += outcome.plan.probe
         self.counters.num_verify_rows += outcome.num_rows
-        self.planner.learn(outcome)
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> None:
         sequence.stats.num_discarded_tokens += sequence.append(tokens, self.target.eos_ids)
         if sequence.finish_reason is not None:
             sequence.finished_at = time.monotonic()
 
-    def _count(self, batch: Batch | None, finished: list[Sequence], seconds: float) -> None:
-        self.counters.num_steps += batch is not None
-        self.counters.num_slot_steps += len(batch) if batch is not None else 0
+    def _count(self, finished: list[Sequence], seconds: float) -> None:
         self.counters.num_preemptions = self.scheduler.num_preemptions
         self.counters.num_output_tokens += sum(len(s.output_ids) for s in finished)
         self.counters.busy_s += seconds

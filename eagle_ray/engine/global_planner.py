@@ -38,6 +38,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
 PROBE_SHARE = 0.005  # of the time
 PROBE_FLOOR = 0.1  # of a plain step: what a probe is taken to cost at least, which makes one of twenty steps the most
+UNHEARD = 1  # steps that may be planned and not heard of: so long it is not known what a probe has cost
 NEARLY = 0.8  # of plain decoding's rate that drafts must promise to be tried by everyone, for TRIAL steps
 TRIAL = 16
 LEAST_TAU = 1.1  # that they must promise besides: fewer tokens would not be worth having at any cost
@@ -98,11 +99,12 @@ class GlobalPlanner:
         self._num_drafts = self._num_offers = 0  # drafts asked for, and those of them that held anything
         self._debt = 0.0  # seconds of probes not yet made up for by PROBE_SHARE of the time since
         self._probe_is_plain = False
+        self._probed_at = -1 - UNHEARD  # the step before which the last probe was planned
         self._trial_until = 0  # the step before which everyone drafts to see whether it pays
         self._reviewed = (0, 0)  # batch size and step of the last decision
         self._accepted = self._expected = PRIOR
         self._prompt_tokens = 0.0  # of new prompts, computed along with a step on average
-        self._foreseen = 0.0  # drafts that this step's budget is expected to yield
+        self._foreseen = 0.0  # drafts that the last budget is expected to yield
         self._rows_each = 2.0  # rows of the last draft's pass, for each sequence
 
     @property
@@ -115,7 +117,8 @@ class GlobalPlanner:
         if self._is_trial:
             return self._try_out(batch)
         self._review(batch)
-        if self._debt <= 0:
+        if self._debt <= 0 and self._num_steps > self._probed_at + UNHEARD:
+            self._probed_at = self._num_steps
             return self._next_probe(batch)
         if not self._drafting:
             return PLAIN
@@ -167,7 +170,7 @@ class GlobalPlanner:
         self._foreseen, self._rows_each = gains[best], rows[best] / size
         keep = candidates.keep(rows[best])
         most = int(keep.sum(1).max().item()) if self._can_look else 1 + self._max_nodes
-        return Allocation(keep, min(most, draft.tree.num_nodes), rows[best])
+        return Allocation(keep, min(most, draft.tree.num_nodes), rows[best], self._foreseen)
 
     def learn(self, outcome: Outcome) -> None:
         if outcome.is_first:
@@ -181,7 +184,7 @@ class GlobalPlanner:
             self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
-        self._expected = MEMORY * self._expected + self._foreseen
+        self._expected = MEMORY * self._expected + outcome.num_expected
 
     def _learn_costs(self, outcome: Outcome) -> None:
         foreseen = self.costs.foresee(outcome)

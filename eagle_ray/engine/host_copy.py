@@ -4,8 +4,8 @@
     ...                              # what needs no result: the device is still at work
     (rows,) = copy.read()
 
-On a GPU they go to pinned memory behind the work that makes them, and `read` waits for that alone, not for what was
-launched since. Does not know what the numbers mean.
+What is read is what they held when they were sent. On a GPU they go to pinned memory behind the work that makes them,
+and `read` waits for that alone, not for what was launched since. Does not know what the numbers mean.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ class HostCopy:
 
     def __init__(self, *tensors: Tensor):
         self._arrived: torch.cuda.Event | None = None
-        self._tensors = tensors
+        self._tensors = tuple(_sent(tensor) for tensor in tensors)
         if tensors[0].is_cuda:
-            self._tensors = tuple(_sent(tensor) for tensor in tensors)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -35,4 +34,6 @@ class HostCopy:
 
 
 def _sent(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -17,7 +17,8 @@ from statistics import mean
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
-from eagle_ray.engine.engine import Engine, EngineCounters
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation, Outcome, Planner
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.sequence import Sequence
@@ -113,18 +114,18 @@ def as_replayed(engine: Engine, top_k: int) -> SetPlanner:
 
 @contextmanager
 def at_bench(engine: Engine, set_planner: SetPlanner, apart: bool = False) -> Iterator[Bench]:
-    """An idle engine that takes made-up steps; it is left idle and uncounted, and has learnt nothing from them.
+    """An idle engine that takes made-up steps, one by one; it is left idle and uncounted, and has learnt nothing.
 
     apart: as for Bench.
     """
     assert not engine.has_work, "an engine at work cannot be measured"
-    planner, counters = engine.planner, engine.counters
-    engine.planner, engine.counters = set_planner, EngineCounters(counters.num_slots)
+    planner, counters, overlap = engine.planner, engine.counters, engine.overlap
+    engine.planner, engine.counters, engine.overlap = set_planner, EngineCounters(counters.num_slots), False
     bench = Bench(engine, apart)
     yield bench
     bench.clear()
     engine.drafter.forget()
-    engine.planner, engine.counters = planner, counters
+    engine.planner, engine.counters, engine.overlap = planner, counters, overlap
 
 
 def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[list[Setting]]:

@@ -1,7 +1,8 @@
 """Planner: what each step drafts and how much of it is verified; UniformPlanner, which always says the same.
 
 A planner never changes what is produced, only what it costs. `plan` decides before anything is drafted, `allocate`
-once the candidates' values are known, `learn` hears what came of it. Does not know models or requests.
+once the candidates' values are known, `learn` hears what came of it; on a GPU only after the next step is planned and
+allocated too. Does not know models or requests.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class Allocation:
     """The candidates that will be verified.
 
     keep: which nodes. num_nodes: at least the most of one tree, root included. num_rows: rows of the pass, at least
-    the number of nodes kept; what is more is padding.
+    the number of nodes kept; what is more is padding. expected: drafts of the batch that will be accepted, by whoever
+    chose them.
     """
 
     keep: Bool[Tensor, "B N"]
     num_nodes: int
     num_rows: int
+    expected: float = 0.0
 
     @classmethod
     def uniform(cls, draft: Draft, most_nodes: int) -> Allocation:
@@ -44,7 +47,8 @@ class Outcome:
     """What came of one step.
 
     num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
-    num_accepted: drafts, of the whole batch. num_prompt_tokens: of the prompts that were computed along with it.
+    num_accepted: drafts, of the whole batch; num_expected: as allocated. num_prompt_tokens: of the prompts that were
+    computed along with it.
     is_first: something was made that later steps of this kind only use: its seconds say nothing of theirs.
     """
 
@@ -58,6 +62,7 @@ class Outcome:
     num_prompt_tokens: int
     seconds: Seconds
     is_first: bool = False
+    num_expected: float = 0.0
 
 
 @runtime_checkable

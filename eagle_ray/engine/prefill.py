@@ -14,11 +14,13 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.engine.draft_blocks import DraftBlocks
-from eagle_ray.engine.logprobs import record_prompts, tops
+from eagle_ray.engine.host_copy import HostCopy
+from eagle_ray.engine.logprobs import likeliest, ranked, record_prompts
 from eagle_ray.engine.scheduler import Chunk
 from eagle_ray.engine.sequence import Ranked, Sequence
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
+from eagle_ray.speculative.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,24 @@ class FirstToken:
     top: Ranked
 
 
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A pass over prompts that was launched, and the first tokens that came of it, on their way to the host.
+
+    ends_any: whether any prompt ended in it, so that its sequence decodes from now on.
+    """
+
+    sequences: list[Sequence]
+    copy: HostCopy
+    has_tops: bool
+    ends_any: bool
+
+    def read(self) -> list[FirstToken]:
+        tokens, logprobs, *likeliest = self.copy.read()
+        tops = ranked(*likeliest) if self.has_tops else [[] for _ in tokens]
+        return [FirstToken(*row) for row in zip(self.sequences, tokens, logprobs, tops, strict=True)]
+
+
 class Prefiller:
     """Runs one step's chunks; they must have their slots and blocks."""
 
@@ -38,7 +58,7 @@ class Prefiller:
         self._target, self._drafter, self._device = target, drafter, target.device
         self._blocks = DraftBlocks(target.cache.blocks)
 
-    def run(self, chunks: list[Chunk], drafting: bool) -> list[FirstToken]:
+    def run(self, chunks: list[Chunk], drafting: bool) -> Prompted:
         """Fill target and drafter with the chunks; first tokens of those sequences that have none yet.
 
         drafting: whether the drafter reads the prompts now, or only if it is asked to draft.
@@ -59,7 +79,7 @@ class Prefiller:
         self._blocks.fill(chunks, features)
         self._resume(chunks, self._blocks.read(chunks, drafting))
         (self._drafter.prefill if drafting else self._drafter.observe)(prompts, next_tokens, features)
-        return _first_tokens([c.sequence for c in chunks if c.picks], logits[picking], picks)
+        return _prompted(chunks, logits[picking], picks)
 
     def given(self, chunks: list[Chunk], features: Float[Tensor, "R H"]) -> None:
         """Keys and values of these chunks stand in all caches already, the drafter's too, as if it had read them."""
@@ -89,13 +109,14 @@ class Prefiller:
             )
 
     def _tensor(self, values: list[int]) -> Int[Tensor, " N"]:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload(values, self._device)
 
 
-def _first_tokens(
-    sequences: list[Sequence], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]
-) -> list[FirstToken]:
+def _prompted(chunks: list[Chunk], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]) -> Prompted:
+    """logits, picks: of those chunks whose sequences pick their first token."""
+    sequences = [c.sequence for c in chunks if c.picks]
     asked = any(s.sampling.logprobs for s in sequences)
-    logprobs = log_probs_of(logits, picks).tolist() if asked else [0.0] * len(sequences)
-    ranked = tops(logits, max((s.sampling.top_logprobs for s in sequences), default=0))
-    return [FirstToken(*row) for row in zip(sequences, picks.tolist(), logprobs, ranked, strict=True)]
+    logprobs = log_probs_of(logits, picks) if asked else torch.zeros_like(picks, dtype=torch.float32)
+    most = max((s.sampling.top_logprobs for s in sequences), default=0)
+    tops = likeliest(logits, most) if most else ()
+    return Prompted(sequences, HostCopy(picks, logprobs, *tops), bool(tops), any(c.is_last for c in chunks))

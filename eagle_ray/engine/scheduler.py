@@ -21,6 +21,7 @@ from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.kv_cache import BatchSlots
 from eagle_ray.speculative.sampling import BatchSampling
 from eagle_ray.speculative.upload import upload
+from eagle_ray.speculative.verify import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Batch:
 
     @property
     def num_cached(self) -> int:
-        """Tokens cached for all of them together."""
+        """Tokens cached for all of them together, at most."""
         return sum(self.at.host_lengths)
 
     def __len__(self) -> int:
@@ -148,7 +149,7 @@ class Scheduler:
             return None
         self._blocks.settle()
         slots, lengths = [s.slot for s in sequences], [s.num_cached for s in sequences]
-        rooms = [s.max_tokens - len(s.output_ids) for s in sequences]
+        rooms = [s.room for s in sequences]
         at, length_at, roots, room_at = upload([slots, lengths, [s.root for s in sequences], rooms], self._device)
         spacious = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
         everyone = len(spacious) == len(sequences)
@@ -160,6 +161,34 @@ class Scheduler:
             rooms,
             room_at,
             None if everyone else spacious,
+        )
+
+    def batch_behind(self, batch: Batch, result: VerifyResult, most_tokens: int) -> Batch | None:
+        """What decodes after a step of `batch` whose result is on the device alone: at most so many tokens for each.
+
+        Whoever has finished before that step, or will for sure in it, is left out; who finishes in it otherwise is
+        carried along in vain. None where nobody is left, or where there is no KV space for whatever may come.
+        """
+        members = [i for i, s in enumerate(batch.sequences) if s.status is Status.RUNNING and s.room > 1]
+        sequences = [batch.sequences[i] for i in members]
+        lasts = [s.num_cached + s.room - 1 for s in sequences]  # cached before the last token that one may produce
+        bounds = [min(s.num_cached + most_tokens, last) for s, last in zip(sequences, lasts, strict=True)]
+        columns = [bound + self._tree_columns for bound in bounds]
+        if not members or not self._reserve_each(sequences, columns):
+            return None
+        self._blocks.settle()
+        slots = [s.slot for s in sequences]
+        at, rows, last_at = upload([slots, members, lasts], self._device)
+        accepted = result.num_accepted[rows]
+        lengths = torch.minimum(batch.at.lengths[rows] + accepted + 1, last_at)
+        return Batch(
+            sequences,
+            BatchSlots(at, lengths, slots, bounds, max(bounds)),
+            result.tokens[rows, accepted],
+            self._sampling_of(sequences),
+            [s.room - most_tokens for s in sequences],
+            (batch.room_at[rows] - accepted - 1).clamp(min=1),
+            None,
         )
 
     def retire(self) -> list[Sequence]:
@@ -198,9 +227,14 @@ class Scheduler:
 
     def _reserve(self, sequences: list[Sequence], columns: int) -> bool:
         """Blocks for `columns` columns past the cached tokens of every one of the sequences, or for none of them."""
-        if self._num_missing(sequences, columns) > self._blocks.num_available:
+        return self._reserve_each(sequences, [s.num_cached + columns for s in sequences])
+
+    def _reserve_each(self, sequences: list[Sequence], columns: list[int]) -> bool:
+        """Blocks for the first columns[i] columns of every one of the sequences, or for none of them."""
+        each = [(s.slot, n) for s, n in zip(sequences, columns, strict=True)]
+        if sum(self._blocks.num_missing(*wanted) for wanted in each) > self._blocks.num_available:
             return False
-        return all(self._blocks.reserve(s.slot, s.num_cached + columns) for s in sequences)
+        return all(self._blocks.reserve(*wanted) for wanted in each)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

@@ -83,6 +83,11 @@ class Sequence:
         return self.num_tokens - 1
 
     @property
+    def room(self) -> int:
+        """Tokens that it may still produce."""
+        return self.max_tokens - len(self.output_ids)
+
+    @property
     def num_to_prefill(self) -> int:
         """Tokens that must be cached before it can decode: the prompt, and after pre-emption the outputs so far."""
         return max(len(self.prompt_ids), self.num_cached)

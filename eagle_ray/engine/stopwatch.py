@@ -2,7 +2,9 @@
 
 On a CPU the host's clock is the device's. On a GPU events are recorded up to the step's own copy to the host, and read
 once that has arrived, so that nothing is waited for; from then on the host's clock goes on. What is launched behind the
-copy, to learn from it, runs on meanwhile. Does not know what the parts are for.
+copy, to learn from it, runs on meanwhile. A step that is launched behind another one begins where that one's copy was
+sent; while it runs, what the host does about the other takes no time of anybody's. Does not know what the parts are
+for.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ class Seconds:
 
 
 class Stopwatch:
-    """Marks: start, drafted, allocated, verified, sent, in this order."""
+    """Marks: start, drafted, allocated, verified, sent, in this order. behind: the step that was launched before it."""
 
-    def __init__(self, device: torch.device | str):
+    def __init__(self, device: torch.device | str, behind: Stopwatch | None = None):
         self._on_cuda = torch.device(device).type == "cuda"
         self._marks: list[float | torch.cuda.Event] = []
         self.mark()
+        self._begin = self._marks[0] if behind is None else behind._marks[-1]
 
     def mark(self) -> None:
         self._host = time.perf_counter()
@@ -48,11 +51,13 @@ class Stopwatch:
         if self._on_cuda:
             self._host = time.perf_counter()
 
-    def read(self) -> Seconds:
-        """After the last mark and `arrived`: the step ends now."""
+    def read(self, followed: bool = False) -> Seconds:
+        """After the last mark and `arrived`: the step ends now; where another one followed, it ended when sent."""
         start, drafted, allocated, verified, sent = self._marks
         draft, verify = self._between(start, drafted), self._between(allocated, verified)
-        total = self._between(start, sent) + time.perf_counter() - self._host
+        total = self._between(self._begin, sent)
+        if not followed:
+            total += time.perf_counter() - self._host
         return Seconds(draft, verify, total - draft - verify)
 
     def _between(self, a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:

@@ -28,7 +28,8 @@ SPLIT_COLUMNS = 512  # measured: one more pass over a batch costs as much as rea
 class BatchSlots:
     """The slots of B sequences and how many tokens each of them holds, on the device and on the host.
 
-    bound: where the host knows no slots and lengths, because a captured pass is for any of them: what none exceeds.
+    bound: where the host does not know the lengths, because the step before is not read yet or a captured pass is for
+    any: what none exceeds. host_lengths then says the same of each, or nothing.
     """
 
     slots: Int[Tensor, " B"]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from eagle_ray.models.linear import rows_of
 from eagle_ray.models.loading import eos_ids
 from eagle_ray.models.placement import decoder_layers
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
+from eagle_ray.speculative.upload import sent, upload
 from eagle_ray.speculative.verify import VerifyResult
 
 
@@ -61,9 +63,9 @@ class Prompts:
             slots=slots,
             starts=starts,
             lengths=lengths,
-            tokens=torch.tensor([i for ids in chunks for i in ids], dtype=torch.int64, device=device),
-            positions=torch.cat(positions).to(device),
-            last=torch.tensor(lengths, device=device).cumsum(0) - 1,
+            tokens=upload([i for ids in chunks for i in ids], device),
+            positions=sent(torch.cat(positions), device),
+            last=upload([end - 1 for end in accumulate(lengths)], device),
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from eagle_ray.engine.async_engine import Occupancy
-from eagle_ray.engine.engine import EngineCounters
+from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.serve.snapshot import COUNTERS, Snapshot
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from eagle_ray.data import twin as module
 from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.twin import ChosenRow, Twin
+from eagle_ray.pair import GRAPHS
 from eagle_ray.speculative.sampling import gumbel_noise
 from tests.conftest import PAIR, token_rows
 from tests.data.test_worker import answers
@@ -42,6 +43,15 @@ def test_neither_pass_finds_the_other_ones_prompts(job, rows):
     before = twin._plain.counters.num_reused_tokens
     twin.measure([ChosenRow(r.request | {"prompt_token_ids": list(range(1, 100))}, 0, None) for r in rows[:1]])
     assert twin._plain.counters.num_reused_tokens == before == twin._drafting.counters.num_reused_tokens
+
+
+def test_plain_decoding_is_replayed_and_launched_ahead_where_drafts_are(job, rows, monkeypatch):
+    monkeypatch.setenv(GRAPHS, "on")
+    twin = Twin(job, threads=1)
+    assert twin.verify(rows)["identical"] == len(rows) > 0
+    for engine in (twin._drafting, twin._plain):
+        twin._decode(engine, rows)
+        assert engine.graphs.num_replayed and engine.counters.num_ahead
 
 
 def test_stored_outputs_are_plain_decodings_and_others_are_named(job, rows):

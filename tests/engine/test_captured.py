@@ -111,7 +111,7 @@ class Watched:
 @contextmanager
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where whatever is sent to the device arrives there, which a CPU is spared."""
-    for module in ("speculative.upload", "models.blocks"):
+    for module in ("speculative.upload", "models.blocks", "models.attention", "models.target", "drafting.eagle"):
         monkeypatch.setattr(f"eagle_ray.{module}.sent", arrived)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))

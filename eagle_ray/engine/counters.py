@@ -1,0 +1,29 @@
+"""EngineCounters: what an engine has done, in numbers. Needs no torch, so that any process can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Since the engine was made. num_slot_steps: running sequences, summed over steps.
+
+    num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn. num_ahead: steps
+    launched before the one before them was read. num_verify_rows: rows of all decode passes, padding included.
+    busy_s: seconds spent inside step(); prefill_s of them on prompts.
+    """
+
+    num_slots: int
+    num_steps: int = 0
+    num_slot_steps: int = 0
+    num_plain_steps: int = 0
+    num_probes: int = 0
+    num_ahead: int = 0
+    num_verify_rows: int = 0
+    num_output_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_preemptions: int = 0
+    busy_s: float = 0.0
+    prefill_s: float = 0.0

@@ -1,0 +1,240 @@
+"""Steps that are launched before the last one is read produce what plain decoding does, whatever happens in between.
+
+On a CPU nothing runs at the same time, but everything happens in the order in which a GPU's host does it, on padded
+passes whose results are overwritten by the next ones.
+"""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from eagle_ray.benchmark.priced import flat
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
+from eagle_ray.engine.host_copy import HostCopy
+from eagle_ray.engine.measure import SetPlanner, Setting, at_bench
+from eagle_ray.engine.planner import Outcome
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.static_planner import StaticPlanner
+from eagle_ray.models.blocks import BLOCK_SIZE
+from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.static_tree import MC_SIM_7B_63
+from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
+from tests.engine.test_host_syncs import WatchCopies, WatchOperations, watched_step
+from tests.engine.test_lossless import Whimsical, some_params, some_prompts
+from tests.toy import head3, llama_engine, run
+
+TREE = (12, 4, 4)
+
+
+def overlapped(tree: tuple[int, int, int] = TREE, num_slots: int = SLOTS, **sizes: object) -> Engine:
+    return llama_engine(num_slots, *tree, graphs=True, overlap=True, **sizes)
+
+
+def plain(prompts: list[list[int]], params: list[SamplingParams], **shape: object) -> list[Sequence]:
+    return run(llama_engine(SLOTS, **shape), prompts, params)
+
+
+def assert_plain(sequences: list[Sequence], **shape: object) -> None:
+    """Outputs, log-probabilities and ends of plain decoding, and statistics that add up to them."""
+    expected = plain([s.prompt_ids for s in sequences], [s.sampling for s in sequences], **shape)
+    for one, other in zip(sequences, expected, strict=True):
+        assert (one.output_ids, one.finish_reason) == (other.output_ids, other.finish_reason)
+        assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
+        assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
+        stats = one.stats
+        assert len(one.output_ids) == 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
+        assert sum(stats.drafted.accepted) == sum(stats.calibrated.accepted) == stats.num_accepted_draft_tokens
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+@pytest.mark.parametrize("tree", [(0, 0, 0), (1, 1, 1), TREE, (60, 6, 10)], ids=str)
+def test_the_output_is_plain_decodings(tree, generation):
+    shape = E3 if generation == 3 else {}
+    engine = overlapped(tree, **shape | (dict(weights=head3()) if generation == 3 else {}))
+    assert_plain(run(engine, *jobs(14)), **shape)
+    assert engine.counters.num_ahead > engine.counters.num_steps / 3
+
+
+@pytest.mark.parametrize("prefill_tokens", [17, 512])
+def test_chunks_and_prefixes_in_between_change_nothing(prefill_tokens):
+    header = (some_prompts(1, seed=9)[0] * 70)[:70]
+    prompts = [header * (i % 2) + ids for i, ids in enumerate(some_prompts(10))]
+    engine = overlapped(num_slots=3, prefill_tokens=prefill_tokens)
+    assert_plain(run(engine, prompts, some_params(10, max_tokens=20)))
+    assert engine.counters.num_reused_tokens > 0 and engine.counters.num_ahead > 0
+
+
+def test_a_long_prompt_is_read_behind_steps_that_go_on_being_launched_ahead():
+    engine = overlapped(num_slots=2, prefill_tokens=8)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    first, long = Sequence("a", [5], params), Sequence("b", [7] * 60, replace(params, max_tokens=5))
+    engine.add(first)
+    engine.step()
+    engine.add(long)
+    before = engine.counters.num_ahead
+    while long.num_prefilled < 48:
+        engine.step()
+    assert engine.counters.num_ahead >= before + 5
+    while engine.has_work:
+        engine.step()
+    assert_plain([first, long])
+
+
+def test_pre_emption_changes_nothing():
+    """Four that grow to three blocks each over a pool of six: no step is launched for which there is no room."""
+    prompts = [(ids * 30)[: 8 + i] for i, ids in enumerate(some_prompts(4))]
+    params = [replace(p, ignore_eos=True) for p in some_params(4, max_tokens=60)]
+    engine = overlapped(num_slots=4, kv_tokens=6 * BLOCK_SIZE)
+    assert_plain(run(engine, prompts, params))
+    assert engine.counters.num_preemptions > 0 and engine.counters.num_ahead > 0
+
+
+def test_a_full_context_is_used_to_the_last_token():
+    prompts = [[5] * n for n in (100, 113, 126, 127)]
+    engine = overlapped((20, 5, 6), num_slots=2)
+    assert_plain(run(engine, prompts, [SamplingParams(max_tokens=99, ignore_eos=True)] * 4))
+    assert engine.counters.num_ahead > 0
+
+
+@pytest.mark.parametrize("off", [1, 12])
+def test_speculation_that_goes_and_returns_changes_nothing(off):
+    engine = overlapped()
+    engine.planner = OffAndOn(engine.planner, off)
+    params = [replace(p, ignore_eos=True) for p in some_params(8, max_tokens=60)]
+    assert_plain(run(engine, some_prompts(8), params))
+    assert engine.counters.num_ahead > engine.counters.num_steps / 3
+    assert off < max(engine.planner.caught_up)
+
+
+def test_whatever_is_planned_for_whomever():
+    engine = overlapped((20, 5, 4), prefill_tokens=40)
+    engine.planner = Whimsical(seed=1)
+    assert_plain(run(engine, *jobs(24)))
+
+
+def test_a_static_tree_is_launched_ahead():
+    engine = overlapped((25, 5, 4))
+    engine.planner = StaticPlanner(MC_SIM_7B_63)
+    assert_plain(run(engine, *jobs(8)))
+    assert engine.counters.num_ahead > 0
+
+
+def test_the_global_budget_hears_of_every_step_one_step_late():
+    engine = overlapped()
+    planner = GlobalPlanner(*TREE, flat(head_share=0.01), can_look=False, padded=engine.graphs.num_rows)
+    engine.planner, heard, learn = planner, [], planner.learn
+
+    def watched(outcome: Outcome) -> None:
+        heard.append(outcome)
+        learn(outcome)
+
+    planner.learn = watched
+    sequences = run(engine, *jobs(24, most=60))
+    assert_plain(sequences)
+    assert planner._num_offers > FIRST_PROBES and engine.counters.num_ahead > engine.counters.num_steps / 3
+    drafted = [outcome for outcome in heard if outcome.depth]
+    assert all(outcome.num_caught_up > 0 for outcome in drafted)
+    assert len(heard) == engine.counters.num_steps and sum(o.num_expected for o in drafted) > 0
+
+
+def test_a_probe_is_not_followed_by_another_before_it_is_paid_for():
+    planner = GlobalPlanner(*TREE, flat(head_share=0.01), can_look=False)
+    engine = overlapped()
+    engine.planner, plans = planner, []
+    own = planner.plan
+
+    def watched(batch):
+        plans.append(own(batch))
+        return plans[-1]
+
+    planner.plan = watched
+    params = [replace(p, ignore_eos=True) for p in some_params(SLOTS, max_tokens=100)]
+    planner._num_offers = FIRST_PROBES
+    run(engine, some_prompts(SLOTS), params)
+    probes = [i for i, plan in enumerate(plans) if plan.probe]
+    assert probes and all(later > earlier + 1 for earlier, later in pairwise(probes))
+
+
+def test_sequences_that_come_and_go_at_any_moment():
+    """Arrivals, cancellations and ends by length, EOS and stop check, at random; the slots are whole all the time."""
+    rng, engine = random.Random(3), overlapped(num_slots=4)
+    prompts, params = jobs(40, most=40)
+    waiting = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    for sequence in waiting[::7]:
+        sequence.stop_check = lambda ids: 3 if len(ids) >= 3 else None
+    stopped = set(waiting[::7])
+    running, done = [], []
+    while waiting or engine.has_work:
+        for _ in range(min(rng.randint(0, 3), len(waiting))):
+            running.append(waiting.pop())
+            engine.add(running[-1])
+        if running and rng.random() < 0.1:
+            engine.abort(running.pop(rng.randrange(len(running))))
+        done += engine.step()
+        engine.scheduler.check_integrity()
+        running = [s for s in running if s.finish_reason is None]
+    assert len(done) > 20 and engine.counters.num_ahead > 20
+    assert_plain([s for s in done if s not in stopped])
+    for sequence in stopped & set(done):
+        (whole,) = plain([sequence.prompt_ids], [sequence.sampling])
+        assert sequence.output_ids == whole.output_ids[:3]
+
+
+def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
+    engine, told = overlapped(num_slots=2), []
+    engine.add(Sequence("a", [5, 6], SamplingParams(max_tokens=60, ignore_eos=True)))
+    engine.step()
+    verify, read = engine.verifier.run, HostCopy.read
+    monkeypatch.setattr(engine.verifier, "run", lambda *args: told.append("launch") or verify(*args))
+    monkeypatch.setattr(HostCopy, "read", lambda copy: told.append("read") or read(copy))
+    for _ in range(4):
+        engine.step()
+    assert told == ["launch", "read"] * 4
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
+def test_a_step_that_is_launched_ahead_asks_for_nothing(tree):
+    """Two of them to a step of a static shape: the record of the last one, read while the next one runs."""
+    engine = overlapped(tree, num_slots=3)
+    assert watched_step(engine) == ([], ["tolist"])
+    assert engine.counters.num_ahead == 2
+
+
+def test_prompts_are_launched_without_asking_for_anything():
+    engine = overlapped(num_slots=3, prefill_tokens=40)
+    header = [3 + i % 50 for i in range(70)]
+    for i in range(3):
+        engine.add(Sequence(str(i), [*header, i], SamplingParams(max_tokens=5)))
+    with torch.inference_mode(), WatchOperations() as operations, WatchCopies() as copies:
+        while (prompted := engine._launch_prompts()) and not prompted.sequences:
+            pass
+    assert (operations.seen, copies.seen) == ([], [])
+    assert engine.counters.num_prefill_tokens > 70
+
+
+def test_steps_at_the_bench_are_taken_one_by_one():
+    engine = overlapped()
+    with at_bench(engine, SetPlanner(TREE[2])) as bench:
+        for setting in (Setting(2, 1, 0, 0), Setting(2, 3, 2, 2)):
+            assert bench.take(setting).plan.max_depth == setting.depth
+        assert engine.counters.num_ahead == 0
+    assert engine.overlap
+
+
+def test_what_was_launched_for_nobody_is_dropped():
+    engine = overlapped(num_slots=1)
+    first = Sequence("a", [5], SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.add(first)
+    engine.step()
+    engine.step()
+    engine.abort(first)
+    assert not engine.has_work
+    second = Sequence("b", [9, 4], SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.add(second)
+    while engine.has_work:
+        engine.step()
+    assert_plain([second])
