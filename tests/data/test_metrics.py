@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.request import urlopen
 
 import pyarrow as pa
@@ -64,41 +66,50 @@ def scrape(run_id: str) -> dict[str, float]:
     return found
 
 
-def scraped(run_id: str, wanted: str) -> dict[str, float]:
-    """Once the wanted name is among them: workers report every second."""
+def awaited(look: Callable[[], Any], wanted: Any) -> Any:
+    """What is seen, once it is what is wanted or a minute has passed: workers report now and then, a part at a time."""
     deadline = time.monotonic() + 60
-    while f"ray_{PREFIX}{wanted}_total" not in (found := scrape(run_id)):
-        assert time.monotonic() < deadline, sorted(found)
+    while (found := look()) != wanted and time.monotonic() < deadline:
         time.sleep(0.3)
     return found
 
 
+def samples(run_id: str, wanted: dict[str, float]) -> dict[str, float]:
+    """What is exported under the wanted names in the end."""
+    return awaited(lambda: {name: value for name, value in scrape(run_id).items() if name in wanted}, wanted)
+
+
+def totals(**values: int) -> dict[str, float]:
+    return {f"ray_{PREFIX}{name}_total": value for name, value in values.items()}
+
+
 @pytest.fixture(scope="module")
-def exported(ray_session) -> dict[str, float]:
+def run_id(ray_session) -> Iterator[str]:
     worker = Working.remote()
     assert ray.get(worker.ready.remote())
-    yield scraped("r1", "row_errors")
+    yield "r1"
     ray.kill(worker)
 
 
-def test_rows_tokens_and_drafts_add_up_over_batches(exported):
-    values = {name.removeprefix(f"ray_{PREFIX}").removesuffix("_total"): value for name, value in exported.items()}
-    assert values["rows"] == 4 and values["row_errors"] == 2
-    assert values["prompt_tokens"] == 8 and values["output_tokens"] == 24
-    assert values["decode_steps"] == 10 and values["spec_decode_num_drafts"] == 8
-    assert values["spec_decode_num_draft_tokens"] == 40 and values["spec_decode_num_accepted_tokens"] == 12
-    assert values["row_latency_seconds_count"] == 2
-    assert values["row_latency_seconds_bucket 0.25"] == 0 and values["row_latency_seconds_bucket 0.5"] == 2
+def test_rows_tokens_and_drafts_add_up_over_batches(run_id):
+    rows = totals(rows=4, row_errors=2, prompt_tokens=8, output_tokens=24, decode_steps=10)
+    drafts = {"drafts": 8, "draft_tokens": 40, "accepted_tokens": 12}
+    rows |= totals(**{f"spec_decode_num_{name}": value for name, value in drafts.items()})
+    assert samples(run_id, rows) == rows
+    latency = f"ray_{PREFIX}row_latency_seconds"
+    seen = {f"{latency}_count": 2, f"{latency}_bucket 0.25": 0, f"{latency}_bucket 0.5": 2}
+    assert samples(run_id, seen) == seen
 
 
-def test_the_engines_counters_are_not_added_up_twice(exported):
-    assert exported[f"ray_{PREFIX}engine_steps_total"] == 9
-    assert exported[f"ray_{PREFIX}busy_slot_steps_total"] == 27 and exported[f"ray_{PREFIX}slot_steps_total"] == 36
+def test_the_engines_counters_are_not_added_up_twice(run_id):
+    work = totals(engine_steps=9, busy_slot_steps=27, slot_steps=36)
+    assert samples(run_id, work) == work
 
 
-def test_every_counter_that_moved_is_exported_under_its_name(exported):
+def test_every_counter_that_moved_is_exported_under_its_name_and_no_other(run_id):
     still = {f"engine_{name.removeprefix('num_')}" for name in WORK} - {"engine_steps"}
-    assert {f"ray_{PREFIX}{name}_total" for name in DESCRIPTIONS.keys() - still} <= exported.keys()
+    names = totals(**dict.fromkeys(DESCRIPTIONS.keys() - still, 0)).keys()
+    assert awaited(lambda: {name for name in scrape(run_id) if name.endswith("_total")}, names) == names
 
 
 @pytest.mark.slow
@@ -106,6 +117,5 @@ def test_a_jobs_workers_are_seen_while_and_after_it_runs(ray_session, make_job):
     config = make_job(token_rows(80), **{"execution.slots": 2, "sampling.max_tokens": 60})
     assert run_job(config) == 0
     run_id = read_json(Location.of(config.output.path) / "_run.json")["run_id"]
-    found = scraped(run_id, "rows")
-    assert 0 < found[f"ray_{PREFIX}rows_total"] <= 80
-    assert found[f"ray_{PREFIX}busy_slot_steps_total"] <= found[f"ray_{PREFIX}slot_steps_total"]
+    (rows,) = totals(rows=80)
+    assert awaited(lambda: 0 < scrape(run_id).get(rows, 0) <= 80, True)
