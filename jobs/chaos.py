@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,8 +40,9 @@ MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "1
 SAMPLES = 2
 KILLING = 0.5  # the share of the time in which things are killed
 PAUSE_S = (2.0, 9.0)  # between two kills
-VICTIMS = {"driver": 3, "engine": 4, "write task": 3, "progress": 1, "node": 2}  # and how often each is chosen
-TITLES = {"engine": "EngineActor", "write task": "Write", "progress": "ProgressActor"}  # in Ray's names of processes
+NAME = f"chaos-{os.getpid()}"  # of the job, in the command lines of its driver and of the engines' processes
+VICTIMS = {"driver": 3, "actor": 2, "engine": 2, "write task": 3, "progress": 1, "node": 2}  # how often each is chosen
+TITLES = {"actor": "EngineActor", "engine": NAME, "write task": "Write", "progress": "ProgressActor"}  # of processes
 LOOK_EVERY_S = 0.1  # at the files
 LOOK_FOR_S = 15.0  # write tasks live for a moment
 WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
@@ -143,11 +144,11 @@ class Chaos:
         print(f"  killed: {victim}", flush=True)
 
     def _kill_worker(self, title: str) -> bool:
-        """One process of the cluster by Ray's title for it, should there be one within LOOK_FOR_S."""
+        """One process of the cluster by its title, should there be one within LOOK_FOR_S."""
         raylets = {raylet_of(node) for node in self.cluster.list_all_nodes()}
         end = time.monotonic() + LOOK_FOR_S
         while time.monotonic() < end:
-            if found := sorted(pid for pid, name in children_of(raylets) if title in name):
+            if found := sorted(pid for pid, name in workers_of(raylets) if title in name):
                 try:
                     os.kill(self.chance.choice(found), signal.SIGKILL)
                 except ProcessLookupError:
@@ -195,6 +196,7 @@ def report(chaos: Chaos, code: int, watcher: Watcher, where: fs.FileSystem, rows
         f"no half file among {len(watcher.seen)} that were opened as they appeared": not watcher.unreadable,
         "nothing committed was computed again": not computed_again(watcher, attempts, again),
         f"rows that were computed twice ({twice(watcher)}) are the same rows": same_rows(watcher),
+        f"no process is left of those that were started ({len(named(NAME))})": not named(NAME),
     }
     victims = ", ".join(f"{count} x {victim}" for victim, count in chaos.killed.items()) or "nothing"
     print(f"killed: {victims}; {len(attempts)} attempts")
@@ -277,6 +279,7 @@ def write_prompts(directory: Path, rows: int) -> Path:
 
 def command(prompts: Path, output: str, nodes: object) -> list[str]:
     settings = {
+        "name": NAME,
         "execution.ray_address": nodes.address,
         "execution.gpus_per_actor": 1,  # fake ones: they spread the engines over the nodes
         "execution.rows_per_file": 40,
@@ -344,6 +347,12 @@ def s3_server(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
         server.stop()
 
 
+def workers_of(raylets: set[int]) -> Iterator[tuple[int, str]]:
+    """Ray's worker processes and what those have started, with their titles."""
+    workers = dict(children_of(raylets))
+    yield from (workers | dict(children_of(set(workers)))).items()
+
+
 def children_of(parents: set[int]) -> Iterator[tuple[int, str]]:
     """Living processes of these parents, with their titles."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -352,6 +361,15 @@ def children_of(parents: set[int]) -> Iterator[tuple[int, str]]:
                 yield int(stat.parent.name), (stat.parent / "cmdline").read_text()
         except (OSError, IndexError):  # gone meanwhile
             continue
+
+
+def named(title: str) -> list[str]:
+    """Processes with this in their command line."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # gone meanwhile
+            found += [file.parent.name] * (title in file.read_text())
+    return found
 
 
 def raylet_of(node: object) -> int:

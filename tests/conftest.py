@@ -19,6 +19,7 @@ from eagle_ray.data.ray_environment import LOCAL, prepare
 
 TESTS = Path(__file__).parent
 WITH_RAY = ("data/", "serve/test_endpoint.py", "test_cli.py", "test_demo.py", "test_export.py", "test_review.py")
+WITHOUT_RAY = ("data/input/", "data/test_channel.py", "data/test_twin.py", "data/test_worker")
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -30,7 +31,8 @@ MakeJob = Callable[..., JobConfig]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test` runs two processes: what starts Ray shares a session in one, and all else never meets it."""
     for item in items:
-        if item.path.relative_to(TESTS).as_posix().startswith(WITH_RAY):
+        path = item.path.relative_to(TESTS).as_posix()
+        if path.startswith(WITH_RAY) and not path.startswith(WITHOUT_RAY):
             item.add_marker("ray")
 
 

@@ -1,9 +1,9 @@
-"""EngineActor: a Worker in a process of its own, fed by Ray Data.
+"""EngineActor: a worker's process, fed by Ray Data.
 
 Several batches are in flight at once, so that the engine's slots stay full while a batch waits for its longest row.
-The engine steps in a thread of its own; this loop only awaits. A dead engine ends the process, because Ray would send
-a raised error's retry back to the same broken engine; Ray starts the actor again, and it answers what it had. Does not
-know rows or files.
+The engine lives in a process beside this one; this loop only awaits. A dead engine ends this process, and with it the
+engine's, because Ray would send a raised error's retry back to the same broken engine; Ray starts the actor again, and
+it answers what it had. Does not know rows or files, and needs no torch.
 
     dataset.map_batches(EngineActor, fn_constructor_args=(...), compute=ActorPoolStrategy(size=2))
 """
@@ -29,6 +29,7 @@ from eagle_ray.data.metrics import Metrics
 from eagle_ray.data.progress import Report
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.worker_process import ProcessEnded, WorkerProcess
 from eagle_ray.errors import EngineError
 
 HEARD_WITHIN_S = 30
@@ -43,9 +44,10 @@ class EngineActor:
         self._line = Line(progress, ray.get_runtime_context().get_actor_id())
         self._line.started()
         try:
-            from eagle_ray.data.worker import Worker  # torch and transformers: the driver names this class without them
-
-            self._worker = Worker(config, run, passthrough, threads)
+            self._worker = WorkerProcess(config, run, passthrough, threads)
+            self._worker.wait_until_ready()
+        except ProcessEnded as error:
+            self._end(error)
         except Exception as error:  # whatever it is, it is said in one line and not in a page of Ray's traceback
             self._cannot_start(error)
         self._isolation = Isolation(self._worker.answer, self._line, config.execution.slots)

@@ -32,8 +32,21 @@ class Fault:
     is_own: bool
 
 
+class WorkerFault(EngineError):
+    """A fault as the worker's own process tells it, which saw what it comes from."""
+
+    def __init__(self, fault: Fault):
+        super().__init__(fault.line)
+        self.fault = fault
+
+    def __reduce__(self):
+        return type(self), (self.fault,)
+
+
 def fault_of(error: Exception) -> Fault:
     """From whatever a worker's start or its engine raised; a device speaks in the cause of the engine's own error."""
+    if isinstance(error, WorkerFault):
+        return error.fault
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
     told = _told(cause)
     if OUT_OF_MEMORY.search(told):

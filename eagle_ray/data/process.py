@@ -35,6 +35,11 @@ class Process:
         return _started(self.pid) != self.started
 
 
+def name_of(pid: int) -> str:
+    """A process of this machine, as rows and messages name it."""
+    return f"{socket.gethostname()}:{pid}"
+
+
 def _namespace() -> str:
     """Containers may share a host's name, and not its processes."""
     try:

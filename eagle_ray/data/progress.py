@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,6 +21,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle_ray.data.deaths import Blame, Deaths
+from eagle_ray.engine.counters import EngineCounters
 
 # Of an engine's counters, those that add up over workers: its steps and what they were spent on.
 WORK = (
@@ -34,15 +34,6 @@ WORK = (
     "num_preemptions",
 )
 KILLED = "the process was killed"  # where a worker left no word
-
-
-class Counters(Protocol):
-    """What is read of an engine's counters, with WORK; the driver and the progress actor do without its torch."""
-
-    num_slots: int
-    num_steps: int
-    num_slot_steps: int
-    busy_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +56,13 @@ class Report:
     accepted: int = 0
 
     @classmethod
-    def of(cls, worker_id: str, counters: Counters) -> Report:
+    def of(cls, worker_id: str, counters: EngineCounters) -> Report:
         """Of a worker that has answered nothing yet."""
         offered = counters.num_steps * counters.num_slots
         work = {name: getattr(counters, name) for name in WORK}
         return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work)
 
-    def after(self, answers: pa.Table, counters: Counters) -> Report:
+    def after(self, answers: pa.Table, counters: EngineCounters) -> Report:
         """With one batch's output rows more."""
         return replace(
             Report.of(self.worker_id, counters),

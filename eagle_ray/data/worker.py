@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +21,12 @@ import pyarrow as pa
 from eagle_ray.config import JobConfig
 from eagle_ray.data.answers import OutputRows
 from eagle_ray.data.deadline import answered
+from eagle_ray.data.process import name_of
 from eagle_ray.data.record import Run
 from eagle_ray.data.samples import Row, sequences_of
 from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.engine.engine import EngineCounters
+from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.pair import Pair, start_pair
@@ -42,7 +42,7 @@ class Worker:
 
     def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
         pair = pair_of(config, threads)
-        self.worker_id = f"{socket.gethostname()}:{os.getpid()}"
+        self.worker_id = name_of(os.getpid())
         self._config, self._text = config, pair.text
         self._engine = AsyncEngine(pair.engine)
         self._schema = output_schema(passthrough)

@@ -46,7 +46,7 @@ def start_run(config: JobConfig, directory: Path, *flags: str) -> subprocess.Pop
 
 
 def parent_of(pid: int) -> int:
-    """A worker's parent is its node's raylet."""
+    """An engine's is its actor, whose own is its node's raylet."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

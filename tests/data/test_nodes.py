@@ -28,7 +28,8 @@ def nodes_used(config, nodes) -> set[int]:
     raylets, used = [raylet_of(node) for node in nodes], set()
     for worker_id in {row["worker_id"] for row in rows_of(config)}:
         try:
-            used.add(raylets.index(parent_of(int(worker_id.rpartition(":")[2]))))
+            actor = parent_of(int(worker_id.rpartition(":")[2]))
+            used.add(raylets.index(parent_of(actor)))
         except (FileNotFoundError, ValueError):  # a worker, or its node, that is gone
             continue
     return used
@@ -36,7 +37,7 @@ def nodes_used(config, nodes) -> set[int]:
 
 @pytest.mark.parametrize("actors", ["auto", {"min": 1, "max": 2}])
 def test_a_node_joins_and_is_used_another_dies_and_the_job_goes_on(make_job, tmp_path, actors):
-    rows = token_rows(400)
+    rows = token_rows(1200)
     with cluster_of(1) as cluster:
         settings = {"sampling.max_tokens": 60, "execution.rows_per_file": 8, "execution.ray_address": cluster.address}
         config = make_job(rows, **ON_FAKE_GPUS | settings | {"execution.actors": actors})

@@ -1,0 +1,93 @@
+"""Channel: messages, each with a table where it has one, between two processes of one machine.
+
+A message is pickled and a table goes as Arrow writes it for a stream. Each takes one call of the system, however large
+it is: a thread that waits in one leaves the GIL to the others all the while. Does not know what is said.
+
+    here, there = Channel.pair()
+    here.send("how many rows?", table)
+    message, table = there.receive()
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+
+LENGTHS = struct.Struct("<QQ")  # in bytes, of the message and of its table; 0 where it has none
+
+
+class Channel:
+    """One of two ends. One thread may send while another receives."""
+
+    def __init__(self, end: socket.socket):
+        self._socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        here, there = socket.socketpair()
+        return cls(here), cls(there)
+
+    @classmethod
+    def inherited(cls, fileno: int) -> Channel:
+        """The end that the parent process left open under this number; nobody inherits it from this one."""
+        end = socket.socket(fileno=fileno)
+        end.set_inheritable(False)
+        return cls(end)
+
+    @property
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any, table: pa.Table | None = None) -> None:
+        """Returns once the system has all of it. Raises EOFError where the other end is gone."""
+        said, rows = pickle.dumps(message), b"" if table is None else _as_bytes(table)
+        try:
+            self._socket.sendall(LENGTHS.pack(len(said), len(rows)) + said)
+            self._socket.sendall(rows)
+        except OSError as error:
+            raise EOFError from error
+
+    def receive(self) -> tuple[Any, pa.Table | None]:
+        """The next message and its table. Raises EOFError once the other end is gone."""
+        said, rows = LENGTHS.unpack(self._read(LENGTHS.size))
+        message = pickle.loads(self._read(said))
+        return message, _as_table(self._read(rows)) if rows else None
+
+    def end(self) -> None:
+        """For both ends, also for a thread that waits in one of them."""
+        with suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """This end, in this process alone."""
+        self._socket.close()
+
+    def _read(self, size: int) -> pa.Buffer:
+        buffer = pa.allocate_buffer(size)
+        left = memoryview(buffer)
+        while left:
+            try:
+                count = self._socket.recv_into(left, len(left), socket.MSG_WAITALL)
+            except OSError as error:
+                raise EOFError from error
+            if not count:
+                raise EOFError
+            left = left[count:]
+        return buffer
+
+
+def _as_bytes(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue()
+
+
+def _as_table(buffer: pa.Buffer) -> pa.Table:
+    """Nothing is copied."""
+    return pa.ipc.open_stream(buffer).read_all()
