@@ -54,7 +54,8 @@ WIDE = Shape(
     vocab_size=6144,
 )
 TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-KINDS = {  # by the title that Ray gives a process
+KINDS = {  # by the command line, which in Ray's processes is a title
+    "engine": re.compile(r"eagle_ray\.data\.worker_main"),
     "engine actor": re.compile(r"ray::.*EngineActor"),
     "driver": re.compile(r"eagle_ray\.cli run"),
     "other workers": re.compile(r"ray::"),
