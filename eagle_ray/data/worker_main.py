@@ -13,7 +13,6 @@ import asyncio
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -77,7 +76,6 @@ class WorkerMain:
 
 def main(make_worker: Callable[..., Any]) -> NoReturn:
     """make_worker: called with a Worker's arguments, returns something with a Worker's verbs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
     faulthandler.enable()  # as in Ray's own workers
     WorkerMain(Channel.inherited(int(sys.argv[-1]))).run(make_worker)
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -131,14 +133,25 @@ def _start(name: str, channel: Channel) -> subprocess.Popen:
     name: to be seen by ``ps``. It has its end of the channel to itself, so that the end of either process is the end
     of the channel.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, name, str(channel.fileno)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[channel.fileno],
-    )
+    with _without_interrupts():
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, name, str(channel.fileno)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[channel.fileno],
+        )
     channel.close()
     return process
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C is for whoever asks: what starts here never hears of it, from its first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _settle(answered: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:

@@ -224,7 +224,7 @@ def asker(directory: Path, does: str) -> Iterator[tuple[subprocess.Popen, int]]:
         worker = int(process.stdout.readline())
         if does == "answering":
             assert process.stdout.readline() == "ready\n"
-        time.sleep(0.5)  # somewhere in the middle
+        time.sleep(0.15 if does == "importing" else 0.5)  # somewhere in the middle
         yield process, worker
     finally:
         process.kill()
@@ -239,7 +239,7 @@ def test_where_the_one_who_asks_is_killed_the_worker_ends(tmp_path, does):
         until(lambda: is_gone(worker))
 
 
-@pytest.mark.parametrize("does", ["loading", "answering"])
+@pytest.mark.parametrize("does", ["importing", "loading", "answering"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_both_end_both_without_a_word(tmp_path, number, does):
     with asker(tmp_path, does) as (process, worker):
