@@ -2,7 +2,8 @@
 
     throughput   2,000 rows through the job (one worker) beside the same rows through the engine alone, in turns;
                  start-up apart; how much of the job's time its engine stepped, and how many of its slots were busy;
-                 --pair wide takes 256 rows of a pair of 107M parameters, whose steps are long as real models' are
+                 --pair wide takes 256 rows of a pair of 107M parameters, whose steps are long as real models' are;
+                 both engines compute with --threads, by default all but the one core that is left to Ray
     memory       the largest resident memory of each kind of process over jobs of 10 thousand to 1 million tiny rows,
                  answered by a model of a few thousand parameters
 
@@ -71,6 +72,8 @@ def main() -> None:
 
 
 def throughput(args: argparse.Namespace, directory: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the job's most
+    torch.set_num_threads(args.threads)
     prompts = itertools.cycle(prompt_rows(per_category=PER_CATEGORY, seed=7))
     num_rows = args.rows or ROWS[args.pair]
     rows = itertools.islice(prompts, num_rows)
@@ -94,7 +97,8 @@ def throughput(args: argparse.Namespace, directory: Path) -> None:
         stepping.append(work["engine_s"])
         busy.append(work["busy_slots"])
         print(f"alone {alone[-1]:.1f} s, job {job[-1]:.1f} s, {stepping[-1]:.1f} s of it in steps", file=sys.stderr)
-    print(f"{args.pair} pair, {num_rows} rows, {args.slots} slots, {args.rounds} rounds, medians (lowest to highest)")
+    about = f"{args.pair} pair, {num_rows} rows, {args.slots} slots, {args.threads} threads, {args.rounds} rounds"
+    print(f"{about}, medians (lowest to highest)")
     columns = {
         "engine alone": spread(alone, ".1f"),
         "job, start-up apart": spread(job, ".1f"),
@@ -226,6 +230,7 @@ def parse_arguments() -> argparse.Namespace:
     first.add_argument("--rows", type=int, help="; ".join(f"{num} of the {pair} pair" for pair, num in ROWS.items()))
     first.add_argument("--slots", type=int, default=16)
     first.add_argument("--rounds", type=int, default=3)
+    first.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="of an engine")
     first.set_defaults(measure=throughput)
     second = commands.add_parser("memory")
     second.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000])
