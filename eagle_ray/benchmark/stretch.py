@@ -26,8 +26,9 @@ AHEAD = 2  # requests that wait while the slots are full
 class Sample:
     """What an engine did in `seconds`: forward_s of them inside forward passes, prefill_s on prompts.
 
-    num_tokens: committed, first tokens after prompts included. num_steps: of the engine; num_plain_steps of them
-    drafted nothing. num_passes, num_accepted: target passes and accepted draft tokens, summed over sequences.
+    num_tokens: committed; num_decoded of them by decode steps and not right after prompts. num_steps: of the engine;
+    num_plain_steps of them drafted nothing. num_passes: target passes, summed over sequences. All this is counted here:
+    sequences' own statistics hear of a step while the next one runs, which may be another way's.
     foreseen_s, foreseen_plain_s: what the planner's costs say of these steps, and of as many plain ones; 0 without any.
     """
 
@@ -35,12 +36,12 @@ class Sample:
     forward_s: float
     prefill_s: float
     num_tokens: int
+    num_decoded: int
     num_steps: int
     num_plain_steps: int
     num_probes: int
     num_verify_rows: int
     num_passes: int
-    num_accepted: int
     foreseen_s: float
     foreseen_plain_s: float
 
@@ -51,7 +52,7 @@ class Sample:
     @property
     def decoded(self) -> tuple[int, float]:
         """Tokens and seconds of the decode steps alone: prompts, and their first tokens, left out."""
-        return self.num_passes + self.num_accepted, self.seconds - self.prefill_s
+        return self.num_decoded, self.seconds - self.prefill_s
 
     @property
     def decoded_per_second(self) -> float:
@@ -60,7 +61,8 @@ class Sample:
 
     @property
     def tau(self) -> float:
-        return 1 + self.num_accepted / max(self.num_passes, 1)
+        """Tokens of a sequence in a step, those past its end left out."""
+        return self.num_decoded / max(self.num_passes, 1)
 
     @property
     def foreseen_ratio(self) -> float | None:
@@ -153,18 +155,18 @@ def drained(engine: Engine, requests: list[Sequence], meter: ForwardMeter, in_fl
 
 def _so_far(engine: Engine, sequences: list[Sequence], meter: ForwardMeter) -> Sample:
     """Sums since the engine was made, of these sequences; only differences mean anything."""
-    stats = [s.stats for s in sequences if s.stats is not None]
+    lengths = [len(s.output_ids) for s in sequences]
     return Sample(
         time.perf_counter(),
         meter.seconds,
         engine.counters.prefill_s,
-        sum(len(s.output_ids) for s in sequences),
+        sum(lengths),
+        sum(lengths) - sum(map(bool, lengths)),
         engine.counters.num_steps,
         engine.counters.num_plain_steps,
         engine.counters.num_probes,
         engine.counters.num_verify_rows,
-        sum(s.num_steps for s in stats),
-        sum(s.num_accepted_draft_tokens for s in stats),
+        engine.counters.num_slot_steps,
         getattr(engine.planner, "foreseen_s", 0.0),
         getattr(engine.planner, "foreseen_plain_s", 0.0),
     )

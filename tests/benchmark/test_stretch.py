@@ -53,6 +53,23 @@ def test_a_window_counts_what_was_committed():
     assert samples[0].tau >= 1
 
 
+def test_a_window_has_all_of_its_last_step_and_none_of_the_one_before_it():
+    """Windows of a step each, plain and drafting ones by turns on one engine."""
+    _, (_, drafting), meter = engines()
+    queue, own, never = SteadyQueue(drafting, requests(), meter), drafting.planner, UniformPlanner(0, 0, 0)
+    queue.fill()
+    for _ in range(4):
+        for planner in (own, never):
+            before = {s.request_id: len(s.output_ids) for s in queue.sequences}
+            drafting.planner = planner
+            sample = queue.window(num_tokens=1, most_seconds=30)
+            lengths = {s.request_id: len(s.output_ids) for s in queue.sequences}
+            grown = [n - max(before.get(name, 0), 1) for name, n in lengths.items() if n]
+            assert (sample.num_steps, sample.num_decoded) == (1, sum(grown))
+            assert sample.num_passes == sum(map(bool, grown)) and sample.tau >= 1
+        assert sample.tau == 1
+
+
 def test_the_first_step_of_a_window_may_be_anothers_and_is_not_counted():
     _, (_, drafting), meter = engines()
     queue = SteadyQueue(drafting, requests(), meter)
