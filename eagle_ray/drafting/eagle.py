@@ -154,7 +154,8 @@ class EagleDrafter:
         if grown is None:
             members = None if plan.members is None else upload(plan.members, roots.device)
             self.ranking.begin(sampling, at.lengths, plan.members)
-            grown = self._grown(at, roots if members is None else roots[members], plan, self._backlog(at))
+            theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
+            grown = self._grown(at, *theirs, plan, self._backlog(at))
             if members is not None:
                 grown = replace(grown, tree=grown.tree.spread(members, roots))
         self.settle(at.host_slots, at.host_lengths)
@@ -199,9 +200,10 @@ class EagleDrafter:
         def grow(
             slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor
         ) -> Grown:
-            self.ranking.begin(BatchSampling.bound(kind, *chosen), lengths)
-            backlog = Backlog(first, starts, [], longest)
-            return self._grown(BatchSlots.bounded(slots, lengths, bound), roots, plan, backlog)
+            sampling = BatchSampling.bound(kind, *chosen)
+            self.ranking.begin(sampling, lengths)
+            at, backlog = BatchSlots.bounded(slots, lengths, bound), Backlog(first, starts, [], longest)
+            return self._grown(at, roots, sampling.ends, plan, backlog)
 
         grown = replay.run(key, grow, inputs + sampling.padded(size))
         if not replay.works:
@@ -210,9 +212,11 @@ class EagleDrafter:
         num = len(roots)
         return Grown(grown.tree.first(num), [level[:num] for level in grown.levels], grown.lesson)
 
-    def _grown(self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, backlog: Backlog) -> Grown:
+    def _grown(
+        self, at: BatchSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: Plan, backlog: Backlog
+    ) -> Grown:
         """Read the backlog, then level by level until the plan is fulfilled."""
-        builder = self.builder(roots, plan.width, plan.shape)
+        builder = self.builder(roots, plan.width, plan.shape, ends)
         features = self._catch_up(at, backlog)[:, None]
         self._grow(builder, features, None, plan.children)
         at, seen = at.advanced(1), None

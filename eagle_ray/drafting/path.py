@@ -59,9 +59,10 @@ class PathDrafter(NoDrafter):
         """The nodes of each level that are worth children get some each; one level for each head at most."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
-        builder = TreeBuilder(roots if members is None else roots[members], plan.width, plan.shape)
+        theirs, ends = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
+        builder = TreeBuilder(theirs, plan.width, plan.shape, ends)
         self.ranking.begin(sampling, at.lengths, plan.members)
-        self._grow(builder, at, plan, roots if members is None else roots[members])
+        self._grow(builder, at, plan, theirs)
         tree = builder.build()
         tree = tree if members is None else tree.spread(members, roots)
         return Draft(tree, builder.levels, builder.depth, len(at.host_slots))

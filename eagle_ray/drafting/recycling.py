@@ -55,7 +55,7 @@ class RecyclingDrafter(NoDrafter):
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         self._members = slice(None) if members is None else members
         tokens, frontier = roots[self._members][:, None], None
-        builder = TreeBuilder(tokens[:, 0], plan.width)
+        builder = TreeBuilder(tokens[:, 0], plan.width, ends=sampling.ends[self._members])
         self._offers.begin((sampling.temperature > 0).long()[self._members])
         self._is_untaught = True
         while builder.depth < plan.max_depth and not (builder.depth and plan.enough and plan.enough(builder)):

@@ -111,7 +111,8 @@ class TextDrafter(NoDrafter):
         self._drafted = [(read.text, read.num_tokens) for read in reads]
         sampled = set(sampling.sampled)
         self._offers.begin(torch.tensor([int(i in sampled) for i in members]))
-        builder = TreeBuilder(torch.tensor([read.last for read in reads]), plan.width)
+        ends = sampling.ends.cpu()[list(members)]
+        builder = TreeBuilder(torch.tensor([read.last for read in reads]), plan.width, ends=ends)
         is_all = self._grow(builder, plan, [[read.reader.cursor()] for read in reads])
         if not builder.depth:
             return Draft(Draft.of_roots(roots).tree, [], 0, num_read, is_all)

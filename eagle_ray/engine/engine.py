@@ -69,7 +69,8 @@ class Engine:
         self.target, self.drafter, self.planner = target, drafter, planner
         self.max_model_len, self.num_spec_tokens = max_model_len, num_spec_tokens
         blocks = target.cache.blocks
-        self.scheduler = Scheduler(blocks, prefill_tokens, blocks.capacity - max_model_len, target.device)
+        tree_columns = blocks.capacity - max_model_len
+        self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids)
         self.prefiller = Prefiller(target, drafter)
         self.graphs, self.overlap = graphs, overlap
         self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
@@ -177,14 +178,14 @@ class Engine:
     def _hand_out(
         self, flight: Flight, record: list[list[int]], top_ids: list | None = None, top_values: list | None = None
     ) -> int:
-        """What follows from a step's copy for each sequence that still runs; drafts accepted in all."""
+        """What follows from a step's copy for each sequence that still runs; drafts accepted in all and of use."""
         batch, plan, draft = flight.batch, flight.plan, flight.draft
         members = set(range(len(batch)) if plan.members is None else plan.members)
         num_accepted = 0
         for i, (sequence, row) in enumerate(zip(batch.sequences, record, strict=True)):
             step = StepRecord.of(row, flight.shape.max_depth)
-            num_accepted += len(step.tokens) - 1
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is not Status.RUNNING:  # carried along: as good as any to tell whether values are right
+                num_accepted += len(step.tokens) - 1
                 continue
             self.counters.num_slot_steps += 1
             sequence.target_forwards += 1
@@ -194,7 +195,7 @@ class Engine:
                 self._count_step(sequence)
             tops = ranked(top_ids[i], top_values[i])[: len(step.tokens)] if top_ids else []
             record_outputs(sequence, step.logprobs, tops)
-            self._append(sequence, step.tokens)
+            num_accepted += self._append(sequence, step.tokens) - 1
         return num_accepted
 
     def _settle(self, flight: Flight) -> None:
@@ -249,10 +250,13 @@ class Engine:
         self.counters.num_probes += outcome.plan.probe
         self.counters.num_verify_rows += outcome.num_rows
 
-    def _append(self, sequence: Sequence, tokens: list[int]) -> None:
-        sequence.stats.num_discarded_tokens += sequence.append(tokens, self.target.eos_ids)
+    def _append(self, sequence: Sequence, tokens: list[int]) -> int:
+        """Commit them; how many are kept."""
+        num_discarded = sequence.append(tokens, self.target.eos_ids)
+        sequence.stats.num_discarded_tokens += num_discarded
         if sequence.finish_reason is not None:
             sequence.finished_at = time.monotonic()
+        return len(tokens) - num_discarded
 
     def _count(self, finished: list[Sequence], seconds: float) -> None:
         self.counters.num_preemptions = self.scheduler.num_preemptions

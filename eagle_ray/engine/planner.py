@@ -47,8 +47,8 @@ class Outcome:
     """What came of one step.
 
     num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
-    num_accepted: drafts, of the whole batch; num_expected: as allocated. num_prompt_tokens: of the prompts that were
-    computed along with it.
+    num_accepted: drafts, of the whole batch, those past a sequence's end left out; num_expected: as allocated.
+    num_prompt_tokens: of the prompts that were computed along with it.
     is_first: something was made that later steps of this kind only use: its seconds say nothing of theirs.
     """
 

@@ -77,14 +77,21 @@ class Scheduler:
     """Owns the slots of `blocks` and decides who gets its blocks.
 
     prefill_tokens: most prompt tokens computed in one step. tree_columns: columns past a sequence's cached tokens that
-    a step with drafts may write, in any cache; a plain step writes one.
+    a step with drafts may write, in any cache; a plain step writes one. eos_ids: tokens that end a sequence.
     """
 
-    def __init__(self, blocks: Blocks, prefill_tokens: int, tree_columns: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        blocks: Blocks,
+        prefill_tokens: int,
+        tree_columns: int,
+        device: torch.device | str = "cpu",
+        eos_ids: frozenset[int] = frozenset(),
+    ):
         self.num_slots = blocks.num_slots
         self.num_preemptions = 0
         self._blocks, self._prefill_tokens, self._tree_columns = blocks, prefill_tokens, tree_columns
-        self._device = device
+        self._device, self._eos_ids = device, eos_ids
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}  # by slot, oldest first
         self._free = sorted(range(self.num_slots), reverse=True)
@@ -289,5 +296,6 @@ class Scheduler:
     def _sampling_of(self, sequences: list[Sequence]) -> BatchSampling:
         """The batch's sampling tensors, made anew only when its members change."""
         if self._sampling is None or self._sampling[0] != sequences:
-            self._sampling = sequences, BatchSampling.of([s.sampling for s in sequences], self._device)
+            params = [s.sampling for s in sequences]
+            self._sampling = sequences, BatchSampling.of(params, self._device, self._eos_ids)
         return self._sampling[1]

@@ -139,16 +139,18 @@ class Verifier:
         """For any batch of this size whose longest sequence fits, in the slots and with the trees of the moment."""
         size, bound = replay.batch_size(len(batch)), replay.context(batch.at.max_length)
         num_candidates = replay.num_nodes(max(tree.num_nodes, self._trees.candidates)) if shape.max_depth else 1
-        target, kind = self._target, batch.sampling.kind
+        target, kind, chosen = self._target, batch.sampling.kind, batch.sampling.padded(size)
+
+        split = len(chosen)
 
         def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> Verdict:
-            at, sampling = BatchSlots.bounded(slots, lengths, bound), BatchSampling.bound(kind, *tensors[:5])
-            tree, keep = _trees(*tensors[5:])
+            at, sampling = BatchSlots.bounded(slots, lengths, bound), BatchSampling.bound(kind, *tensors[:split])
+            tree, keep = _trees(*tensors[split:])
             return verify_step(target, drafter, at, sampling, tree, keep, shape)
 
         slots = Padded(batch.at.slots, (size,), target.cache.blocks.nowhere)
         trees = _padded(tree, keep, (size, num_candidates)) if shape.max_depth else [Padded(batch.roots, (size,))]
-        inputs = [slots, Padded(batch.at.lengths, (size,)), *batch.sampling.padded(size), *trees]
+        inputs = [slots, Padded(batch.at.lengths, (size,)), *chosen, *trees]
         return replay.run(("verify", size, num_candidates, bound, kind, shape), verify, inputs)
 
 

@@ -42,11 +42,18 @@ class TreeBuilder:
     """Collects every child that is offered; keeps some nodes of each level as the next frontier.
 
     width: how many at most, the most valuable ones. shape: names them instead, whatever they are worth.
+    ends: tokens that are the last of their sequence, which get no children worth anything; None where there are none.
     """
 
-    def __init__(self, roots: Int[Tensor, " B"], width: int, shape: StaticTree | None = None):
+    def __init__(
+        self,
+        roots: Int[Tensor, " B"],
+        width: int,
+        shape: StaticTree | None = None,
+        ends: Int[Tensor, "B E"] | None = None,
+    ):
         tree = DraftTree.of_roots(roots)
-        self._width, self._shape = width, shape
+        self._width, self._shape, self._ends = width, shape, ends
         self._tokens, self._parents, self._log_values = [tree.tokens], [tree.parents], [tree.log_values]
         self._draft_log_probs = [tree.draft_log_probs]
         self._frontier_nodes = torch.zeros_like(tree.tokens)
@@ -80,11 +87,14 @@ class TreeBuilder:
         self._num_nodes += tokens[0].numel()
 
     def frontier(self) -> Frontier:
-        """The `width` most valuable nodes of the last level, ties to the earlier one, most valuable first.
+        """The `width` nodes of the last level whose children may be worth most, ties to the earlier one, best first.
 
         With a shape: those of the level that have children in it, in its order.
         """
         values, tokens = self._log_values[-1], self._tokens[-1]
+        if self._ends is not None:
+            is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
+            values = values.masked_fill(is_end, -torch.inf)
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
         index = self._best(values) if self._shape is None else self._named(values, children_each)
         first_of_level = self._num_nodes - tokens.shape[1]

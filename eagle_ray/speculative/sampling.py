@@ -12,7 +12,7 @@ Does not know trees, models or who asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,7 +78,8 @@ def _require(ok: bool, name: str, value: object, wanted: str) -> None:
 class BatchSampling:
     """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs.
 
-    temperature: 0 for greedy sequences. sampled: the others, by index; sampled_rows: the same on the device.
+    temperature: 0 for greedy sequences. ends: tokens after which a sequence is over; -1 is none. sampled: those that
+    are not greedy, by index; sampled_rows: the same on the device.
     is_bound: a captured pass is for any such tensors: `sampled` then names every sequence, and temperatures tell.
     """
 
@@ -87,6 +88,7 @@ class BatchSampling:
     top_k: Int[Tensor, " B"]
     min_p: Float[Tensor, " B"]
     seed: Int[Tensor, " B"]
+    ends: Int[Tensor, "B E"]
     sampled: list[int]
     sampled_rows: Int[Tensor, " S"]
     any_top_p: bool
@@ -95,20 +97,27 @@ class BatchSampling:
     is_bound: bool = False
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> BatchSampling:
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        device: torch.device | str = "cpu",
+        eos_ids: Collection[int] = (),
+    ) -> BatchSampling:
         """The parameters of a batch, in its order. Top-k off is stored as 0."""
         rows = [i for i, p in enumerate(params) if not p.is_greedy]
         sampled = [params[i] for i in rows]
         temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
         floats = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
         temperature, top_p, min_p = upload(floats, device, torch.float32)
-        top_k, seed = upload([[p.top_k for p in params], [as_int64(p.seed) for p in params]], device)
+        ends = [[-1 if p.ignore_eos else token for p in params] for token in sorted(eos_ids)]
+        top_k, seed, *ends = upload([[p.top_k for p in params], [as_int64(p.seed) for p in params], *ends], device)
         return cls(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
             seed=seed,
+            ends=torch.stack(ends, 1) if ends else seed.new_empty(len(params), 0),
             sampled=rows,
             sampled_rows=upload(rows, device),
             any_top_p=any(p.top_p < 1 for p in sampled),
@@ -118,9 +127,10 @@ class BatchSampling:
 
     def padded(self, num_sequences: int) -> list[Padded]:
         """What `bound` takes, for so many sequences; who fills up is greedy."""
-        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed)
-        fills = (0.0, 1.0, 0, 0.0, 0)
-        return [Padded(x, (num_sequences,), fill, is_fixed=True) for x, fill in zip(columns, fills, strict=True)]
+        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
+        fills = (0.0, 1.0, 0, 0.0, 0, -1)
+        shapes = [(num_sequences, *x.shape[1:]) for x in columns]
+        return [Padded(x, *rest, is_fixed=True) for x, *rest in zip(columns, shapes, fills, strict=True)]
 
     @classmethod
     def bound(
@@ -131,12 +141,13 @@ class BatchSampling:
         top_k: Int[Tensor, " P"],
         min_p: Float[Tensor, " P"],
         seed: Int[Tensor, " P"],
+        ends: Int[Tensor, "P E"],
     ) -> BatchSampling:
         """Whatever the tensors hold when the pass is run, as long as it is of this kind."""
         any_sampled, *flags = kind
         rows = list(range(len(seed))) if any_sampled else []
         every = torch.arange(len(rows), device=seed.device)
-        return cls(temperature, top_p, top_k, min_p, seed, rows, every, *flags, is_bound=True)
+        return cls(temperature, top_p, top_k, min_p, seed, ends, rows, every, *flags, is_bound=True)
 
     @property
     def kind(self) -> Kind:
@@ -164,6 +175,7 @@ class BatchSampling:
             top_k=self.top_k[index],
             min_p=self.min_p[index],
             seed=self.seed[index],
+            ends=self.ends[index],
             sampled=rows,
             sampled_rows=upload(rows, self.seed.device),
         )

@@ -24,10 +24,11 @@ class Known:
     token_ids: list[int]
 
 
-def drafted(drafter: TextDrafter, texts: list[Known], plan: Plan) -> Draft:
+def drafted(drafter: TextDrafter, texts: list[Known], plan: Plan, eos_ids: tuple[int, ...] = ()) -> Draft:
     batch = BatchSlots.of(list(range(len(texts))), [len(t.token_ids) - 1 for t in texts], "cpu")
     roots = torch.tensor([t.token_ids[-1] for t in texts])
-    return drafter.draft(batch, roots, plan, BatchSampling.of([SamplingParams()] * len(texts)), texts)
+    sampling = BatchSampling.of([SamplingParams()] * len(texts), eos_ids=eos_ids)
+    return drafter.draft(batch, roots, plan, sampling, texts)
 
 
 def paths(draft: Draft, b: int) -> dict[tuple[int, ...], float]:
@@ -73,6 +74,14 @@ def test_trees_are_lawful_and_hold_what_followed():
     assert paths(draft, 2).keys() == {(9,), (9, 8), (9, 8, 9), (9, 8, 9, 8)}
     assert draft.num_caught_up == sum(len(t.token_ids) for t in texts)
     assert drafted(drafter, texts, Plan(4, 2)).num_caught_up == 0
+
+
+@pytest.mark.parametrize("members", [None, (1,)])
+def test_what_follows_an_end_is_not_offered(members):
+    texts = [Known([1, 2, 3, 1]), Known([8, 9, 8, 9, 8])]
+    draft = drafted(TextDrafter(NgramSource()), texts, Plan(4, 2, members), eos_ids=(9, 3))
+    assert paths(draft, 1).keys() == {(9,)}
+    assert paths(draft, 0).keys() == ({(2,), (2, 3)} if members is None else set())
 
 
 def test_where_nothing_follows_nothing_is_drafted():

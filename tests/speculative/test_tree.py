@@ -155,3 +155,15 @@ def test_confidences_are_conditional_probabilities():
     builder.frontier()
     builder.grow(torch.tensor([[[0.8, 0.1], [0.4, 0.2]]]).log(), torch.tensor([[[7, 8], [7, 8]]]))
     torch.testing.assert_close(builder.build().confidences(), torch.tensor([[1.0, 0.5, 0.25, 0.8, 0.1, 0.4, 0.2]]))
+
+
+def test_ends_get_no_children_and_leave_their_places_to_others():
+    ends = torch.tensor([[5, 9], [-1, -1]])
+    builder = TreeBuilder(torch.tensor([9, 9]), 2, ends=ends)
+    builder.grow(torch.tensor([[[0.5, 0.3, 0.2]]]).log().expand(2, 1, 3), torch.tensor([[[5, 6, 7]]]).expand(2, 1, 3))
+    assert builder.frontier().tokens.tolist() == [[6, 7], [5, 6]]
+    builder.grow(torch.zeros(2, 2, 1), torch.tensor([[[9], [9]]]).expand(2, 2, 1))
+    frontier = builder.frontier()
+    assert frontier.tokens.tolist() == [[9, 9], [9, 9]]
+    assert (frontier.log_values > -torch.inf).tolist() == [[False, False], [True, True]]
+    assert builder.build().valid.all()  # an end is worth as much as any other token
