@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.ids import Digests, among, places
-from eagle_ray.data.input.plan import InputPlan, ids_in, requests_of
+from eagle_ray.data.ids import Digests, among, digests, places
+from eagle_ray.data.input.plan import InputPlan, ids_in, tables_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,12 @@ def asked_of(plan: InputPlan, config: JobConfig) -> Asked:
     """Reads the rows again only where they may say themselves how many samples they want."""
     others = config.sampling.n
     if not plan.has_own_samples:
-        return Asked(np.sort(plan.ids), np.broadcast_to(np.int32(others), len(plan.ids)), others)
-    samples = np.fromiter((num_samples(row, config) for row in requests_of(plan)), np.int32, len(plan.ids))
-    order = np.argsort(plan.ids)
-    return Asked(plan.ids[order], samples[order], others)
+        return Asked(plan.ids, np.broadcast_to(np.int32(others), len(plan.ids)), others)
+    samples = np.empty(len(plan.ids), np.int32)
+    for table in tables_in(plan):
+        own = [num_samples(row, config) for row in table.select(["n"]).to_pylist()]
+        samples[places(digests(table["request_id"].to_pylist()), plan.ids)] = own
+    return Asked(plan.ids, samples, others)
 
 
 def num_samples(row: dict[str, Any], config: JobConfig) -> int:

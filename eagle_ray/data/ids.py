@@ -5,7 +5,7 @@ Two ids share a digest by chance once some 10^19 have been seen. Does not know r
     >>> noted = NotedIds()
     >>> for request_id in ("b", "a", "b"):
     ...     noted.add(request_id)
-    >>> repeated(noted.all()) == digests(["b"])
+    >>> repeated(noted.sorted(3)) == digests(["b"])
     array([ True])
 """
 
@@ -48,13 +48,12 @@ def among(ids: Digests, known: Digests) -> np.ndarray:
 
 
 def repeated(ids: Digests) -> Digests:
-    """Those that occur more than once, sorted."""
-    ids = np.sort(ids)
+    """Those of the sorted ids that occur more than once."""
     return np.unique(ids[1:][ids[1:] == ids[:-1]])
 
 
 class NotedIds:
-    """Ids one after the other."""
+    """Ids one after the other, and then no more: they are sorted where they lie, so that there is no second of them."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -62,6 +61,9 @@ class NotedIds:
     def add(self, request_id: str) -> None:
         self._bytes += digest(request_id)
 
-    def all(self) -> Digests:
-        """In the order in which they came."""
-        return np.frombuffer(bytes(self._bytes), DIGEST)
+    def sorted(self, num_first: int) -> Digests:
+        """The first that came."""
+        del self._bytes[num_first * SIZE :]
+        ids = np.frombuffer(self._bytes, DIGEST)
+        ids.sort()
+        return ids

@@ -60,7 +60,9 @@ class Ledger:
 
         The newest of several complete ones stays; where none is complete, the oldest.
         """
-        some = np.flatnonzero(among(self.ids, repeated(self.ids)))  # as a rule none: nothing is kept for each id
+        some = np.flatnonzero(
+            among(self.ids, repeated(np.sort(self.ids)))
+        )  # as a rule none: nothing is kept for each id
         ids, files = self.ids[some], self.file[some]
         merit = np.where(self.rows[some] == samples_of(ids), files, -1 - files)
         order = np.lexsort((merit, ids))

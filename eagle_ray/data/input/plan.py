@@ -36,7 +36,7 @@ TABLE_ROWS = 256
 class InputPlan:
     """carried: input columns to pass through and the types under which they are read, in order.
 
-    ids: of all rows, in order. has_own_samples: whether rows may say themselves how many samples they want.
+    ids: of all rows, sorted. has_own_samples: whether rows may say themselves how many samples they want.
     """
 
     files: tuple[InputFile, ...]
@@ -86,8 +86,8 @@ def plan_input(config: JobConfig) -> InputPlan:
         _check_columns(config.input.columns, columns, types)
     carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
     limited = _limited(shards, config.input.limit)
-    ids = noted.all()
-    plan = InputPlan(files, limited, columns, carried, "n" in types, ids[: sum(shard.num_rows for shard in limited)])
+    ids = noted.sorted(sum(shard.num_rows for shard in limited))
+    plan = InputPlan(files, limited, columns, carried, "n" in types, ids)
     request_schema(plan.passthrough)
     _check_ids(plan, repeated(ids))
     _check_rows(plan, config.input.on_bad_row)
@@ -96,9 +96,14 @@ def plan_input(config: JobConfig) -> InputPlan:
 
 def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
     """Every row of the input in order, good or bad, as REQUEST columns and carried ones."""
+    for table in tables_in(plan):
+        yield from table.to_pylist()
+
+
+def tables_in(plan: InputPlan) -> Iterator[pa.Table]:
+    """The same in tables of at most TABLE_ROWS rows."""
     for shard in plan.shards:
-        for table in tables_of(plan, shard):
-            yield from table.to_pylist()
+        yield from tables_of(plan, shard)
 
 
 def tables_of(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
