@@ -60,9 +60,8 @@ class Ledger:
 
         The newest of several complete ones stays; where none is complete, the oldest.
         """
-        some = np.flatnonzero(
-            among(self.ids, repeated(np.sort(self.ids)))
-        )  # as a rule none: nothing is kept for each id
+        twice = repeated(np.sort(self.ids))  # as a rule none: nothing is kept for each id
+        some = np.flatnonzero(among(self.ids, twice))
         ids, files = self.ids[some], self.file[some]
         merit = np.where(self.rows[some] == samples_of(ids), files, -1 - files)
         order = np.lexsort((merit, ids))
