@@ -178,7 +178,7 @@ class Engine:
     def _hand_out(
         self, flight: Flight, record: list[list[int]], top_ids: list | None = None, top_values: list | None = None
     ) -> int:
-        """What follows from a step's copy for each sequence that still runs; drafts accepted in all and of use."""
+        """What follows from a step's copy for each sequence that still runs; accepted drafts, none past an end."""
         batch, plan, draft = flight.batch, flight.plan, flight.draft
         members = set(range(len(batch)) if plan.members is None else plan.members)
         num_accepted = 0
