@@ -38,7 +38,7 @@ from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.heap import keep_freed_memory
-from eagle_ray.models.linear import pack_linears
+from eagle_ray.models.linear import make_kernels, pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.processor import processor_name
@@ -168,6 +168,7 @@ def build_engine(
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
     if target.device.type == "cpu":
         keep_freed_memory()
+        _make_kernels([causal_lm, weights], slots * (1 if plain else 1 + speculative.max_nodes))
     drafter = NoDrafter() if plain else make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
@@ -190,6 +191,13 @@ def build_engine(
     elif ahead:
         capture_fixed(engine)
     return engine
+
+
+def _make_kernels(models: list[nn.Module | None], most_rows: int) -> None:
+    """For the passes of a step, of up to most_rows rows; prompts are of any length."""
+    for model in models:
+        if model is not None:
+            make_kernels(model, most_rows)
 
 
 def graphs_for(target: Target, drafter: Drafter) -> Graphs | None:

@@ -52,7 +52,8 @@ def costs_text(costs: StepCosts) -> str:
         f"context: {costs.attend * 1e6:.3f} us more for each cached token, and {costs.attend_row * 1e6:.3f} us with "
         "each row of its sequence beyond the first"
     )
-    return "\n\n".join([*parts, context])
+    each = f"sequences: {costs.each * 1e6:.1f} us more for each of them"
+    return "\n\n".join([*parts, f"{each}\n{context}"])
 
 
 def _bars(curve: CostCurve) -> str:

@@ -18,9 +18,9 @@ from typing import Any
 from eagle_ray.engine.costs import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
-VERSION = 3  # of the files; another version is measured anew
+VERSION = 4  # of the files; another version is measured anew
 CURVES = ("verify", "read", "level", "plain_rest", "draft_rest")
-NUMBERS = ("attend", "attend_row")
+NUMBERS = ("attend", "attend_row", "each")
 
 
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:

@@ -115,8 +115,9 @@ def never_falling(seconds: list[float]) -> list[float]:
 class StepCosts:
     """All in seconds.
 
-    verify: the target's pass by rows, without a context. attend: more of it for each token that is cached; attend_row:
-    more again, for each of them, with each row of its sequence beyond the first.
+    verify: the target's pass by rows, without sequences or a context. each: more of it for each sequence that the rows
+    belong to. attend: for each token that is cached; attend_row: for each of them, with each row of its sequence beyond
+    the first.
     read: the drafter's first pass by the pairs it catches up, level 1 included, or a reader's first look by the tokens
     it reads. level: one further level by rows.
     plain_rest, draft_rest: everything else of a plain step and of one that drafts, by sequences.
@@ -129,22 +130,23 @@ class StepCosts:
     plain_rest: CostCurve
     draft_rest: CostCurve
     attend_row: float = 0.0
+    each: float = 0.0
 
     def verified(self, num_rows: int, num_cached: float, batch_size: int) -> float:
         """num_cached: tokens that are cached, of all the batch's sequences."""
-        return self.verify(num_rows) + num_cached * self._attended(num_rows / batch_size)
+        return self.verify(num_rows) + self._behind(num_rows / batch_size, num_cached, batch_size)
 
     def passes(self, num_rows: Sequence[int], num_cached: float, batch_size: int) -> np.ndarray:
         """The same for several numbers of rows at once."""
-        return self.verify.at(num_rows) + num_cached * self._attended(np.asarray(num_rows) / batch_size)
+        return self.verify.at(num_rows) + self._behind(np.asarray(num_rows) / batch_size, num_cached, batch_size)
 
     def row(self, num_rows: float, num_cached: float, batch_size: int) -> float:
         """One row more of a pass of about num_rows."""
         return self.verify.slope(num_rows) + self.attend_row * num_cached / batch_size
 
-    def _attended(self, rows_each: Any) -> Any:
-        """For each cached token whose sequence has so many rows, a number or several."""
-        return self.attend + self.attend_row * (rows_each - 1)
+    def _behind(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
+        """What the sequences and their contexts add, with so many rows of each, a number or several."""
+        return self.each * batch_size + num_cached * (self.attend + self.attend_row * (rows_each - 1))
 
     def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
         """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""

@@ -22,6 +22,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation, Outcome, Planner
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.linear import READY_ROWS
 from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import SamplingParams
 
@@ -30,7 +31,7 @@ SMALL_TREE = 3  # nodes of each sequence, root included
 LONG_S = 0.25  # a step this long is replayed LONG_REPLAYS times
 LONG_REPLAYS = 3
 ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
-BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
+BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up; fewer of many sequences
 SHORT_PROMPT, LONG_PROMPT = 8, 512  # tokens
 SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
 MOST_APART = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
@@ -160,7 +161,7 @@ class Bench:
         self._num_added, self.temperature = 0, 0.0
         self.num_slots = self.num_together(SHORT_PROMPT)
         self._running: list[Sequence] = []
-        self._verify: dict[int, list[float]] = defaultdict(list)
+        self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and sequences
         self._read: dict[int, list[Outcome]] = defaultdict(list)
         self._level: dict[int, list[Outcome]] = defaultdict(list)
         self._rest: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
@@ -180,13 +181,14 @@ class Bench:
                 self._run_backlog(settings[0])
 
     def _run_backlog(self, plain: Setting) -> None:
-        for _ in range(BACKLOG):
+        ready = READY_ROWS // plain.batch_size  # a CPU compiles a kernel for a larger pass, and its time says little
+        for _ in range(max(min(BACKLOG, ready - 2), 1)):
             self._note(plain, self.take(plain))
         shallow = Setting(plain.batch_size, 2, 1, 1)
         self._note(shallow, self.take(shallow))
 
     def _note(self, setting: Setting, outcome: Outcome) -> None:
-        self._verify[outcome.num_rows].append(outcome.seconds.verify)
+        self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
         self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
         if outcome.depth > 1:
             self._level[setting.batch_size * setting.width].append(outcome)
@@ -195,14 +197,21 @@ class Bench:
 
     def costs(self, tree: Setting) -> StepCosts:
         """tree: a small one, by which contexts of more than one row for each sequence are measured."""
-        verify, read, level = _curve(self._verify), self._read_curve(), defaultdict(list)
+        each, read, level = added_by_each(self._verify), self._read_curve(), defaultdict(list)
         for rows, outcomes in self._level.items():
             level[rows] = [(o.seconds.draft - read(o.num_caught_up)) / (o.depth - 1) for o in outcomes]
         level = _curve(level) if level else read  # drafts of one level have no further ones to price
         plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
         attend, attend_tree = self._attend(tree)
         attend_row = max(attend_tree - attend, 0.0) / (tree.num_nodes - 1)
-        return StepCosts(verify, attend, read, level, plain_rest, draft_rest, attend_row)
+        return StepCosts(self._verify_curve(each), attend, read, level, plain_rest, draft_rest, attend_row, each)
+
+    def _verify_curve(self, each: float) -> CostCurve:
+        """each: what a sequence adds, which is taken off."""
+        seconds = defaultdict(list)
+        for (rows, batch_size), times in self._verify.items():
+            seconds[rows] += [s - each * batch_size for s in times]
+        return _curve(seconds)
 
     def _read_curve(self) -> CostCurve:
         """Caught-up pairs vary from step to step: bucket by bucket, at their mean number."""
@@ -270,6 +279,13 @@ class Bench:
 def _curve(seconds: dict[int, list[float]]) -> CostCurve:
     rows = sorted(seconds)
     return CostCurve(rows, [max(_typical(seconds[n]), LEAST_S) for n in rows])
+
+
+def added_by_each(seconds: dict[tuple[int, int], list[float]]) -> float:
+    """What a sequence more adds to a pass of the same rows: least squares over all pairs of batch sizes."""
+    typical = {size: _typical(times) for size, times in seconds.items()}
+    pairs = [(b - a, typical[n, b] - typical[n, a]) for n, a in typical for other, b in typical if other == n and b > a]
+    return max(sum(more * s for more, s in pairs) / max(sum(more**2 for more, _ in pairs), 1), 0.0)
 
 
 def _typical(seconds: list[float]) -> float:

@@ -1,6 +1,7 @@
 """PackedLinear: a frozen nn.Linear on a CPU, its weight in the order in which oneDNN's kernels read it.
 
     pack_linears(model)          # once, before the model is used; where there is nothing to gain it stays as it is
+    make_kernels(model, 64)      # for passes of up to 64 rows, before anybody waits for them
 
 Against F.linear in fp32, 4 to 8 rows cost what one row costs, and many rows two thirds. And a row's result does not
 depend on how many rows go with it, bit for bit, which F.linear promises to nobody. Does not know models or training:
@@ -12,7 +13,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from eagle_ray.errors import EngineError
 
 DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_WEIGHTS = 1 << 18  # below it the call costs one row more than the packing saves: 256 x 256 loses, 512 x 512 wins
+READY_ROWS, MOST_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
 FEWEST_ROWS = 4  # fewer are filled up: the kernels for one to three rows are slower than that for four, and round apart
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
 
@@ -42,7 +43,7 @@ class PackedLinear(nn.Module):
         num_rows = inputs.numel() // self.in_features
         if num_rows >= FEWEST_ROWS:
             return self._multiply(inputs)
-        rows = F.pad(inputs.reshape(num_rows, self.in_features), (0, 0, 0, FEWEST_ROWS - num_rows))
+        rows = torch.cat([inputs.reshape(num_rows, self.in_features)] * FEWEST_ROWS)[:FEWEST_ROWS]
         return self._multiply(rows)[:num_rows].view(*inputs.shape[:-1], self.out_features)
 
     def _multiply(self, rows: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
@@ -63,6 +64,22 @@ def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None
             weight = _plain_weight(child)
             if weight is not None and weight.numel() >= fewest_weights and can_pack(weight.device.type, weight.dtype):
                 setattr(module, name, PackedLinear(child))
+
+
+def make_kernels(model: nn.Module, most_rows: int) -> None:
+    """Run a packed layer of every shape once for each number of rows, up to READY_ROWS: oneDNN compiles one for each.
+
+    In a model of 230M parameters the first pass of a number of rows takes 6 ms longer in fp32, and 9 in bf16. A kernel
+    takes half a megabyte. Layers of more than MOST_WEIGHTS are left out: beside what they take that is nothing.
+    """
+    most_rows = min(most_rows, READY_ROWS)
+    packed = (module for module in model.modules() if isinstance(module, PackedLinear))
+    shapes = {(x.in_features, x.out_features): x for x in packed if x.in_features * x.out_features <= MOST_WEIGHTS}
+    with torch.inference_mode():
+        for layer in shapes.values():
+            rows = torch.zeros(most_rows, layer.in_features, dtype=layer.weight.dtype)
+            for num_rows in range(FEWEST_ROWS, most_rows + 1):
+                layer(rows[:num_rows])
 
 
 def rows_of(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import Bench, SetPlanner, Setting, measure, warm_up
+from eagle_ray.engine.measure import Bench, SetPlanner, Setting, added_by_each, measure, warm_up
 from eagle_ray.engine.planner import Outcome, UniformPlanner
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.models.blocks import BLOCK_SIZE
@@ -99,6 +99,21 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
     assert costs.verified(16, 100, 8) == pytest.approx(2.0 + 100 * (0.01 + 0.002))
     assert costs.passes([8, 16], 100, 8).tolist() == [costs.verified(n, 100, 8) for n in (8, 16)]
     assert costs.row(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
+
+
+def test_the_same_rows_of_more_sequences_take_longer():
+    costs = replace(some_costs(), each=0.01)
+    assert costs.verified(16, 0, 16) == pytest.approx(2.0 + 16 * 0.01)
+    assert costs.passes([16, 8], 0, 4).tolist() == pytest.approx([2.0 + 4 * 0.01, 1.2 + 4 * 0.01])
+    assert costs.plain_step(8, 0) == pytest.approx(1.2 + 8 * 0.01 + costs.plain_rest(8))
+
+
+def test_what_a_sequence_adds_is_told_from_what_rows_do():
+    """Passes of 1 + rows / 8 s and a tenth for each sequence: of 8 rows, of 16, and of 4 in one way only."""
+    sizes = [(8, 1), (8, 2), (8, 8), (16, 4), (16, 16), (4, 4)]
+    seconds = {(rows, batch): [1 + rows / 8 + 0.1 * batch] for rows, batch in sizes}
+    assert added_by_each(seconds) == pytest.approx(0.1)
+    assert added_by_each({(4, 4): [1.0]}) == 0 and added_by_each({(8, 1): [2.0], (8, 8): [1.0]}) == 0
 
 
 def test_a_draft_of_one_level_says_nothing_of_further_ones():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_ray.models.linear import PackedLinear, pack_linears
+from eagle_ray.models.linear import FEWEST_ROWS, PackedLinear, make_kernels, pack_linears
 from tests.toy import llama
 
 SHAPES = [(512, 512), (96, 2048), (33, 65)]  # the second is one whose kernel for a single row sums in another order
@@ -84,6 +84,17 @@ def test_without_the_operators_everything_stays(monkeypatch):
     model = nn.Sequential(nn.Linear(512, 512))
     pack_linears(model)
     assert type(model[0]) is nn.Linear
+
+
+@needs_packing
+def test_a_kernel_is_made_for_every_number_of_rows_once_per_shape(monkeypatch):
+    """A layer that is alike is not run again, and one so large that its kernels are nothing beside it is not run."""
+    made = []
+    monkeypatch.setattr(PackedLinear, "_multiply", lambda self, rows: made.append((self.out_features, len(rows))))
+    monkeypatch.setattr("eagle_ray.models.linear.MOST_WEIGHTS", 512 * 640)
+    sizes = (512, 512, 640, 1024)
+    make_kernels(nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)), 9)
+    assert made == [(size, rows) for size in (512, 640) for rows in range(FEWEST_ROWS, 10)]
 
 
 @needs_packing
