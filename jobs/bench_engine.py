@@ -7,7 +7,7 @@ bootstrap over rounds.
 
     steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
              counts the prompts too, whose number in a window is a matter of luck, over all rounds together
-    drain    1.5 rows a slot of mixed prompts and lengths, to the last one's end, prompts and all
+    drain    1.5 rows a slot of mixed prompts and lengths, to the last one's end, prompts and all; not the first job
 
 A table on stdout, everything in --out. In full about an hour on two quiet cores; for two minutes:
 --batches 1 8 --ways plain eagle2 ours --rounds 5
@@ -54,6 +54,7 @@ from eagle_ray.training.prompts import shuffled_prompts
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding took is cut there
 LEAD_IN = 8  # rounds that do not count: planners look around at first
+LEAD_IN_DRAINS = 1  # likewise, of jobs
 LEAST_TOKENS = 4  # of a window: several are committed at a step
 TUNING_ROUNDS, TUNING_S = 4, 0.5  # windows of each tree
 MOST_TUNED_ROWS = {"cpu": 256, "cuda": 1024}  # of a pass: larger ones have no chance and take minutes to lose
@@ -63,8 +64,10 @@ LARGEST = (60, 6, 10)
 TREES = {  # max_nodes, max_depth, top_k
     "1/1/1": (1, 1, 1),
     "2/2/1": (2, 2, 1),
+    "3/3/1": (3, 3, 1),
     "4/2/2": (4, 2, 2),
     "4/4/1": (4, 4, 1),
+    "6/3/2": (6, 3, 2),
     "8/4/4": (8, 4, 4),
     "12/4/4": (12, 4, 4),
     "24/5/6": (24, 5, 6),
@@ -229,11 +232,13 @@ def drain(
     num_rows = max(2, int(DRAIN_ROWS * lanes["plain"].engine.counters.num_slots))
     samples: dict[str, list[Sample]] = {name: [] for name in lanes}
     done: dict[str, list[Sequence]] = {name: [] for name in lanes}
-    for turn, name, lane in turns(lanes, num_rounds):
+    for turn, name, lane in turns(lanes, LEAD_IN_DRAINS + num_rounds):
         stream = requests(models.prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
         rows = list(itertools.islice(stream, num_rows))
-        samples[name].append(drained(lanes[lane].engine, rows, models.meter))
+        sample = drained(lanes[lane].engine, rows, models.meter)
         done[name] += rows
+        if turn >= LEAD_IN_DRAINS:
+            samples[name].append(sample)
     return samples, identities(models, done)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_ray.benchmark.priced import Priced, busy, cpu, flat, mistaken
+from eagle_ray.benchmark.priced import Priced, amx, avx512, busy, cpu, flat, mistaken
 from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
 from eagle_ray.benchmark.stretch import SteadyQueue, drained
 from eagle_ray.config import ModelConfig, SpeculativeConfig
@@ -29,11 +29,11 @@ from eagle_ray.engine.planner import Planner, UniformPlanner
 from eagle_ray.pair import build_pair
 from eagle_ray.training.prompts import shuffled_prompts
 
-WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "busy": busy, "flat": flat}
-TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "8/4/4", "12/4/4"]  # max_nodes/max_depth/top_k
+WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "busy": busy, "flat": flat, "avx512": avx512, "amx": amx}
+TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "6/3/2", "8/4/4", "12/4/4", "24/5/6"]  # max_nodes/max_depth/top_k
 OURS = (60, 6, 10)
 PER_CATEGORY = 32  # prompts
-MOST_ROWS_OVER = 5  # of the batch, times: larger trees have no chance there and take long to lose
+MOST_ROWS = 160  # of a fixed tree's pass: larger ones have no chance and take long to lose
 DRAIN_SLOTS = 16
 ENDLESS_S = math.inf
 HEADER = "| batch | best fixed tree | over plain | ours over plain | ours over best | rows | depth | off | probes |"
@@ -67,7 +67,7 @@ def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced]
         return made
 
     trees = {tree: tuple(map(int, tree.split("/"))) for tree in args.trees}
-    trees = {name: tree for name, tree in trees.items() if batch == 1 or tree[0] < MOST_ROWS_OVER}
+    trees = {name: tree for name, tree in trees.items() if batch * (1 + tree[0]) <= MOST_ROWS}
     speeds = {"none": priced(UniformPlanner(0, 0, 0)).tokens_per_second}
     speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
     best = max(speeds, key=speeds.__getitem__)

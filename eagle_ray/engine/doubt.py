@@ -21,6 +21,7 @@ NOISE = 0.08  # standard deviation of the logarithm of one time, around what suc
 AT_FIRST = (0.15, 0.04)  # the same of what was measured at the start: of all sizes together, and of a neighbourhood
 DRIFT = (0.02, 0.002)  # likewise, of what each time heard adds
 NEAR = 2.0  # doublings of the number of rows over which neighbours are alike to 1/e
+NEW = 0.5  # of the first time of a size: things are made then that later times only use
 STRANGE = 3.0  # standard deviations: what is further off says more about the machine's other work than about this size
 
 
@@ -36,7 +37,7 @@ class Doubt:
         """One more size, which has just been run for the first time."""
         self._rows.append(rows)
         self._covariance = np.pad(self._covariance, (0, 1))  # that one time was off says nothing of the others
-        self._covariance[-1, -1] = NOISE**2
+        self._covariance[-1, -1] = NEW**2
         self._drift = self._prior(DRIFT)
 
     def factors(self, shares: Mapping[int, float], ratio: float) -> list[float]:

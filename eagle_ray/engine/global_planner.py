@@ -145,11 +145,13 @@ class GlobalPlanner:
             width = next((w for w in self._curves.widths if w > width), width)
         if not self._can_look:
             return self._plan(min(self._best.depth + more, self._max_depth), width)
+        price = self._price(len(batch), batch.num_cached)
+        row_price = price * self.costs.row(len(batch) * self._rows_each, batch.num_cached, len(batch))
         unpaid = 0
 
         def enough(builder: TreeBuilder) -> bool:
             nonlocal unpaid
-            unpaid += unpaid > 0 or not self._pays(builder, batch)
+            unpaid += unpaid > 0 or not self._pays(builder, price, row_price)
             return unpaid > more
 
         return self._plan(self._max_depth, width, enough=enough)
@@ -287,8 +289,8 @@ class GlobalPlanner:
         """Draft tokens that a sequence has lately been expected to yield in a step."""
         return self._foreseen / max(self._reviewed[0], 1)
 
-    def _pays(self, builder: TreeBuilder, batch: Batch) -> bool:
-        """Whether one more level is expected to bring in more than what it takes.
+    def _pays(self, builder: TreeBuilder, price: float, row_price: float) -> bool:
+        """Whether one more level is expected to bring in more than what it takes. Both prices are in tokens.
 
         Its nodes are worth what they bring in beyond their rows, which are taken to cost what rows near the last
         number of them do.
@@ -296,9 +298,7 @@ class GlobalPlanner:
         level = builder.levels[-1].flatten(1).numpy(force=True)
         beam = np.exp(np.sort(level)[:, -self._best.width :])
         children = self._trust * np.outer(beam, self._curves.children(builder.depth + 1))
-        price = self._price(len(batch), batch.num_cached)
-        row = self.costs.row(len(batch) * self._rows_each, batch.num_cached, len(batch))
-        gain = np.maximum(children - price * row, 0).sum()
+        gain = np.maximum(children - row_price, 0).sum()
         return bool(gain > price * self.costs.level(beam.size))
 
     def _next_probe(self, batch: Batch) -> Plan:

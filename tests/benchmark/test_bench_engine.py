@@ -27,5 +27,5 @@ def test_a_small_bench_prints_a_row_for_each_way_and_mode(tmp_path, monkeypatch,
     ]
     assert rows == [bench.line(cell) for cell in cells]
     chain = cells[3]
-    assert chain["identity"] == {"num_compared": 3, "num_equal": 3, "num_near_ties": 0, "num_edges": 0}
+    assert chain["identity"] == {"num_compared": 6, "num_equal": 6, "num_near_ties": 0, "num_edges": 0}
     assert chain["tau"] > 1.5 and chain["off_share"] == 0 and 0 < chain["outside_share"] < 1

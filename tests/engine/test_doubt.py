@@ -63,8 +63,16 @@ def test_a_strange_time_counts_no_more_than_the_strangest_believable_one():
     assert believed[0] == believed[1] and max(believed[0]) < 1.6
 
 
-def test_a_new_size_is_believed_as_heard_and_moves_with_the_others():
+def test_a_new_size_moves_most_and_hardly_the_others():
     doubt = Doubt(ROWS)
     doubt.add(128)
     factors = doubt.factors({4: 1.0}, ratio=1.2)
     assert len(factors) == 5 and factors[4] > factors[3] > 0.99
+
+
+def test_the_first_time_of_a_new_size_is_hardly_believed():
+    """It took half as long again as such a size does: the second time puts nearly all of it right."""
+    doubt = Doubt(ROWS)
+    doubt.add(256)
+    factors = doubt.factors({4: 1.0}, ratio=1 / 1.5)
+    assert factors[4] == pytest.approx(1 / 1.5, rel=0.03) and all(0.97 < factor <= 1 for factor in factors[:4])
