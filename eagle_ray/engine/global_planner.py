@@ -9,8 +9,8 @@ best such rate is the price of a second, and what a single step does has to be w
 
 What is not done is not learnt about. So now and then drafts are made although they should not be, for a few sequences
 or, where they nearly pay, for everyone and some steps; or a step is plain or drafts wider than it would: a probe. What
-probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of the time. Knows values and seconds; does not
-know models, requests or who drafts.
+probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of the time, and LOOKING_SHARE while there are
+drafts. Knows values and seconds; does not know models, requests or who drafts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from eagle_ray.speculative.plan import PLAIN, Plan
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
-PROBE_SHARE = 0.005  # of the time
+PROBE_SHARE = 0.005  # of the time, while nothing is drafted
+LOOKING_SHARE = 0.001  # of the time while something is: most is learnt from looking a little deeper and wider
 PROBE_FLOOR = 0.1  # of a plain step: what a probe is taken to cost at least, which makes one of twenty steps the most
 UNHEARD = 1  # steps that may be planned and not heard of: so long it is not known what a probe has cost
 NEARLY = 0.8  # of plain decoding's rate that drafts must promise to be tried by everyone, for TRIAL steps
@@ -97,7 +98,7 @@ class GlobalPlanner:
         self._drafting = True
         self._num_steps = self._num_off = 0
         self._num_drafts = self._num_offers = 0  # drafts asked for, and those of them that held anything
-        self._debt = 0.0  # seconds of probes not yet made up for by PROBE_SHARE of the time since
+        self._debt = 0.0  # seconds of probes not yet made up for by their share of the time since
         self._probe_is_plain = False
         self._probed_at = -1 - UNHEARD  # the step before which the last probe was planned
         self._trial_until = 0  # the step before which everyone drafts to see whether it pays
@@ -181,7 +182,7 @@ class GlobalPlanner:
             self._learn_costs(outcome)
         self._num_steps += 1
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
-        self._debt -= PROBE_SHARE * outcome.seconds.total
+        self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
         if outcome.plan.probe and not self._knows_nothing:
             self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
