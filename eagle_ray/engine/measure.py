@@ -31,7 +31,7 @@ SMALL_TREE = 3  # nodes of each sequence, root included
 LONG_S = 0.25  # a step this long is replayed LONG_REPLAYS times
 LONG_REPLAYS = 3
 ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
-BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up; fewer of many sequences
+BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
 SHORT_PROMPT, LONG_PROMPT = 8, 512  # tokens
 SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
 MOST_APART = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
@@ -149,6 +149,13 @@ def most_rows_of(num_slots: int, max_nodes: int) -> int:
     return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
 
 
+def backlog(batch_size: int, device: str) -> int:
+    """Plain steps before a draft that catches up. A CPU would compile a kernel for a pass of more than READY_ROWS, and
+    its time say little: what the steps leave, and the draft before them, has to fit.
+    """
+    return max(min(BACKLOG, READY_ROWS // batch_size - 2), 1) if device == "cpu" else BACKLOG
+
+
 class Bench:
     """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows.
 
@@ -181,8 +188,7 @@ class Bench:
                 self._run_backlog(settings[0])
 
     def _run_backlog(self, plain: Setting) -> None:
-        ready = READY_ROWS // plain.batch_size  # a CPU compiles a kernel for a larger pass, and its time says little
-        for _ in range(max(min(BACKLOG, ready - 2), 1)):
+        for _ in range(backlog(plain.batch_size, self._engine.target.device.type)):
             self._note(plain, self.take(plain))
         shallow = Setting(plain.batch_size, 2, 1, 1)
         self._note(shallow, self.take(shallow))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import Bench, SetPlanner, Setting, added_by_each, measure, warm_up
+from eagle_ray.engine.measure import Bench, SetPlanner, Setting, added_by_each, backlog, measure, warm_up
 from eagle_ray.engine.planner import Outcome, UniformPlanner
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.models.blocks import BLOCK_SIZE
@@ -114,6 +114,11 @@ def test_what_a_sequence_adds_is_told_from_what_rows_do():
     seconds = {(rows, batch): [1 + rows / 8 + 0.1 * batch] for rows, batch in sizes}
     assert added_by_each(seconds) == pytest.approx(0.1)
     assert added_by_each({(4, 4): [1.0]}) == 0 and added_by_each({(8, 1): [2.0], (8, 8): [1.0]}) == 0
+
+
+def test_on_a_cpu_what_is_caught_up_fits_the_kernels_that_are_made():
+    assert [backlog(n, "cpu") for n in (1, 8, 16, 24, 32, 64)] == [7, 7, 4, 2, 1, 1]
+    assert {backlog(n, "cuda") for n in (1, 16, 256)} == {7}
 
 
 def test_a_draft_of_one_level_says_nothing_of_further_ones():

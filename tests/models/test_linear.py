@@ -95,6 +95,9 @@ def test_a_kernel_is_made_for_every_number_of_rows_once_per_shape(monkeypatch):
     sizes = (512, 512, 640, 1024)
     make_kernels(nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)), 9)
     assert made == [(size, rows) for size in (512, 640) for rows in range(FEWEST_ROWS, 10)]
+    made.clear()
+    make_kernels(nn.Sequential(PackedLinear(nn.Linear(512, 512))), 1)  # whose passes are filled up
+    assert made == [(512, FEWEST_ROWS)]
 
 
 @needs_packing
