@@ -3,7 +3,8 @@
 The embedded pair is widened to 230M parameters (eagle_ray/models/widening.py): real acceptance, though a toy's, at a
 real model's proportions of cost. Every way is a planner, over the same weights; ways take turns, in another order and
 on another of the engines each round, on the same texts. Ratios are of all rounds' tokens a second, intervals by
-bootstrap over rounds.
+bootstrap over rounds. "best" is the best fixed tree with our ranking of nodes, "published" with EAGLE-2's own; they
+differ where rows are sampled.
 
     steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
              counts the prompts too, whose number in a window is a matter of luck, over all rounds together
@@ -78,10 +79,11 @@ HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
     "bad": lambda head: damaged_head(head, BAD_NOISE),
     "random": random_head,
 }
-COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "over best", "all", "tau")
-COLUMNS += ("foreseen", "rows/pass", "off", "probes", "outside", "same")
+COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "over published", "over best")
+COLUMNS += ("all", "tau", "foreseen", "rows/pass", "off", "probes", "outside", "same")
 Count = Callable[[Sample], Counted]  # tokens and seconds
-WAYS = ("plain", "chain", "eagle2", "best", "adaptive", "ours")
+WAYS = ("plain", "chain", "eagle2", "published", "best", "adaptive", "ours")
+FIXED = ("published", "best")  # among them: the best fixed tree, ranked as EAGLE-2 does and as we do
 Measured = tuple[dict[str, list[Sample]], dict[str, Identity]]  # of each way: by rounds, and over all of them
 
 
@@ -117,7 +119,8 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """An engine, and the planner of the way that it was made for. drafts: whether any way that drafts can run on it.
+    """An engine, and the planner of the way that it was made for. drafts: whether any way that drafts can run on it;
+    one that ranks as published cannot.
 
     Where an engine's memory happens to lie makes it up to 3 % faster or slower than its twin. So ways that draft change
     lanes each round, and all lanes are behind the same texts. What the way before left unread by the draft head is read
@@ -131,7 +134,7 @@ class Lane:
     @classmethod
     def of(cls, models: Models, way: SpeculativeConfig, slots: int) -> Lane:
         made = models.engine(way, slots)
-        if way.method == "none":
+        if way.method == "none" or not way.coupled:
             return cls(made, made.planner, False)
         return cls(models.engine(fixed_tree(*LARGEST), slots), made.planner, True)
 
@@ -171,6 +174,8 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     }
     if "best" in args.ways:
         ways["best"] = best_fixed(args, models, batch)
+    if "published" in args.ways:
+        ways["published"] = best_fixed(args, models, batch, coupled=False)
     return {name: ways[name] for name in WAYS if name in args.ways or name == "plain"}
 
 
@@ -179,18 +184,19 @@ def fixed_tree(max_nodes: int, max_depth: int, top_k: int) -> SpeculativeConfig:
     return SpeculativeConfig(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
 
 
-def best_fixed(args: argparse.Namespace, models: Models, batch: int) -> SpeculativeConfig:
-    """The fastest of TREES and of none, on the tuning prompts."""
+def best_fixed(args: argparse.Namespace, models: Models, batch: int, coupled: bool = True) -> SpeculativeConfig:
+    """The fastest of TREES and of none, on the tuning prompts. coupled: or else with nodes ranked as EAGLE-2 does."""
     most = MOST_TUNED_ROWS[torch.device(args.device).type]
     trees = {name: TREES[name] for name in args.trees if batch * (TREES[name][0] + 1) <= most}
     ways = {"plain": SpeculativeConfig(method="none")}
-    ways |= {name: fixed_tree(*tree) for name, tree in trees.items()}
+    ways |= {name: fixed_tree(*tree).model_copy(update={"coupled": coupled}) for name, tree in trees.items()}
     lanes = {name: Lane.of(models, way, batch) for name, way in ways.items()}
     samples, _ = steady(args, replace(models, prompts=models.tuning), lanes, TUNING_ROUNDS, TUNING_S, lead_in=0)
     rates = {name: sum(taken[1:], taken[0]).decoded_per_second for name, taken in samples.items()}
     best = max(rates, key=rates.__getitem__)
     told = ", ".join(f"{name} {rate / rates['plain']:.2f}" for name, rate in rates.items())
-    print(f"tuned for batch {batch}: {best} of {told}", file=sys.stderr, flush=True)
+    ranking = "" if coupled else ", ranked as published"
+    print(f"tuned for batch {batch}{ranking}: {best} of {told}", file=sys.stderr, flush=True)
     return ways[best]
 
 
@@ -272,7 +278,7 @@ def figures(
     return {
         "tokens_per_second": statistics.median(tokens / seconds for tokens, seconds in mine),
         "over_plain": asdict(pooled_ratio(over["plain"])),
-        "over_best": asdict(pooled_ratio(over["best"])) if "best" in over else None,
+        **{f"over_{name}": asdict(pooled_ratio(over[name])) for name in FIXED if name in over},
         "all": total.tokens_per_second / plain.tokens_per_second,
         "tau": total.tau,
         "rows_per_pass": total.num_verify_rows / total.num_steps,
@@ -290,10 +296,10 @@ def line(cell: dict[str, object]) -> str:
     ratio, same, outside = cell["over_plain"], cell["identity"], cell["outside_share"]
     parts = [cell["head"], cell["mode"], cell["batch"], cell["way"], f"{cell['tokens_per_second']:.1f}"]
     parts += [f"{ratio['mean']:.3f}x", f"[{ratio['low']:.3f}, {ratio['high']:.3f}]", f"{ratio['bound']:.3f}x"]
-    best, foreseen = cell["over_best"], cell["foreseen_ratio"]
-    parts += ["-" if best is None else f"{best['mean']:.3f}x, at least {best['bound']:.3f}x", f"{cell['all']:.3f}x"]
-    parts += [f"{cell['tau']:.2f}", "-" if foreseen is None else f"{foreseen:.2f}x", f"{cell['rows_per_pass']:.1f}"]
-    parts += [f"{cell['off_share']:.0%}", cell["probes"]]
+    rivals, foreseen = [cell.get(f"over_{name}") for name in FIXED], cell["foreseen_ratio"]
+    parts += ["-" if over is None else f"{over['mean']:.3f}x, at least {over['bound']:.3f}x" for over in rivals]
+    parts += [f"{cell['all']:.3f}x", f"{cell['tau']:.2f}", "-" if foreseen is None else f"{foreseen:.2f}x"]
+    parts += [f"{cell['rows_per_pass']:.1f}", f"{cell['off_share']:.0%}", cell["probes"]]
     parts += ["-" if outside is None else f"{outside:.0%}", f"{same['num_equal']}/{same['num_compared']}"]
     ties = f" ({same['num_near_ties']} ties)" if same["num_near_ties"] else ""
     return "| " + " | ".join(str(part) for part in parts) + ties + " |"

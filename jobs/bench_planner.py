@@ -6,7 +6,8 @@ answers the same prompts. --noise and --mistaken say what the planner makes of c
 counts is never off.
 
     steady   a queue that is always full, after --warm tokens that do not count
-    drain    --drain rounds of 1.5 rows a slot, of mixed lengths, to the last one's end, on 16 slots
+    drain    --drain rounds of 1.5 rows a slot, of mixed lengths, to the last one's end, on --drain-slots, after one
+             round that does not count
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "6/3/2", "8/4/4", "12/4/4"
 OURS = (60, 6, 10)
 PER_CATEGORY = 32  # prompts
 MOST_ROWS = 160  # of a fixed tree's pass: larger ones have no chance and take long to lose
-DRAIN_SLOTS = 16
 ENDLESS_S = math.inf
 HEADER = "| batch | best fixed tree | over plain | ours over plain | ours over best | rows | depth | off | probes |"
 
@@ -48,14 +48,15 @@ class NoMeter:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    slots = max([*args.batches, DRAIN_SLOTS if args.drain else 1])
+    slots = max([*args.batches, *(args.drain_slots if args.drain else []), 1])
     made = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), slots)
     prompts = shuffled_prompts(made.text, PER_CATEGORY, args.seed)
     print(f"{HEADER}\n{'|---' * 9}|", flush=True)
     for batch in args.batches:
         print(line(args, str(batch), batch, lambda p, b=batch: steady(made.engine, p, prompts, b, args)), flush=True)
-    if args.drain:
-        print(line(args, "drain", DRAIN_SLOTS, lambda p: drain(made.engine, p, prompts, args)), flush=True)
+    for slots in args.drain_slots if args.drain else []:
+        name = f"{slots}, draining"
+        print(line(args, name, slots, lambda p, n=slots: drain(made.engine, p, prompts, n, args)), flush=True)
 
 
 def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced], None]) -> str:
@@ -95,12 +96,14 @@ def steady(engine: Engine, planner: Priced, prompts: list[list[int]], batch: int
         engine.step()
 
 
-def drain(engine: Engine, planner: Priced, prompts: list[list[int]], args: argparse.Namespace) -> None:
+def drain(engine: Engine, planner: Priced, prompts: list[list[int]], slots: int, args: argparse.Namespace) -> None:
     engine.planner = planner
-    num_rows = int(DRAIN_ROWS * DRAIN_SLOTS)
-    for turn in range(args.drain):
+    num_rows = int(DRAIN_ROWS * slots)
+    for turn in range(1 + args.drain):
         rows = requests(prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
-        drained(engine, list(itertools.islice(rows, num_rows)), NoMeter(), DRAIN_SLOTS)
+        drained(engine, list(itertools.islice(rows, num_rows)), NoMeter(), slots)
+        if not turn:
+            planner.reset()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -109,6 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--believed", choices=WORLDS, help="whose costs the planner takes for true at first")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--drain", type=int, default=8, help="rounds; 0: none")
+    parser.add_argument("--drain-slots", type=int, nargs="+", default=[16])
     parser.add_argument("--trees", nargs="+", default=TREES)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="of the rows, by turns")
     parser.add_argument("--tokens", type=int, default=4000)
