@@ -19,7 +19,8 @@ from torch import Tensor
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.expand import Frontier
 
-EAGER_STEPS = 30  # steps that all teach; from then on one of as many as there are levels does, which costs little
+EAGER_STEPS = 30  # steps that all teach
+LESSON_EVERY = 4  # from then on one in so many does, or in as many as there are levels: a lesson takes 1 to 3 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _path(levels: list[_Level], picks: Int[Tensor, "B D"], num_accepted: Int[Ten
 
 def is_due(step: int, num_levels: int) -> bool:
     """Whether the step-th step teaches."""
-    return num_levels > 0 and (step <= EAGER_STEPS or step % num_levels == 0)
+    return num_levels > 0 and (step <= EAGER_STEPS or step % max(num_levels, LESSON_EVERY) == 0)
 
 
 def levels_in_turn(step: int, num_levels: int) -> range:

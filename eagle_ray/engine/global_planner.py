@@ -129,6 +129,10 @@ class GlobalPlanner:
     def _knows_nothing(self) -> bool:
         return self._num_offers < FIRST_PROBES and self._num_drafts < FIRST_LOOKS
 
+    def _is_among_the_first(self, plan: Plan) -> bool:
+        """Whether the plan is that of a probe which formed the first opinion."""
+        return plan.probe and self._num_offers <= FIRST_PROBES and self._num_drafts <= FIRST_LOOKS
+
     @property
     def _is_trial(self) -> bool:
         return self._num_steps < self._trial_until
@@ -183,9 +187,11 @@ class GlobalPlanner:
         self._num_steps += 1
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
-        if outcome.plan.probe and not self._knows_nothing:
-            self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
+        if self._is_among_the_first(outcome.plan):  # nothing is calibrated yet, and there is no price
+            return
+        if outcome.plan.probe:
+            self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
         self._expected = MEMORY * self._expected + outcome.num_expected
 

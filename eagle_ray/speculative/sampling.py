@@ -255,8 +255,8 @@ def gumbel_noise(
 
     The upper half of a splitmix64 hash is the uniform v; it stays below 1, so that every value is finite.
     """
-    v = (keyed_hash(seed, positions, token_ids).float() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0**-24)))
+    v = keyed_hash(seed, positions, token_ids).float().add_(0.5).mul_(2.0**-32)
+    return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 
 
 def keyed_hash(
@@ -264,18 +264,21 @@ def keyed_hash(
 ) -> Int[Tensor, "R V"]:
     """32 well-mixed bits for each (seed, position, token id), as int64 in [0, 2**32)."""
     key = mix64_tensor(mix64_tensor(seed) + positions)
-    return _shift_right(mix64_tensor(key[:, None] + token_ids * as_int64(GOLDEN)), 32)
+    return mix64_tensor(key[:, None] + token_ids * as_int64(GOLDEN)).bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
 
 
 def mix64_tensor(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """splitmix64's finaliser on int64 bit patterns (multiplication wraps, shifts are logical)."""
-    x = (x ^ _shift_right(x, 30)) * as_int64(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * as_int64(_MIX_2)
-    return x ^ _shift_right(x, 31)
+    """splitmix64's finaliser on int64 bit patterns (multiplication wraps, shifts are logical).
+
+    In place where it can: over a vocabulary, memory that is new each time takes longer than the arithmetic.
+    """
+    x = _xor_shifted(x, 30).mul_(as_int64(_MIX_1))
+    x = _xor_shifted(x, 27).mul_(as_int64(_MIX_2))
+    return _xor_shifted(x, 31)
 
 
-def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _xor_shifted(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(x)
 
 
 def mix64(x: int) -> int:

@@ -1,6 +1,7 @@
 """The planner, in a world whose seconds are made up and so exact: where does it stand beside every fixed tree?"""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -99,19 +100,37 @@ def test_turning_on_again_catches_up(pair):
 
 
 def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
-    """Passes over more rows than plain ones have are believed to take 1.2 times as long: on paper drafts do not pay."""
+    """Passes over more rows than plain ones have are believed to take 1.3 times as long: on paper drafts do not pay."""
     made, prompts = pair
     made.engine.drafter.forget()  # what calibrated drafts promise would pay even so
     believed = cpu()
-    believed.verify = CostCurve(believed.verify.rows, [s * (1.2 if n > 8 else 1) for n, s in verify_costs(believed)])
+    believed.verify = CostCurve(believed.verify.rows, [s * (1.3 if n > 8 else 1) for n, s in verify_costs(believed)])
     priced = made.engine.planner = Priced(GlobalPlanner(60, 6, 10, believed), cpu())
     run(made.engine, prompts * 10, [SamplingParams(max_tokens=48)] * 80)
     tried = [o.plan.probe and o.depth > 0 for o in priced.outcomes]
     taken_up = next(i for i, o in enumerate(priced.outcomes) if i > TRIAL and o.depth and not o.plan.probe)
-    assert sum(not o.depth for o in priced.outcomes[:taken_up]) > 20
+    assert sum(not o.depth for o in priced.outcomes[:taken_up]) > 10
     assert sum(tried[:taken_up]) >= FIRST_PROBES + TRIAL
     after = priced.outcomes[taken_up:]
     assert len(after) > 40 and sum(not o.depth for o in after) < 0.1 * len(after)
+
+
+class Disappointed(Priced):
+    """Whose first probes bring in nothing of all that was expected of them."""
+
+    def learn(self, outcome):
+        if len(self.outcomes) < FIRST_PROBES:
+            outcome = replace(outcome, num_accepted=0, num_expected=50.0)
+        super().learn(outcome)
+
+
+def test_what_was_expected_before_anything_was_known_is_not_held_against_drafts(pair):
+    made, prompts = pair
+    made.engine.drafter.forget()
+    priced = made.engine.planner = Disappointed(GlobalPlanner(60, 6, 10, flat()), flat())
+    run(made.engine, prompts[:8], [SamplingParams(max_tokens=30)] * 8)
+    assert all(o.plan.probe for o in priced.outcomes[:FIRST_PROBES])
+    assert all(o.depth for o in priced.outcomes[FIRST_PROBES:] if not o.plan.probe)
 
 
 def verify_costs(costs):
