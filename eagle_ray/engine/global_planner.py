@@ -188,10 +188,10 @@ class GlobalPlanner:
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
         self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
-        if self._is_among_the_first(outcome.plan):  # nothing is calibrated yet, and there is no price
-            return
-        if outcome.plan.probe:
+        if outcome.plan.probe and not self._knows_nothing:
             self._debt = max(self._debt, 0.0) + self._loss(outcome)
+        if self._is_among_the_first(outcome.plan):  # nothing was calibrated: later drafts keep what they promise better
+            return
         self._accepted = MEMORY * self._accepted + outcome.num_accepted
         self._expected = MEMORY * self._expected + outcome.num_expected
 
