@@ -100,7 +100,7 @@ def test_turning_on_again_catches_up(pair):
 
 
 def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
-    """Passes over more rows than plain ones have are believed to take 1.25 times as long: on paper drafts do not pay."""
+    """Passes over more than 8 rows are believed to take 1.25 times as long: on paper drafts do not pay."""
     made, prompts = pair
     made.engine.drafter.forget()  # what calibrated drafts promise would pay even so
     believed = cpu()
