@@ -6,9 +6,9 @@ Does not know engines.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import abc
 
-from eagle_ray.engine import sequence as engine
+from eagle_ray.engine.sequence import Sequence
 from eagle_ray.speculative.sampling import SamplingParams
 
 DRAIN_ROWS = 1.5  # of a draining job, per slot
@@ -16,11 +16,11 @@ DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
 
 
 def requests(
-    prompts: list[list[int]], lengths: Sequence[int], temperatures: Sequence[float], offset: int = 0
-) -> Iterator[engine.Sequence]:
+    prompts: list[list[int]], lengths: abc.Sequence[int], temperatures: abc.Sequence[float], offset: int = 0
+) -> abc.Iterator[Sequence]:
     """Without end, every length at every temperature. lengths: most tokens of an output. offset: those passed over."""
     for i in itertools.count(offset):
         turn, place = divmod(i, len(lengths))
         temperature = temperatures[(turn + place) % len(temperatures)]
         params = SamplingParams(temperature, seed=i, max_tokens=lengths[place])
-        yield engine.Sequence(str(i), prompts[i % len(prompts)], params)
+        yield Sequence(str(i), prompts[i % len(prompts)], params)

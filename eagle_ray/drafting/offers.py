@@ -20,7 +20,7 @@ from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.expand import Frontier
 
 EAGER_STEPS = 30  # steps that all teach
-LESSON_EVERY = 4  # from then on one in so many does, or in as many as there are levels: a lesson takes 1 to 3 ms
+LESSON_EVERY = 4  # from then on one in so many does, or in as many as there are levels: a lesson takes 1 to 5 ms
 
 
 @dataclass(frozen=True, slots=True)
