@@ -52,7 +52,7 @@ def test_a_cell_is_measured_and_every_output_is_plain_decodings(found):
     for cell in cells.values():
         same = cell["identity"]
         assert same["num_equal"] == same["num_compared"] >= 2
-        assert cell["step_ms"] >= sum(cell["parts_ms"].values()) * 0.99
+        assert cell["step_ms"] >= sum(cell["parts_ms"].values()) * 0.95
     assert cells["plain"]["tau"] == 1 and cells["plain"]["roofline"] > 0
     assert cells["eagle2"]["tau"] > 1.5 and cells["eagle2"]["rows_per_pass"] == pytest.approx(
         128
@@ -97,7 +97,8 @@ def test_faults_are_their_cells_results_and_a_cut_off_run_leaves_what_it_has(tmp
     ]
     rows = [(cell["batch"], cell["context"], cell["way"]) for cell in results["cells"]]
     assert rows[:3] == [(1, 0, "plain"), (4, 32, "plain"), (4, 32, "ours")]
-    assert rows[3:] == [(batch, 32, way) for batch in (1, 4) for way in ("fixed", "eagle2", "chain")]
+    assert rows[3:7] == [(batch, 32, way) for batch in (1, 4) for way in ("plain apart", "ours apart")]
+    assert rows[7:] == [(batch, 32, way) for batch in (1, 4) for way in ("fixed", "eagle2", "chain")]
     said = capsys.readouterr().out
     order = [
         "== checks",
