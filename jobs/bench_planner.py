@@ -48,13 +48,14 @@ class NoMeter:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    slots = max([*args.batches, *(args.drain_slots if args.drain else []), 1])
-    made = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), slots)
+    drain_slots = args.drain_slots if args.drain else []
+    most = max([*args.batches, *drain_slots, 1])
+    made = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), most)
     prompts = shuffled_prompts(made.text, PER_CATEGORY, args.seed)
     print(f"{HEADER}\n{'|---' * 9}|", flush=True)
     for batch in args.batches:
         print(line(args, str(batch), batch, lambda p, b=batch: steady(made.engine, p, prompts, b, args)), flush=True)
-    for slots in args.drain_slots if args.drain else []:
+    for slots in drain_slots:
         name = f"{slots}, draining"
         print(line(args, name, slots, lambda p, n=slots: drain(made.engine, p, prompts, n, args)), flush=True)
 
