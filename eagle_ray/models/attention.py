@@ -92,7 +92,7 @@ class PromptLayout:
         if self.starts[i] == self.firsts[i]:
             return None
         batch = BatchSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
-        return self.cache.where(batch, self.starts[i] + self.lengths[i])
+        return self.cache.where(batch, self.lengths[i])
 
 
 @dataclass(slots=True)
@@ -170,9 +170,9 @@ class TreeGroup:
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        end = self.batch.max_length + self.ancestors.shape[2]
-        self.num_columns = min(end, self.cache.blocks.padding)  # the longest sequence may have the smallest tree
-        self._where = self.cache.where(self.batch, self.num_columns)
+        num_tree_columns = self.ancestors.shape[2]
+        self.num_columns = self.cache.seen(self.batch, num_tree_columns)
+        self._where = self.cache.where(self.batch, num_tree_columns)
 
     def attend(
         self, rows: Float[Tensor, "B kv_heads GN d"], attention: LayerAttention

@@ -42,7 +42,7 @@ def filled(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor
 def test_what_is_written_is_read(slots, columns):
     cache = scattered(4, 40)
     keys, values = filled(cache, slots, columns)
-    where = cache.where(BatchSlots.of(slots, [columns] * len(slots)), columns)
+    where = cache.where(BatchSlots.of(slots, [columns] * len(slots)), 0)
     for layer in range(2):
         read = cache.read(layer, where, columns)
         assert torch.equal(read[0], keys + layer) and torch.equal(read[1], values + layer)
@@ -51,8 +51,21 @@ def test_what_is_written_is_read(slots, columns):
 def test_one_sequence_in_neighbouring_blocks_is_read_in_place():
     cache = KVCache(Blocks(2, 32, size=8), 1, HEADS, DIM, torch.float32, "cpu")
     cache.blocks.reserve(0, 20)
-    keys, _ = cache.read(0, cache.where(BatchSlots.of([0], [20]), 20), 20)
+    keys, _ = cache.read(0, cache.where(BatchSlots.of([0], [18]), 2), 20)
     assert keys.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
+
+
+def test_a_shorter_sequence_has_none_of_its_own_blocks_read_for_nothing():
+    cache = scattered(3, 40)
+    keys, values = filled(cache, [2, 0], 40)
+    batch = BatchSlots.of([2, 0], [30, 11])
+    where = cache.where(batch, 5)
+    assert cache.seen(batch, 5) == 35
+    assert where.tolist()[0] == [cache.blocks.block(2, i) for i in range(5)]
+    assert where.tolist()[1] == [cache.blocks.block(0, i) for i in range(2)] + [cache.blocks.num_blocks] * 3
+    read = cache.read(0, where, 35)
+    assert all(torch.equal(x[0], y[0, :, :35]) for x, y in zip(read, (keys, values), strict=True))
+    assert all(torch.equal(x[1, :, :16], y[1, :, :16]) for x, y in zip(read, (keys, values), strict=True))
 
 
 def test_commit_moves_the_path_and_nothing_else():
@@ -61,7 +74,7 @@ def test_commit_moves_the_path_and_nothing_else():
     paths = torch.tensor([[0, 3, 7, -1], [0, 2, -1, -1]])
     batch = BatchSlots.of([2, 0], [10, 6])
     cache.commit(batch, VerifyResult(paths, torch.tensor([2, 1]), paths))
-    read, _ = cache.read(1, cache.where(batch, 20), 20)
+    read, _ = cache.read(1, cache.where(batch, 10), 20)
     for b, (length, path) in enumerate([(10, [0, 3, 7]), (6, [0, 2])]):
         end = length + len(path)
         wanted = keys[b, :, [*range(length), *(length + node for node in path)]] + 1
@@ -76,7 +89,7 @@ def test_rows_past_what_is_reserved_harm_nobody():
     cells = cache.cells(torch.tensor([1]), torch.arange(32))
     cache.write(0, cells, keys[0], keys[0])
     cache.write(0, cache.cells(torch.tensor([0]), torch.arange(8, 33)), *[torch.ones(HEADS, 25, DIM)] * 2)
-    assert torch.equal(cache.read(0, cache.where(BatchSlots.of([1], [32]), 32), 32)[0], keys)
+    assert torch.equal(cache.read(0, cache.where(BatchSlots.of([1], [32]), 0), 32)[0], keys)
 
 
 def test_memory_is_taken_as_it_is_used():
