@@ -24,7 +24,7 @@ from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
-from eagle_ray.models.target import Prompts, Target
+from eagle_ray.models.target import PromptPass, Prompts, Target
 from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -67,11 +67,17 @@ class TableTarget:
     def vocab_size(self) -> int:
         return len(self.table)
 
-    def prefill(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        return self.table[prompts.tokens[prompts.last]], torch.zeros(len(prompts.tokens), 1)
+    def prefill(self, prompts: Prompts) -> PromptPass:
+        nothing = torch.zeros(len(prompts.tokens), 1)
+        return PromptPass(self.table[prompts.tokens[prompts.last]], nothing, nothing)
 
     def verify(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> tuple[Tensor, Tensor]:
         return self.table[rows.tokens], torch.zeros(len(rows.tokens), 1)
+
+    def verify_beside(
+        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, prompts: Prompts
+    ) -> tuple[Tensor, Tensor, PromptPass]:
+        return *self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
 
     def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
         pass

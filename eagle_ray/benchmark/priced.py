@@ -98,7 +98,7 @@ class Priced:
     """A planner whose steps take the seconds that `costs` says, which it hears as if they had been measured.
 
     noise: standard deviation of the logarithm of what it hears about each part of a step; what counts has none.
-    num_tokens, seconds, outcomes: of the steps since the last `reset`, first tokens after prompts left out.
+    num_tokens, seconds, outcomes: of the steps since the last `reset`, prompts and their first tokens left out.
     """
 
     def __init__(self, planner: Planner, costs: StepCosts, noise: float = 0.0, seed: int = 0):
@@ -126,7 +126,7 @@ class Priced:
 
     def learn(self, outcome: Outcome) -> None:
         seconds = self.costs.foresee(outcome)
-        self.seconds += seconds.total
+        self.seconds += seconds.total - self.costs.beside(outcome)
         self.num_tokens += outcome.batch_size + outcome.num_accepted
         self.outcomes.append(outcome)
         self.planner.learn(replace(outcome, seconds=self._heard(seconds)))

@@ -89,7 +89,7 @@ class Watch:
 
     def _foresee(self, outcome: Outcome) -> None:
         foreseen = self._costs.foresee(outcome)
-        self.foreseen_s += foreseen.total
+        self.foreseen_s += foreseen.total - self._costs.beside(outcome)
         self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
         if getattr(self._planner, "costs", None) is not self._costs:
             self._costs.learn(outcome, foreseen)

@@ -143,7 +143,7 @@ class Twin:
         """What the token after these ids is picked by."""
         blocks, device = self._target.cache.blocks, self._target.device
         blocks.reserve(0, len(ids))
-        logits, _ = self._target.prefill(Prompts.of([0], [ids], device))
+        logits = self._target.prefill(Prompts.of([0], [ids], device)).logits
         blocks.free(0)
         sampling = BatchSampling.of([params], device)
         if not sampling.any_sampled:

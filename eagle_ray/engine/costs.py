@@ -132,17 +132,18 @@ class StepCosts:
     attend_row: float = 0.0
     each: float = 0.0
 
-    def verified(self, num_rows: int, num_cached: float, batch_size: int) -> float:
-        """num_cached: tokens that are cached, of all the batch's sequences."""
-        return self.verify(num_rows) + self._behind(num_rows / batch_size, num_cached, batch_size)
+    def verified(self, num_rows: int, num_cached: float, batch_size: int, num_beside: int = 0) -> float:
+        """num_cached: tokens that are cached, of all the batch's sequences. num_beside: rows of prompts with them."""
+        return self.verify(num_rows + num_beside) + self._behind(num_rows / batch_size, num_cached, batch_size)
 
-    def passes(self, num_rows: Sequence[int], num_cached: float, batch_size: int) -> np.ndarray:
+    def passes(self, num_rows: Sequence[int], num_cached: float, batch_size: int, num_beside: int = 0) -> np.ndarray:
         """The same for several numbers of rows at once."""
-        return self.verify.at(num_rows) + self._behind(np.asarray(num_rows) / batch_size, num_cached, batch_size)
+        rows = np.asarray(num_rows)
+        return self.verify.at(rows + num_beside) + self._behind(rows / batch_size, num_cached, batch_size)
 
-    def row(self, num_rows: float, num_cached: float, batch_size: int) -> float:
+    def row(self, num_rows: float, num_cached: float, batch_size: int, num_beside: int = 0) -> float:
         """One row more of a pass of about num_rows."""
-        return self.verify.slope(num_rows) + self.attend_row * num_cached / batch_size
+        return self.verify.slope(num_rows + num_beside) + self.attend_row * num_cached / batch_size
 
     def _behind(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
         """What the sequences and their contexts add, with so many rows of each, a number or several."""
@@ -157,7 +158,7 @@ class StepCosts:
 
     def foresee(self, outcome: Outcome) -> Seconds:
         """What a step of this kind takes by all that is known."""
-        verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size)
+        verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_beside)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         draft = 0.0
         if outcome.plan.drafts:
@@ -165,10 +166,14 @@ class StepCosts:
             draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, max(outcome.depth, 1))
         return Seconds(draft, verify, rest(outcome.batch_size))
 
+    def beside(self, outcome: Outcome) -> float:
+        """What the prompts add that went through the target in its pass."""
+        return self.verify(outcome.num_rows + outcome.num_beside) - self.verify(outcome.num_rows)
+
     def learn(self, outcome: Outcome, foreseen: Seconds) -> None:
         """Correct what this step has shown to be wrong. foreseen: what it was taken to take."""
         seconds = outcome.seconds
-        self.verify.correct(outcome.num_rows, seconds.verify / foreseen.verify)
+        self.verify.correct(outcome.num_rows + outcome.num_beside, seconds.verify / foreseen.verify)
         if outcome.plan.drafts:
             ratio = seconds.draft / foreseen.draft
             self.read.correct(outcome.num_caught_up, ratio)

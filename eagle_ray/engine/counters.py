@@ -11,7 +11,7 @@ class EngineCounters:
 
     num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn. num_ahead: steps
     launched before the one before them was read. num_verify_rows: rows of all decode passes, padding included.
-    busy_s: seconds spent inside step(); prefill_s of them on prompts.
+    busy_s: seconds spent inside step(); prefill_s of them on prompts, which have their share of a pass by its rows.
     """
 
     num_slots: int

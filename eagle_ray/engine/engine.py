@@ -14,7 +14,8 @@ where each sequence ends and with which token. So the device never waits while t
     host     launch t ... launch t+1      | read t, count t, prompts | read t+1 ...
 
 A sequence that finishes in step t is carried along in step t+1, in vain; new ones join in the first step that is not
-launched ahead. Does not know text, files or Ray.
+launched ahead. Where nothing is replayed, prompts go through the target together with the rows of those who decode: its
+weights are read once for both. Does not know text, files or Ray.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from eagle_ray.engine.host_copy import HostCopy
 from eagle_ray.engine.logprobs import ranked, record_outputs
 from eagle_ray.engine.planner import Outcome, Planner
 from eagle_ray.engine.prefill import Prefiller, Prompted
-from eagle_ray.engine.scheduler import Batch, Scheduler
+from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
 from eagle_ray.engine.sequence import Sequence, Status, check_fits
 from eagle_ray.engine.step_record import StepRecord
 from eagle_ray.engine.stopwatch import Stopwatch
 from eagle_ray.engine.verify_step import TreeSizes, Verifier
-from eagle_ray.models.target import Target
+from eagle_ray.models.target import PromptPass, Prompts, Target
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.stats import AcceptanceStats
 
@@ -51,7 +52,8 @@ class Engine:
     tokens computed in one step, so that no prompt stalls those who decode (on a CPU twice as many are hardly faster).
     graphs: through which steps are replayed; then `extend` of the drafter must be capturable, as it is of an
     EagleDrafter, whose drafts are replayed too, and of a NoDrafter. trees: the largest, for which those are made.
-    overlap: where there are graphs, launch a step before the one before it is read.
+    overlap: where there are graphs, launch a step before the one before it is read. mixes: where there are none,
+    prompts go through the target beside the rows of those who decode.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Engine:
         tree_columns = blocks.capacity - max_model_len
         self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids)
         self.prefiller = Prefiller(target, drafter)
-        self.graphs, self.overlap = graphs, overlap
+        self.graphs, self.overlap, self.mixes = graphs, overlap, graphs is None
         self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
         if isinstance(drafter, EagleDrafter):
             drafter.replay = graphs
@@ -101,7 +103,7 @@ class Engine:
         if flight is not None and flight.is_wanted:
             prompted = self._launch_prompts()
         else:
-            flight = self._begin()
+            flight, prompted = self._begin()
         if flight is not None:
             if self._overlaps and not (prompted and prompted.ends_any):
                 self._next = self._launch_behind(flight)
@@ -125,18 +127,31 @@ class Engine:
         """Forget a sequence; its slot is free for the next step."""
         self.scheduler.abort(sequence)
 
-    def _begin(self) -> Flight | None:
-        """This step's share of the prompts, and the launch of all that decode then, if any do."""
+    def _begin(self) -> tuple[Flight | None, Prompted | None]:
+        """The launch of all that decode, if any do, and of this step's share of the prompts: beside them, else before.
+
+        Whose prompt ends before them decodes with them.
+        """
         self.scheduler.make_room()
+        batch = self.scheduler.batch() if self.mixes else None
+        if batch is not None:
+            return self._start(batch, *self._chunks())
         self._take_prompts(self._launch_prompts())
         batch = self.scheduler.batch()
-        if batch is None:
-            return None
+        return (None, None) if batch is None else self._start(batch, [], False)
+
+    def _start(self, batch: Batch, chunks: list[Chunk], drafting: bool) -> tuple[Flight, Prompted | None]:
+        """chunks: of prompts, computed in the same pass of the target. drafting: as Prefiller.take has it."""
+        batch = replace(batch, num_beside=sum(chunk.num_tokens for chunk in chunks))
         watch, plan = Stopwatch(self.target.device), self.planner.plan(batch).among(batch.spacious)
         draft = Draft.of_roots(batch.roots)
         if plan.drafts:
             draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
-        return self._launch(batch, plan, draft, watch)
+        if not chunks:
+            return self._launch(batch, plan, draft, watch)[0], None
+        prompts = self.prefiller.prompts(chunks)
+        flight, passed = self._launch(batch, plan, draft, watch, prompts)
+        return flight, self.prefiller.take(chunks, prompts, passed, drafting)
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
         """The next step of the same sequences; None where it must wait until this one is read."""
@@ -147,18 +162,20 @@ class Engine:
         draft = Draft.of_roots(batch.roots)
         if plan.drafts:
             draft = self.drafter.draft_ahead(batch.at, batch.roots, plan, batch.sampling)
-        return None if draft is None else self._launch(batch, plan, draft, watch)
+        return None if draft is None else self._launch(batch, plan, draft, watch)[0]
 
-    def _launch(self, batch: Batch, plan: Plan, draft: Draft, watch: Stopwatch) -> Flight:
+    def _launch(
+        self, batch: Batch, plan: Plan, draft: Draft, watch: Stopwatch, prompts: Prompts | None = None
+    ) -> tuple[Flight, PromptPass | None]:
         """Allocate, verify, send what came of it and learn from it; see verify_step for what verifying is."""
         watch.mark()
         allocation = self.planner.allocate(draft, plan, batch)
-        shape, verdict = self.verifier.run(self.drafter, batch, draft, allocation, watch.mark)
+        shape, verdict = self.verifier.run(self.drafter, batch, draft, allocation, watch.mark, prompts)
         copy = HostCopy(verdict.record[: len(batch)], *(verdict.tops or ()))
         watch.mark()
         self.drafter.learn(verdict.result)
         parts = batch, plan, draft, allocation, shape, verdict.result, copy, watch
-        return Flight(self.planner, *parts, self._is_recorded())
+        return Flight(self.planner, *parts, self._is_recorded()), verdict.prompted
 
     def _take(self, flight: Flight, num_prompt_tokens: int) -> None:
         """Read what came of a step: for each sequence, for the planner, and for the step behind it."""
@@ -171,6 +188,7 @@ class Engine:
         if self._next is not None:
             self._settle(self._next)
         seconds = flight.watch.read(followed=self._next is not None)
+        self.counters.prefill_s += seconds.verify * flight.share_beside
         outcome = flight.outcome(num_cached, num_accepted, num_prompt_tokens, seconds)
         self._count_outcome(outcome)
         flight.planner.learn(outcome)
@@ -207,11 +225,18 @@ class Engine:
         flight.draft = replace(flight.draft, num_caught_up=num_pairs)
 
     def _launch_prompts(self) -> Prompted | None:
-        """This step's share of the prompts, of those admitted now too."""
-        chunks = self.scheduler.chunks()
+        """This step's share of the prompts, in a pass of their own."""
+        now = time.monotonic()
+        chunks, drafting = self._chunks()
         if not chunks:
             return None
-        now, drafting = time.monotonic(), self.planner.drafting
+        prompted = self.prefiller.run(chunks, drafting)
+        self.counters.prefill_s += time.monotonic() - now
+        return prompted
+
+    def _chunks(self) -> tuple[list[Chunk], bool]:
+        """This step's share of the prompts, of those admitted now too; and whether the drafter reads them at once."""
+        now, chunks, drafting = time.monotonic(), self.scheduler.chunks(), self.planner.drafting
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.admitted_at = sequence.admitted_at or now
@@ -219,9 +244,7 @@ class Engine:
             sequence.draft_forwards += self.drafter.prefill_passes if drafting else 0
             self.counters.num_prefill_tokens += chunk.num_tokens
             self.counters.num_reused_tokens += chunk.num_reused
-        prompted = self.prefiller.run(chunks, drafting)
-        self.counters.prefill_s += time.monotonic() - now
-        return prompted
+        return chunks, drafting
 
     def _take_prompts(self, prompted: Prompted | None) -> None:
         """The first token of each sequence whose prompt has ended."""

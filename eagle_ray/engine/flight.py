@@ -49,6 +49,11 @@ class Flight:
         """That any of its sequences can get from it."""
         return self.draft.depth + 1
 
+    @property
+    def share_beside(self) -> float:
+        """Of its pass that is the prompts', by rows."""
+        return self.batch.num_beside / (self.shape.num_rows + self.batch.num_beside)
+
     def outcome(self, num_cached: int, num_accepted: int, num_prompt_tokens: int, seconds: Seconds) -> Outcome:
         """What its planner hears, once it is read."""
         return Outcome(
@@ -63,4 +68,5 @@ class Flight:
             seconds=seconds,
             is_first=self.is_first,
             num_expected=self.allocation.expected,
+            num_beside=self.batch.num_beside,
         )

@@ -151,7 +151,8 @@ class GlobalPlanner:
         if not self._can_look:
             return self._plan(min(self._best.depth + more, self._max_depth), width)
         price = self._price(len(batch), batch.num_cached)
-        row_price = price * self.costs.row(len(batch) * self._rows_each, batch.num_cached, len(batch))
+        num_rows = len(batch) * self._rows_each
+        row_price = price * self.costs.row(num_rows, batch.num_cached, len(batch), batch.num_beside)
         unpaid = 0
 
         def enough(builder: TreeBuilder) -> bool:
@@ -197,7 +198,7 @@ class GlobalPlanner:
 
     def _learn_costs(self, outcome: Outcome) -> None:
         foreseen = self.costs.foresee(outcome)
-        self.foreseen_s += foreseen.total
+        self.foreseen_s += foreseen.total - self.costs.beside(outcome)
         self.foreseen_plain_s += self.costs.plain_step(outcome.batch_size, outcome.num_cached)
         self.costs.learn(outcome, foreseen)
 
@@ -224,7 +225,7 @@ class GlobalPlanner:
 
     def _profits(self, batch: Batch, rows: list[int], gains: list[float]) -> np.ndarray:
         """Tokens gained by verifying so many rows, less those that the seconds bring in elsewhere."""
-        seconds = self.costs.passes(rows, batch.num_cached, len(batch))
+        seconds = self.costs.passes(rows, batch.num_cached, len(batch), batch.num_beside)
         return self._trust * np.asarray(gains) - self._price(len(batch), batch.num_cached) * seconds
 
     def _price(self, size: int, num_cached: int) -> float:
@@ -343,10 +344,11 @@ class GlobalPlanner:
         return everyone * beam.exp().sum().item() < price * self.costs.level(everyone * beam.numel())
 
     def _loss(self, probe: Outcome) -> float:
-        """Seconds that a probe took beyond those in which its tokens would have been made without it."""
+        """Seconds that a probe took, prompts left out, beyond those in which its tokens would be made without it."""
         size, num_cached = probe.batch_size, probe.num_cached
         worth = (size + probe.num_accepted) / self._price(size, num_cached)
-        return max(probe.seconds.total - worth, PROBE_FLOOR * self.costs.plain_step(size, num_cached))
+        spent = probe.seconds.total - self.costs.beside(probe)
+        return max(spent - worth, PROBE_FLOOR * self.costs.plain_step(size, num_cached))
 
 
 def _between(buckets: Sequence[int], size: int, num_candidates: int) -> list[int]:

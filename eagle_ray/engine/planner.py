@@ -49,6 +49,7 @@ class Outcome:
     num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
     num_accepted: drafts, of the whole batch, those past a sequence's end left out; num_expected: as allocated.
     num_prompt_tokens: of the prompts that were computed along with it.
+    num_beside: rows of those prompts that went through the target in the same pass.
     is_first: something was made that later steps of this kind only use: its seconds say nothing of theirs.
     """
 
@@ -63,6 +64,7 @@ class Outcome:
     seconds: Seconds
     is_first: bool = False
     num_expected: float = 0.0
+    num_beside: int = 0
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from eagle_ray.engine.host_copy import HostCopy
 from eagle_ray.engine.logprobs import likeliest, ranked, record_prompts
 from eagle_ray.engine.scheduler import Chunk
 from eagle_ray.engine.sequence import Ranked, Sequence
-from eagle_ray.models.target import Prompts, Target
+from eagle_ray.models.target import PromptPass, Prompts, Target
 from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
 from eagle_ray.speculative.upload import upload
 
@@ -59,22 +59,27 @@ class Prefiller:
         self._blocks = DraftBlocks(target.cache.blocks)
 
     def run(self, chunks: list[Chunk], drafting: bool) -> Prompted:
-        """Fill target and drafter with the chunks; first tokens of those sequences that have none yet.
+        """Fill target and drafter with the chunks, in a pass of their own; first tokens of who has none yet.
 
         drafting: whether the drafter reads the prompts now, or only if it is asked to draft.
         """
-        known = [c.sequence.token_ids[c.start : c.end + 1] for c in chunks]
-        prompts = Prompts.of(
-            [c.sequence.slot for c in chunks],
-            [ids[: c.num_tokens] for ids, c in zip(known, chunks, strict=True)],
-            self._device,
-            [c.start for c in chunks],
-        )
-        logits, features = self._read(prompts, chunks)
+        prompts = self.prompts(chunks)
+        return self.take(chunks, prompts, self._target.prefill(prompts), drafting)
+
+    def prompts(self, chunks: list[Chunk]) -> Prompts:
+        """The chunks as the target takes them."""
+        parts = [c.sequence.token_ids[c.start : c.end] for c in chunks]
+        return Prompts.of([c.sequence.slot for c in chunks], parts, self._device, [c.start for c in chunks])
+
+    def take(self, chunks: list[Chunk], prompts: Prompts, passed: PromptPass, drafting: bool) -> Prompted:
+        """All of `run` that follows the target's pass over these prompts."""
+        logits, features = passed.logits, passed.features
+        self._record(chunks, prompts, passed)
         picking = self._tensor([i for i, c in enumerate(chunks) if c.picks])
         sampling = BatchSampling.of([c.sequence.sampling for c in chunks], self._device)
         picks = pick(logits[picking], sampling, picking, prompts.positions[prompts.last[picking]] + 1)
-        after = [ids[1:] + [0] * (c.num_tokens + 1 - len(ids)) for ids, c in zip(known, chunks, strict=True)]
+        known = [c.sequence.token_ids[c.start + 1 : c.end + 1] for c in chunks]
+        after = [ids + [0] * (c.num_tokens - len(ids)) for ids, c in zip(known, chunks, strict=True)]
         next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[picking], picks)
         self._blocks.fill(chunks, features)
         self._resume(chunks, self._blocks.read(chunks, drafting))
@@ -86,15 +91,11 @@ class Prefiller:
         self._blocks.fill(chunks, features)
         self._blocks.read(chunks, drafting=True)
 
-    def _read(self, prompts: Prompts, chunks: list[Chunk]) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R F"]]:
-        """Target.prefill; who asks for his prompt's log-probabilities gets this chunk's."""
-        if not any(c.sequence.sampling.prompt_logprobs for c in chunks):
-            return self._target.prefill(prompts)
-        hidden, features = self._target.read(prompts)
-        for chunk, rows in zip(chunks, hidden.split(prompts.lengths), strict=True):
+    def _record(self, chunks: list[Chunk], prompts: Prompts, passed: PromptPass) -> None:
+        """Who asks for his prompt's log-probabilities gets this chunk's."""
+        for chunk, rows in zip(chunks, passed.hidden.split(prompts.lengths), strict=True):
             if chunk.sequence.sampling.prompt_logprobs:
                 record_prompts(chunk.sequence, chunk.start, self._target.logits(rows))
-        return self._target.logits(hidden[prompts.last]), features
 
     def _resume(self, chunks: list[Chunk], firsts: list[int]) -> None:
         """Tell the drafter whose beginnings are others', and their next pairs."""

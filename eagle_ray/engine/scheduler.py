@@ -54,6 +54,7 @@ class Batch:
 
     roots: the last committed token of each. rooms: tokens that each may still produce; room_at: the same on the device.
     spacious: indices of those who have KV space for a tree, not just for its root; None is all of them.
+    num_beside: rows of prompts that go through the target in the same pass.
     """
 
     sequences: list[Sequence]
@@ -63,6 +64,7 @@ class Batch:
     rooms: list[int]
     room_at: Int[Tensor, " B"]
     spacious: tuple[int, ...] | None
+    num_beside: int = 0
 
     @property
     def num_cached(self) -> int:

@@ -22,7 +22,7 @@ from eagle_ray.engine.planner import Allocation
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.step_record import step_record
 from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Target
+from eagle_ray.models.target import PromptPass, Prompts, Target
 from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.replay import Padded, Replay
 from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
@@ -64,6 +64,7 @@ class Verdict:
     result: VerifyResult
     record: Int[Tensor, "B X"]
     tops: tuple[Int[Tensor, "B D1 K"], Float[Tensor, "B D1 K"]] | None
+    prompted: PromptPass | None = None
 
 
 def verify_step(
@@ -75,12 +76,17 @@ def verify_step(
     keep: Bool[Tensor, "B N"],
     shape: StepShape,
     mark: Callable[[], None] = lambda: None,
+    prompts: Prompts | None = None,
 ) -> Verdict:
-    """mark: called right before and right after the target's pass."""
+    """mark: called right before and right after the target's pass. prompts: computed in the same pass."""
     tree = tree.rerank(keep, shape.num_nodes)
     rows = tree.pack(batch.lengths, shape.num_rows)
     mark()
-    logits, features = target.verify(tree, rows, batch, shape.max_depth)
+    passed = None
+    if prompts is None:
+        logits, features = target.verify(tree, rows, batch, shape.max_depth)
+    else:
+        logits, features, passed = target.verify_beside(tree, rows, batch, shape.max_depth, prompts)
     mark()
     picks = pick(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
     result = accept_path(tree, rows, picks, shape.max_depth)
@@ -93,7 +99,7 @@ def verify_step(
         logprobs = log_probs_of(path, result.tokens.flatten()).view_as(path_rows)
         if shape.num_tops:
             tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest(path, shape.num_tops))
-    return Verdict(result, step_record(tree, result, shape.max_depth, logprobs), tops)
+    return Verdict(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed)
 
 
 class Verifier:
@@ -107,13 +113,22 @@ class Verifier:
         self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or TreeSizes()
 
     def run(
-        self, drafter: Drafter, batch: Batch, draft: Draft, allocation: Allocation, mark: Callable[[], None]
+        self,
+        drafter: Drafter,
+        batch: Batch,
+        draft: Draft,
+        allocation: Allocation,
+        mark: Callable[[], None],
+        prompts: Prompts | None = None,
     ) -> tuple[StepShape, Verdict]:
-        """The shape of one step and its verdict; that of a replay stands until the next step."""
+        """The shape of one step and its verdict; that of a replay stands until the next step.
+
+        prompts: that go along, where there is no replay.
+        """
         shape = _shape(batch, draft, allocation)
         if self._replay is None or not self._replay.works:
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
-            return shape, verify_step(self._target, drafter, *parts, shape, mark)
+            return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts)
         mark()
         shape = self._fixed(shape, len(batch), self._replay)
         verdict = self._replayed(drafter, batch, draft.tree, allocation.keep, shape, self._replay)

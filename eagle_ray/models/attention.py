@@ -155,6 +155,24 @@ class TreeLayout:
         return TreeGroup(self.cache, batch, *parts)
 
 
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """The rows of two layouts in one pass: num_first of the first one, then the other's. Neither sees the other's."""
+
+    first: Layout
+    second: Layout
+    num_first: int
+
+    @property
+    def cache(self) -> KVCache:
+        return self.first.cache
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+        parts = zip(*(x.tensor_split([self.num_first], 2) for x in (query, key, value)), strict=True)
+        both = zip((self.first, self.second), parts, strict=True)
+        return torch.cat([layout.attend(*part, attention) for layout, part in both], 2)
+
+
 @dataclass(slots=True)
 class TreeGroup:
     """Trees of sequences whose keys and values are read together, padded to the longest of them."""

@@ -131,7 +131,7 @@ class KVCache:
         return min(batch.max_length + more, self.blocks.padding)
 
     def where(self, batch: BatchSlots, more: int) -> slice | Int[Tensor, "B W"]:
-        """Where the columns lie that each sequence holds, and `more` after them: found once for the reads of all layers.
+        """Where the columns lie that each sequence holds, and `more` after them: found once for all layers.
 
         A slice of cells for one sequence in neighbouring blocks, whose read is then a view; else blocks by sequence.
         Where a shorter one has none any more it is the block of padding rows, which is at hand: its own blocks would

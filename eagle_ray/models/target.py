@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_ray.models.anatomy import examine
-from eagle_ray.models.attention import Layout, PromptLayout
+from eagle_ray.models.attention import Layout, PromptLayout, SideBySide
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
 from eagle_ray.models.families import check_config, exact_positions, finished
 from eagle_ray.models.heads import LogitsOf
@@ -69,6 +69,15 @@ class Prompts:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPass:
+    """What came of B chunks of R rows. logits: after each one's last token. hidden: what the lm_head reads."""
+
+    logits: Float[Tensor, "B V"]
+    hidden: Float[Tensor, "R H"]
+    features: Float[Tensor, "R F"]
+
+
 class Target:
     """The model whose tokens are produced, and its KVCache of num_slots slots.
 
@@ -110,15 +119,10 @@ class Target:
             anatomy.value_dim,
         )
 
-    def prefill(self, prompts: Prompts) -> tuple[Float[Tensor, "B V"], Float[Tensor, "R H"]]:
-        """Fill the slots with the chunks; logits after each one's last token, features of every row."""
-        hidden, features = self.read(prompts)
-        return self.logits(hidden[prompts.last]), features
-
-    def read(self, prompts: Prompts) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
-        """Fill the slots with the chunks; what the lm_head reads after every row, and the features."""
-        layout = PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
-        return self._run(prompts.tokens, prompts.positions, layout)
+    def prefill(self, prompts: Prompts) -> PromptPass:
+        """Fill the slots with the chunks."""
+        hidden, features = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))
+        return PromptPass(self.logits(hidden[prompts.last]), hidden, features)
 
     def verify(
         self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int
@@ -130,6 +134,19 @@ class Target:
         layout = self._tree_layout(tree, rows, batch, max_depth)
         hidden, features = self._run(rows.tokens, rows.positions, layout)
         return self.logits(hidden), features
+
+    def verify_beside(
+        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, prompts: Prompts
+    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"], PromptPass]:
+        """`verify` and `prefill` in one pass, for which the weights are read once. Their slots are not the same."""
+        num_rows = len(rows.tokens)
+        layout = SideBySide(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
+        tokens, positions = torch.cat([rows.tokens, prompts.tokens]), torch.cat([rows.positions, prompts.positions])
+        hidden, features = self._run(tokens, positions, layout)
+        mine, theirs = hidden[:num_rows], hidden[num_rows:]
+        logits = self.logits(torch.cat([mine, theirs[prompts.last]]))
+        passed = PromptPass(logits[num_rows:], theirs, features[num_rows:])
+        return logits[:num_rows], features[:num_rows], passed
 
     def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
         """Keep the accepted path of each tree; the rest is forgotten."""
@@ -169,6 +186,9 @@ class Target:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _prompt_layout(self, prompts: Prompts) -> PromptLayout:
+        return PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
 
     def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> Layout:
         seq = rows.seq.clamp(min=0)

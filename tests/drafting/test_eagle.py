@@ -26,8 +26,8 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     for slot in (0, 2):
         target.cache.blocks.reserve(slot, 64)
     packed = Prompts.of([2, 0], prompts)
-    logits, features = target.prefill(packed)
-    first = logits.argmax(-1)
+    features = (passed := target.prefill(packed)).features
+    first = passed.logits.argmax(-1)
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
     sampling = BatchSampling.of([SamplingParams()] * 2)
     tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, Plan(max_depth=4, width=3), sampling, ()).tree

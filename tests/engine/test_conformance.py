@@ -58,10 +58,10 @@ def test_trees_are_the_references(pair):
             continue
         engine.target.cache.blocks.reserve(0, engine.target.cache.capacity)
         prompts = Prompts.of([0], [prompt["prompt"]])
-        logits, features = engine.target.prefill(prompts)
-        roots = logits.argmax(-1)
+        passed = engine.target.prefill(prompts)
+        roots = passed.logits.argmax(-1)
         next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, roots)
-        engine.drafter.prefill(prompts, next_tokens, features)
+        engine.drafter.prefill(prompts, next_tokens, passed.features)
         sampling = BatchSampling.of([SamplingParams()])
         plan = Plan(MAX_DEPTH, TOP_K)
         tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan, sampling, ()).tree

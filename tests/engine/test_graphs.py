@@ -32,7 +32,9 @@ SLOTS = 6
 
 def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **sizes: object) -> Engine:
     shape = dict(weights=head3(), **E3) if generation == 3 else {}
-    return llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
+    made = llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
+    made.mixes = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
+    return made
 
 
 def jobs(num: int, most: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:

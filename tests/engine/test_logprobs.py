@@ -14,7 +14,7 @@ def plain_log_probs(ids):
     """After every token but the last, from one pass over all of them; the same seed makes the same weights."""
     target = llama_engine(1).target
     with torch.inference_mode():
-        return target.logits(target.read(Prompts.of([0], [ids]))[0])[:-1].log_softmax(-1)
+        return target.logits(target.prefill(Prompts.of([0], [ids])).hidden)[:-1].log_softmax(-1)
 
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])

@@ -81,6 +81,28 @@ def test_a_long_prompt_does_not_stall_those_who_decode(tree):
     assert_plain([short, long])
 
 
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("tree", [PLAIN, TREE])
+def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
+    engine = llama_engine(2, *tree, prefill_tokens=30)
+    engine.mixes, passes = mixes, []
+    engine.target.model.base_model.register_forward_hook(lambda *_: passes.append(engine.counters.num_steps))
+    short, long = sequences(prompts_of(5, 100), max_tokens=40)
+    short.sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    long.sampling = replace(long.sampling, logprobs=True, prompt_logprobs=True)
+    engine.add(short)
+    step(engine)
+    engine.add(long)
+    passes.clear()
+    for _ in range(4):
+        step(engine)
+    assert len(long.output_ids) >= 1 and len(long.prompt_logprobs) == 100
+    assert len(passes) == (4 if mixes else 8)
+    assert 0 < engine.counters.prefill_s < engine.counters.busy_s
+    finish(engine, [])
+    assert_plain([short, long])
+
+
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
 @pytest.mark.parametrize("prefill_tokens", [1, 7, 32, 50])
 def test_chunks_of_any_size_change_nothing(tree, prefill_tokens):

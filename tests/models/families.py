@@ -156,12 +156,12 @@ def target_of(model: PreTrainedModel, **how: Any) -> Target:
 def prefill(target: Target, chunks: list[int] | None) -> Tensor:
     """PROMPTS in the target's slots; the logits after each. chunks: where each is cut in two."""
     if chunks is None:
-        return target.prefill(Prompts.of(SLOTS, PROMPTS))[0]
-    first, _ = target.prefill(Prompts.of(SLOTS, [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)]))
+        return target.prefill(Prompts.of(SLOTS, PROMPTS)).logits
+    first = target.prefill(Prompts.of(SLOTS, [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)])).logits
     rest = [b for b, ids in enumerate(PROMPTS) if len(ids) > chunks[b]]
-    later, _ = target.prefill(
+    later = target.prefill(
         Prompts.of([SLOTS[b] for b in rest], [PROMPTS[b][chunks[b] :] for b in rest], starts=[chunks[b] for b in rest])
-    )
+    ).logits
     return first.index_copy(0, torch.tensor(rest), later)
 
 

@@ -72,7 +72,7 @@ def test_experts_are_chosen_without_a_look_at_the_device(name):
 def test_taps_are_the_inputs_of_their_layers(name):
     model = random_model(FAMILIES[name])
     plain, target = plain_copy(model), target_of(model, feature_layers=(0, 1))
-    features = target.prefill(Prompts.of(SLOTS, PROMPTS))[1].split([len(ids) for ids in PROMPTS])
+    features = target.prefill(Prompts.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
     for ids, found in zip(PROMPTS, features, strict=True):
         own = plain(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
         torch.testing.assert_close(found, torch.cat([own[0][0], own[1][0]], -1), atol=1e-4, rtol=0)

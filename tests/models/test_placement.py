@@ -110,8 +110,8 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
         spread(model, ["cpu", "cpu:1"], [0, 1])
         target = target_of(model, feature_layers=(0, 1))
         prompts = Prompts.of(SLOTS, PROMPTS)
-        logits, features = target.prefill(prompts)
-        assert {logits.device, features.device} == {torch.device("cpu")}
+        passed = target.prefill(prompts)
+        assert {passed.logits.device, passed.features.device} == {torch.device("cpu")}
         tree = DraftTree.of_roots(torch.tensor([5, 6, 7]))
         batch = BatchSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
         logits, features = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)

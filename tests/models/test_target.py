@@ -19,6 +19,25 @@ def test_tree_logits_equal_plain_forwards(budgets, padding):
 
 
 @torch.inference_mode()
+def test_prompts_beside_trees_give_what_either_gives_alone():
+    """A chunk from the middle of a prompt and a whole prompt, in other slots than the trees."""
+    model, ids = llama(), [[5, 9, 33, 7], [8, 40, 2], [61, 3, 3, 9, 12]]
+    targets = [target_of(model), target_of(model)]
+    for target in targets:
+        target.prefill(Prompts.of([3, 0], [ids[0], ids[2][:2]]))
+    trees = random_tree(torch.Generator().manual_seed(3), 6, vocab=97)
+    batch, chunks = BatchSlots.of([3], [4]), Prompts.of([0, 4], [ids[2][2:], ids[1]], starts=[2, 0])
+    rows = trees.pack(batch.lengths, 7)  # one of padding
+    alone, logits = targets[0].prefill(chunks), targets[0].verify(trees, rows, batch, max_depth=5)
+    *beside, passed = targets[1].verify_beside(trees, rows, batch, 5, chunks)
+    for one, other in zip((*logits, alone.logits, alone.hidden), (*beside, passed.logits, passed.hidden), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    roots, after = DraftTree.of_roots(torch.tensor([6, 7, 8])), BatchSlots.of([3, 0, 4], [4, 5, 3])
+    seen = [t.verify(roots, roots.pack(after.lengths, 3), after, max_depth=0)[0] for t in targets]
+    torch.testing.assert_close(*seen, atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
 def test_what_is_committed_is_the_path_and_nothing_else():
     """After each commit the next tree must read exactly the accepted tokens, for five rounds of random acceptance."""
     model = llama()
