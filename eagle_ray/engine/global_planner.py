@@ -268,29 +268,27 @@ class GlobalPlanner:
             return
         self._reviewed = len(batch), self._num_steps
         plain = self._plain_rate(len(batch), batch.num_cached)
-        self._best = max(self._prospects(batch), key=lambda prospect: prospect.rate)
+        self._best = self._most_promising(batch)
         hurdle = 1.0
         if not self._drafting:
             backlog = min(self._num_off, HORIZON) * len(batch)
             hurdle = MARGIN + self.costs.read(backlog) / (HORIZON * len(batch) / plain)
         self._drafting = self._best.rate > plain * hurdle
 
-    def _prospects(self, batch: Batch) -> list[Prospect]:
-        """The best rate of every width and depth, by what such drafts have lately been worth."""
-        size, costs = len(batch), self.costs
-        prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
+    def _most_promising(self, batch: Batch) -> Prospect:
+        """The width and depth with the best rate, by what such drafts have lately been worth."""
+        size, costs, widths = len(batch), self.costs, self._curves.widths
         rows = [n for n in self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)]) if n > size]
-        verify = dict(zip(rows, costs.passes(rows, batch.num_cached, size).tolist(), strict=True))
-        prospects = []
-        for width in self._curves.widths:
-            for depth in range(1 if width == 1 else 2, self._max_depth + 1):  # a single level is of one node's children
-                gains = {n: size * self._curves.expected(width, depth, n / size - 1) for n in rows}
-                drafted = costs.drafted(size * (1 + self._per_sequence), size, width, depth)
-                spent = prompts + costs.draft_rest(size) + drafted
-                rate, num_rows = max(((size + self._trust * gains[n]) / (spent + verify[n]), n) for n in rows)
-                tau = 1 + self._trust * gains[num_rows] / size
-                prospects.append(Prospect(rate, width, depth, num_rows, tau))
-        return prospects
+        gains = self._trust * size * self._curves.expected([n / size - 1 for n in rows])
+        first = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
+        first += costs.draft_rest(size) + costs.read(size * (1 + self._per_sequence))
+        levels = np.outer(costs.level.at([size * width for width in widths]), range(self._max_depth))
+        seconds = first + levels[:, :, None] + costs.passes(rows, batch.num_cached, size)
+        rates = (size + gains) / seconds
+        rates[1:, 0] = 0.0  # a single level is of one node's children, however wide the draft
+        width, depth, n = np.unravel_index(rates.argmax(), rates.shape)
+        tau = 1 + float(gains[width, depth, n]) / size
+        return Prospect(float(rates[width, depth, n]), widths[width], int(depth) + 1, rows[n], tau)
 
     @property
     def _per_sequence(self) -> float:

@@ -6,9 +6,9 @@ children. So one wide draft tells what all narrower ones would have offered. Doe
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -37,25 +37,24 @@ class ValueCurves:
         self.widths, self.max_depth = widths, max_depth
         shape = len(widths), max_depth, len(SIZES)
         self._own, self._beside = torch.zeros(shape), torch.zeros(shape)  # sums over drafts, the old ones fading
-        self._values = torch.zeros(shape).tolist()
+        self._values = np.zeros((*shape[:2], 1 + len(SIZES)))  # at no nodes too
         self._masses: list[list[float]] = []  # of each level: its parents' values, then its children's by rank
         self._times_seen: list[int] = []  # of each level
         self._children: list[list[float]] = []  # of each level, worked out anew for each draft that is heard of
         self._known: list[float] = []  # of each level: sequences from which its masses are known, the old ones fading
         self._news: tuple[HostCopy, int, int] | None = None  # of the last draft, its members and the widths it tells of
 
-    def expected(self, width: int, depth: int, size: float) -> float:
-        """Draft tokens of one sequence when its batch verifies `size` nodes a sequence of such a draft.
+    def expected(self, sizes: Sequence[float]) -> np.ndarray:
+        """[widths, depths, sizes]: draft tokens of one sequence when its batch verifies so many nodes a sequence.
 
         Of a draft wider or deeper than any yet: as much as of the widest and deepest of those.
         """
         self._hear()
-        curve = self._values[self.widths.index(width)][depth - 1]
-        right = bisect_right(SIZES, size)
-        if right == len(SIZES):
-            return curve[-1]
-        a, x = (SIZES[right - 1], curve[right - 1]) if right else (0.0, 0.0)
-        return x + (curve[right] - x) * (size - a) / (SIZES[right] - a)
+        known = (0.0, *SIZES)
+        place = np.interp(sizes, known, range(len(known)))
+        below = np.minimum(place.astype(int), len(SIZES) - 1)
+        share = place - below
+        return self._values[:, :, below] * (1 - share) + self._values[:, :, below + 1] * share
 
     def children(self, depth: int) -> list[float]:
         """By rank: conditional probability of the children, at `depth`, of the nodes that are worth any.
@@ -110,7 +109,7 @@ class ValueCurves:
             seen += new
         ratios = torch.where(self._beside > SMALLEST, self._own / self._beside.clamp(min=SMALLEST), 1.0)
         narrowest = ratios[:1].cumprod(1)
-        self._values = torch.cat([narrowest, narrowest * ratios[1:]]).tolist()
+        self._values[:, :, 1:] = torch.cat([narrowest, narrowest * ratios[1:]]).numpy()
 
     def _rate_at(self, depth: int, rate: float) -> float:
         """The first observation of a level is taken whole, the next ones by their number."""

@@ -16,14 +16,18 @@ def levels(*conditional: list[float]) -> list[torch.Tensor]:
     return grown
 
 
+def expected(curves: ValueCurves, width: int, depth: int, size: float) -> float:
+    return curves.expected([size])[curves.widths.index(width), depth - 1, 0]
+
+
 def test_curves_are_the_sums_of_the_best_values_of_each_width_and_depth():
     curves = ValueCurves((1, 2), 2)
     curves.observe(levels([0.8, 0.1], [0.5, 0.2]), width=2)
-    assert curves.expected(1, 1, 1) == pytest.approx(0.8)
-    assert curves.expected(1, 2, 2) == pytest.approx(0.8 + 0.4)
-    assert curves.expected(2, 2, 3) == pytest.approx(0.8 + 0.4 + 0.16)
-    assert curves.expected(2, 2, 0.5) == pytest.approx(0.4)
-    assert curves.expected(2, 2, SIZES[-1]) == pytest.approx(0.9 + (0.8 + 0.1) * 0.7)
+    assert expected(curves, 1, 1, 1) == pytest.approx(0.8)
+    assert expected(curves, 1, 2, 2) == pytest.approx(0.8 + 0.4)
+    assert expected(curves, 2, 2, 3) == pytest.approx(0.8 + 0.4 + 0.16)
+    assert expected(curves, 2, 2, 0.5) == pytest.approx(0.4)
+    assert expected(curves, 2, 2, SIZES[-1]) == pytest.approx(0.9 + (0.8 + 0.1) * 0.7)
 
 
 def test_children_are_told_of_their_parents_values():
@@ -50,18 +54,18 @@ def test_a_level_of_which_little_is_known_is_like_the_one_above_it():
 
 def test_of_wider_and_deeper_drafts_than_any_yet_the_least_is_known():
     curves = ValueCurves((1, 2), 3)
-    assert curves.expected(2, 3, 4) == 0
+    assert expected(curves, 2, 3, 4) == 0
     curves.observe([level[:, :1] for level in levels([0.8, 0.1])], width=1)
-    assert curves.expected(2, 3, 1) == pytest.approx(0.8)
+    assert expected(curves, 2, 3, 1) == pytest.approx(0.8)
 
 
 def test_recent_drafts_count_and_what_was_not_seen_changes_with_them():
     """A wide draft of an easy text, then narrow ones of a hard text: wider is as many times better as it was."""
     curves = ValueCurves((1, 2), 2)
     curves.observe(levels([0.8, 0.1], [0.5, 0.4]), width=2)
-    narrow, wide = (curves.expected(w, 2, 6) for w in (1, 2))
+    narrow, wide = (expected(curves, w, 2, 6) for w in (1, 2))
     for _ in range(200):
         curves.observe([level[:, :1] for level in levels([0.4, 0.05], [0.5, 0.4])], width=1)
-    assert curves.expected(1, 1, 1) == pytest.approx(0.4, rel=0.01)
-    assert curves.expected(1, 2, 6) == pytest.approx(narrow / 2, rel=0.02)
-    assert curves.expected(2, 2, 6) == pytest.approx(wide / 2, rel=0.02)
+    assert expected(curves, 1, 1, 1) == pytest.approx(0.4, rel=0.01)
+    assert expected(curves, 1, 2, 6) == pytest.approx(narrow / 2, rel=0.02)
+    assert expected(curves, 2, 2, 6) == pytest.approx(wide / 2, rel=0.02)
