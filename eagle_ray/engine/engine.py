@@ -142,16 +142,21 @@ class Engine:
 
     def _start(self, batch: Batch, chunks: list[Chunk], drafting: bool) -> tuple[Flight, Prompted | None]:
         """chunks: of prompts, computed in the same pass of the target. drafting: as Prefiller.take has it."""
+        prompts = self.prefiller.prompts(chunks) if chunks else None
         batch = replace(batch, num_beside=sum(chunk.num_tokens for chunk in chunks))
         watch, plan = Stopwatch(self.target.device), self.planner.plan(batch).among(batch.spacious)
         draft = Draft.of_roots(batch.roots)
         if plan.drafts:
             draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
-        if not chunks:
-            return self._launch(batch, plan, draft, watch)[0], None
-        prompts = self.prefiller.prompts(chunks)
         flight, passed = self._launch(batch, plan, draft, watch, prompts)
-        return flight, self.prefiller.take(chunks, prompts, passed, drafting)
+        if passed is None:
+            return flight, None
+        now = time.monotonic()
+        prompted = self.prefiller.take(chunks, prompts, passed, drafting)
+        seconds = time.monotonic() - now
+        watch.leave_out(seconds)
+        self.counters.prefill_s += seconds
+        return flight, prompted
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
         """The next step of the same sequences; None where it must wait until this one is read."""

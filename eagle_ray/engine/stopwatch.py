@@ -46,6 +46,10 @@ class Stopwatch:
         event.record()
         self._marks.append(event)
 
+    def leave_out(self, seconds: float) -> None:
+        """So long the host has been at work for others since the last mark."""
+        self._host += seconds
+
     def arrived(self) -> None:
         """What was sent is here."""
         if self._on_cuda:

@@ -1,12 +1,14 @@
 """What happens when space runs out, prompts are long or beginnings are shared: outputs stay those of plain decoding."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
 
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.measure import measure
+from eagle_ray.engine.prefill import Prompted
 from eagle_ray.engine.reference import PlainOutput, decode_plainly
 from eagle_ray.engine.sequence import Sequence, Status
 from eagle_ray.errors import RequestError
@@ -101,6 +103,24 @@ def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
     assert 0 < engine.counters.prefill_s < engine.counters.busy_s
     finish(engine, [])
     assert_plain([short, long])
+
+
+def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
+    engine = llama_engine(2, *TREE)
+    take, learn, heard = engine.prefiller.take, engine.planner.learn, []
+
+    def slow(*args: object) -> Prompted:
+        time.sleep(0.5)
+        return take(*args)
+
+    engine.prefiller.take, engine.planner.learn = slow, lambda outcome: (heard.append(outcome), learn(outcome))
+    first, second = sequences(prompts_of(5, 6))
+    engine.add(first)
+    step(engine)
+    engine.add(second)
+    step(engine)
+    assert [o.num_beside for o in heard] == [0, 6]
+    assert heard[1].seconds.total < 0.5 < engine.counters.prefill_s
 
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
