@@ -52,8 +52,9 @@ class Engine:
     tokens computed in one step, so that no prompt stalls those who decode (on a CPU twice as many are hardly faster).
     graphs: through which steps are replayed; then `extend` of the drafter must be capturable, as it is of an
     EagleDrafter, whose drafts are replayed too, and of a NoDrafter. trees: the largest, for which those are made.
-    overlap: where there are graphs, launch a step before the one before it is read. mixes: where there are none,
-    prompts go through the target beside the rows of those who decode.
+    overlap: where there are graphs, launch a step before the one before it is read.
+
+    mixes: whether prompts go through the target beside the rows of those who decode; only where there are no graphs.
     """
 
     def __init__(
