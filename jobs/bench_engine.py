@@ -208,13 +208,7 @@ def steady(
     seconds: float,
     lead_in: int = LEAD_IN,
 ) -> Measured:
-    """Windows of a queue that is always full, each over as many tokens as plain commits in `seconds`.
-
-    Prompts have passes of their own here, so that what they take can be left out.
-    """
-    mixing = [lane.engine for lane in lanes.values() if lane.engine.mixes]
-    for engine in mixing:
-        engine.mixes = False
+    """Windows of a queue that is always full, each over as many tokens as plain commits in `seconds`."""
     queues = {
         name: SteadyQueue(lane.engine, requests(models.prompts, [args.tokens], args.temperatures), models.meter)
         for name, lane in lanes.items()
@@ -234,8 +228,6 @@ def steady(
             samples[name].append(sample)
     for queue in queues.values():
         queue.end()
-    for engine in mixing:
-        engine.mixes = True
     return samples, identities(models, {name: queue.sequences for name, queue in queues.items()})
 
 

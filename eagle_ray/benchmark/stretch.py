@@ -79,6 +79,8 @@ class Sample:
 class SteadyQueue:
     """An engine whose slots are always taken: what finishes is replaced at once, and its prompt is part of the time.
 
+    Until its end prompts have passes of their own, so that what they take can be told from the rest.
+
     One queue goes on from window to window. Queues over the same requests stay side by side as long as their windows
     are of the same number of tokens. in_flight: sequences at once, where the engine has more slots than that.
     """
@@ -89,6 +91,7 @@ class SteadyQueue:
         self._most = in_flight or engine.counters.num_slots + AHEAD
         self._added: list[Sequence] = []
         self._unfinished = 0
+        self._mixed, engine.mixes = engine.mixes, False
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -118,6 +121,7 @@ class SteadyQueue:
         """Drop what is not finished; the engine is idle."""
         for sequence in self._added:
             self._engine.abort(sequence)
+        self._engine.mixes = self._mixed
 
     def _step(self) -> None:
         while self._unfinished < self._most:

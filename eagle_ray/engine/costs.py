@@ -153,6 +153,11 @@ class StepCosts:
         """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""
         return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
 
+    def drafts(self, num_pairs: float, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
+        """[widths, max_depth]: the same for several widths and all depths from 1 on at once."""
+        levels = self.level.at([num_members * width for width in widths])
+        return self.read(num_pairs) + np.outer(levels, range(max_depth))
+
     def plain_step(self, batch_size: int, num_cached: float) -> float:
         return self.verified(batch_size, num_cached, batch_size) + self.plain_rest(batch_size)
 

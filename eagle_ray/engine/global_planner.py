@@ -280,11 +280,10 @@ class GlobalPlanner:
         size, costs, widths = len(batch), self.costs, self._curves.widths
         rows = [n for n in self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)]) if n > size]
         gains = self._trust * size * self._curves.expected([n / size - 1 for n in rows])
-        first = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
-        first += costs.draft_rest(size) + costs.read(size * (1 + self._per_sequence))
-        levels = np.outer(costs.level.at([size * width for width in widths]), range(self._max_depth))
-        seconds = first + levels[:, :, None] + costs.passes(rows, batch.num_cached, size)
-        rates = (size + gains) / seconds
+        prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
+        drafted = costs.drafts(size * (1 + self._per_sequence), size, widths, self._max_depth)
+        spent = prompts + costs.draft_rest(size) + drafted
+        rates = (size + gains) / (spent[:, :, None] + costs.passes(rows, batch.num_cached, size))
         rates[1:, 0] = 0.0  # a single level is of one node's children, however wide the draft
         width, depth, n = np.unravel_index(rates.argmax(), rates.shape)
         tau = 1 + float(gains[width, depth, n]) / size

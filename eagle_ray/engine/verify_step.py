@@ -129,6 +129,7 @@ class Verifier:
         if self._replay is None or not self._replay.works:
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
             return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts)
+        assert prompts is None, "a replayed pass has no rows for prompts"
         mark()
         shape = self._fixed(shape, len(batch), self._replay)
         verdict = self._replayed(drafter, batch, draft.tree, allocation.keep, shape, self._replay)

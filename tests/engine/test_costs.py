@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +100,12 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
     assert costs.verified(16, 100, 8) == pytest.approx(2.0 + 100 * (0.01 + 0.002))
     assert costs.passes([8, 16], 100, 8).tolist() == [costs.verified(n, 100, 8) for n in (8, 16)]
     assert costs.row(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
+
+
+def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
+    costs = replace(some_costs(), level=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
+    each = [[costs.drafted(5, 4, width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
+    assert costs.drafts(5, 4, [1, 3], 3) == pytest.approx(np.array(each))
 
 
 def test_the_same_rows_of_more_sequences_take_longer():
