@@ -3,7 +3,8 @@
 A kind of step is worth (sequences + drafts expected to be accepted) / (seconds to draft + to verify + the rest). The
 best such rate is the price of a second, and what a single step does has to be worth its price:
 
-    before drafting   the width and depth with the best rate by recent acceptance, or none at all: a plain step
+    before drafting   the width and depth with the best rate by recent acceptance in batches of about this size, or
+                      none at all: a plain step
     between levels    stop once the next level's nodes would not pay for drafting them
     after drafting    as many of the batch's best candidates as pay for their rows, over the buckets of the cost curve
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.costs import BUCKETS, StepCosts
+from eagle_ray.engine.expectations import ExpectationsBySize
 from eagle_ray.engine.planner import Allocation, Outcome
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.value_curves import ValueCurves
@@ -54,8 +56,7 @@ DEEPER_EVERY, WIDER_EVERY = 32, 32  # drafting steps, which are observed
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.02  # times plain decoding's rate that drafts must promise before they are made: promises are a little off
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
-MEMORY = 0.98  # per step, of how far expectations came true
-PRIOR = 2.0  # tokens that expectations are taken to have been right about before anything was seen
+PROMPT_MEMORY = 0.98  # per step, of how many prompt tokens come along with one
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class GlobalPlanner:
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
         self.costs, self._can_look, self._padded = costs, can_look, padded
         self.foreseen_s = self.foreseen_plain_s = 0.0  # of steps heard of, by the costs: as taken, without drafts
-        self._curves = ValueCurves(widths, self._max_depth)
+        self._by_size = ExpectationsBySize(ValueCurves(widths, self._max_depth))
+        self._now = self._by_size.of(1)  # of the batch that is planned for
         self._best = Prospect(0.0)
         self._drafting = True
         self._num_steps = self._num_off = 0
@@ -103,7 +105,6 @@ class GlobalPlanner:
         self._probed_at = -1 - UNHEARD  # the step before which the last probe was planned
         self._trial_until = 0  # the step before which everyone drafts to see whether it pays
         self._reviewed = (0, 0)  # batch size and step of the last decision
-        self._accepted = self._expected = PRIOR
         self._prompt_tokens = 0.0  # of new prompts, computed along with a step on average
         self._foreseen = 0.0  # drafts that the last budget is expected to yield
         self._rows_each = 2.0  # rows of the last draft's pass, for each sequence
@@ -115,6 +116,7 @@ class GlobalPlanner:
     def plan(self, batch: Batch) -> Plan:
         if self._knows_nothing:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
+        self._now = self._by_size.of(len(batch))
         if self._is_trial:
             return self._try_out(batch)
         self._review(batch)
@@ -147,7 +149,7 @@ class GlobalPlanner:
         """
         width, more = self._best.width, int(self._num_drafts % DEEPER_EVERY == 0)
         if self._num_drafts % WIDER_EVERY == 0:
-            width = next((w for w in self._curves.widths if w > width), width)
+            width = next((w for w in self._now.curves.widths if w > width), width)
         if not self._can_look:
             return self._plan(min(self._best.depth + more, self._max_depth), width)
         price = self._price(len(batch), batch.num_cached)
@@ -188,13 +190,12 @@ class GlobalPlanner:
         self._num_steps += 1
         self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
         self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
-        self._prompt_tokens = MEMORY * self._prompt_tokens + (1 - MEMORY) * outcome.num_prompt_tokens
-        if outcome.plan.probe and not self._knows_nothing:
-            self._debt = max(self._debt, 0.0) + self._loss(outcome)
+        self._prompt_tokens = PROMPT_MEMORY * self._prompt_tokens + (1 - PROMPT_MEMORY) * outcome.num_prompt_tokens
         if self._is_among_the_first(outcome.plan):  # nothing was calibrated: later drafts keep what they promise better
             return
-        self._accepted = MEMORY * self._accepted + outcome.num_accepted
-        self._expected = MEMORY * self._expected + outcome.num_expected
+        if outcome.plan.probe:
+            self._debt = max(self._debt, 0.0) + self._loss(outcome)
+        self._by_size.of(outcome.batch_size).hear(outcome.num_accepted, outcome.num_expected)
 
     def _learn_costs(self, outcome: Outcome) -> None:
         foreseen = self.costs.foresee(outcome)
@@ -205,7 +206,7 @@ class GlobalPlanner:
     def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
         if plan.probe or self._num_drafts % max(OBSERVE_EVERY, size // MEMBERS_EVERY) == 0:
-            self._curves.observe(self._to_full_depth(draft, plan, size), plan.width, draft.beside)
+            self._now.curves.observe(self._to_full_depth(draft, plan, size), plan.width, draft.beside)
         self._num_drafts += 1
         self._num_offers += draft.depth > 0
 
@@ -218,15 +219,10 @@ class GlobalPlanner:
         levels = draft.levels or [nothing[:, :1]]
         return levels + [nothing] * (self._max_depth - len(levels))
 
-    @property
-    def _trust(self) -> float:
-        """How far recent expectations came true: accepted over expected draft tokens."""
-        return (self._accepted + PRIOR) / (self._expected + PRIOR)
-
     def _profits(self, batch: Batch, rows: list[int], gains: list[float]) -> np.ndarray:
         """Tokens gained by verifying so many rows, less those that the seconds bring in elsewhere."""
         seconds = self.costs.passes(rows, batch.num_cached, len(batch), batch.num_beside)
-        return self._trust * np.asarray(gains) - self._price(len(batch), batch.num_cached) * seconds
+        return self._now.trust * np.asarray(gains) - self._price(len(batch), batch.num_cached) * seconds
 
     def _price(self, size: int, num_cached: int) -> float:
         """Of a second, in tokens: what a second of the best kind of step brings in on average, drafts or none.
@@ -277,9 +273,9 @@ class GlobalPlanner:
 
     def _most_promising(self, batch: Batch) -> Prospect:
         """The width and depth with the best rate, by what such drafts have lately been worth."""
-        size, costs, widths = len(batch), self.costs, self._curves.widths
-        rows = [n for n in self._passes([size, *_between(BUCKETS, size, size * self._max_nodes)]) if n > size]
-        gains = self._trust * size * self._curves.expected([n / size - 1 for n in rows])
+        size, costs, widths = len(batch), self.costs, self._now.curves.widths
+        rows = [n for n in self._passes(self._buckets(size, size * self._max_nodes)) if n > size]
+        gains = self._now.trust * size * self._now.curves.expected([n / size - 1 for n in rows])
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
         drafted = costs.drafts(size * (1 + self._per_sequence), size, widths, self._max_depth)
         spent = prompts + costs.draft_rest(size) + drafted
@@ -302,7 +298,7 @@ class GlobalPlanner:
         """
         level = builder.levels[-1].flatten(1).numpy(force=True)
         beam = np.exp(np.sort(level)[:, -self._best.width :])
-        children = self._trust * np.outer(beam, self._curves.children(builder.depth + 1))
+        children = self._now.trust * np.outer(beam, self._now.curves.children(builder.depth + 1))
         gain = np.maximum(children - row_price, 0).sum()
         return bool(gain > price * self.costs.level(beam.size))
 

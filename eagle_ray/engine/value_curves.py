@@ -49,7 +49,7 @@ class ValueCurves:
 
         Of a draft wider or deeper than any yet: as much as of the widest and deepest of those.
         """
-        self._hear()
+        self.settle()
         known = (0.0, *SIZES)
         place = np.interp(sizes, known, range(len(known)))
         below = np.minimum(place.astype(int), len(SIZES) - 1)
@@ -61,7 +61,7 @@ class ValueCurves:
 
         A level of which little is known, or has been for long, is taken to be like the one above it.
         """
-        self._hear()
+        self.settle()
         if not self._children:
             self._children = [self._ratios(1)]
             for level in range(2, len(self._masses) + 1):
@@ -81,12 +81,12 @@ class ValueCurves:
 
         beside: those of candidates that would have been there whatever the width, by depth.
         """
-        self._hear()
+        self.settle()
         widths = [w for w in self.widths if w <= width]
         self._news = HostCopy(_curves(levels, widths, beside), _masses(levels)), len(levels[0]), len(widths)
 
-    def _hear(self) -> None:
-        """What the last draft was worth: it was sent during its step, and by the end of that it is here."""
+    def settle(self) -> None:
+        """Hear what the last draft was worth: it was sent during its step, and by the end of that it is here."""
         if self._news is None:
             return
         (copy, num_members, num_widths), self._news = self._news, None

@@ -88,7 +88,7 @@ def test_a_step_under_the_global_budget_asks_once_more():
     """For the candidates' values; every few steps a second time, for what other trees would have been worth."""
     engine = llama_engine(3, 12, 4, 4)
     engine.planner = GlobalPlanner(12, 4, 4, flat(head_share=0.01), can_look=False)
-    engine.planner._curves.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
+    engine.planner._now.curves.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
     engine.planner._num_offers = FIRST_PROBES
     engine.planner._num_drafts, engine.planner._debt = 1, 1.0
     assert watched_step(engine) == ([], ["tolist"] * 2)
