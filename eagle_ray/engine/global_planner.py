@@ -117,9 +117,9 @@ class GlobalPlanner:
         if self._knows_nothing:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
         self._now = self._by_size.of(len(batch))
+        self._review(batch)
         if self._is_trial:
             return self._try_out(batch)
-        self._review(batch)
         if self._debt <= 0 and self._num_steps > self._probed_at + UNHEARD:
             self._probed_at = self._num_steps
             return self._next_probe(batch)
@@ -308,7 +308,7 @@ class GlobalPlanner:
             plain = self._plain_rate(len(batch), batch.num_cached)
             if self._best.rate < NEARLY * plain or self._best.tau < LEAST_TAU:
                 return self._probe(batch, max(1, len(batch) // PROBED))
-            self._trial_until, self._reviewed = self._num_steps + TRIAL, (0, 0)
+            self._trial_until, self._reviewed = self._num_steps + TRIAL, (len(batch), self._num_steps)
             return self._try_out(batch)
         self._probe_is_plain = not self._probe_is_plain
         if self._probe_is_plain:
