@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True, choices=["openai-batch", "csv"], help="the format")
     export.add_argument("-o", "--output", metavar="FILE", help="where to (stdout)")
     export.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
+    export.add_argument("--overwrite", action="store_true", help="replace FILE where it is there already")
     export.set_defaults(command=_export)
 
     serve = commands.add_parser("serve", help="answer HTTP requests in OpenAI's protocol, until interrupted")
@@ -291,7 +292,7 @@ def _export(args: argparse.Namespace) -> int:
     from eagle_ray.export import export
     from eagle_ray.review import run_at
 
-    if said := export(run_at(args.run), args.to, args.output, args.partial):
+    if said := export(run_at(args.run), args.to, args.output, args.partial, args.overwrite):
         print(said)
     return 0
 

@@ -34,12 +34,15 @@ ROWS_AT_ONCE = 256
 Row = dict[str, Any]
 
 
-def export(run: Location, to: str, target: str | None, partial: bool) -> str:
+def export(run: Location, to: str, target: str | None, partial: bool, overwrite: bool) -> str:
     """Write the rows of a run to a file, or to stdout where target is None; returns what to say about it.
 
-    to: openai-batch or csv. partial: a run that is not finished is exported as far as it is. Raises ConfigError.
+    to: openai-batch or csv. partial: a run that is not finished is exported as far as it is. overwrite: a target that
+    is there is replaced, unless it is the run's own. Raises ConfigError.
     """
     record, data = record_of(run), run / DATA
+    if target is not None:
+        _check_free(target, run, record, overwrite)
     if not partial and not (run / SUCCESS).exists():
         raise ConfigError(f"{run} is not finished: run the job to its end, or export what is there with --partial")
     _check_whole(run, 0 if partial else (object_in(run / SUMMARY) or {}).get("total", {}).get("rows", 0))
@@ -59,6 +62,18 @@ def _check_whole(run: Location, num_rows: int) -> None:
         raise ConfigError(str(error)) from None
     if there < num_rows:
         raise ConfigError(f"{run} holds {there} rows of {num_rows}: start its command again, which makes the others")
+
+
+def _check_free(target: str, run: Location, record: dict[str, Any], overwrite: bool) -> None:
+    """Raises ConfigError where the target holds something that would be lost."""
+    try:
+        place = Location.of(target)
+        if place.below(run) is not None or str(place) in record["inputs"]:
+            raise ConfigError(f"-o: {target} belongs to the run, which export never changes: name another file")
+        if not overwrite and place.exists():
+            raise ConfigError(f"-o: {target} is there already: name another file, or --overwrite")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"-o: cannot write {target}: {error}") from None
 
 
 def _write(target: str, lines: Iterable[str]) -> None:

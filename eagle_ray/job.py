@@ -9,14 +9,16 @@ imported only where there is work left, and torch only in the workers: a job wit
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.asked import Asked, asked_of, names_of
@@ -25,11 +27,13 @@ from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.ledger import Ledger, error_ids, without_ids
 from eagle_ray.data.lock import lock_output
+from eagle_ray.data.origins import check_origins
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import as_stored, columns_of, has_column, tables
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
+    DATA,
     PROGRESS,
     REPORT,
     RUN,
@@ -53,6 +57,7 @@ from eagle_ray.report.timeline import timeline
 
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
+ERRORS_SHOWN = 3
 CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
 
 
@@ -60,10 +65,25 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> int:
     """Run the job to its end and print its table; returns the exit code. retry_errors: as for complete."""
 
     def work() -> str:
-        table, output = run_table(complete(config, retry_errors)), output_of(config).shown
-        return f"{table}\nrows in {output}/data/*.parquet, these numbers in {output}/{SUMMARY}"
+        summary, output = complete(config, retry_errors), output_of(config)
+        if summary["total"]["errors"]:
+            _show_errors(output)
+        place = output.shown
+        return f"{run_table(summary)}\nrows in {place}/data/*.parquet, these numbers in {place}/{SUMMARY}"
 
     return exit_code_of(work, config.logging.level)
+
+
+def _show_errors(output: Location) -> None:
+    """The first few, and where all of them are."""
+    for row in itertools.islice(_error_rows(output / DATA), ERRORS_SHOWN):
+        log.warning("error row %s: %s", row["request_id"], row["error_message"])
+    log.warning("all of them: the rows of %s/%s with status 'error'", output.shown, DATA)
+
+
+def _error_rows(data: Location) -> Iterator[dict[str, str]]:
+    for table in tables(data, ["request_id", "status", "error_message"]):
+        yield from table.filter(pc.equal(table["status"], "error")).to_pylist()
 
 
 def exit_code_of(work: Callable[[], str], log_level: str) -> int:
@@ -141,6 +161,7 @@ def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:
 def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
     """Answer the ids that no file holds yet."""
     done = Ledger.read(run.data).done(asked.samples_of)
+    check_origins(run, plan.files, asked.ids)
     num_rows = asked.without(done).num_rows
     log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
     if num_rows == 0:

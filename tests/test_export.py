@@ -156,6 +156,24 @@ def test_what_is_no_run_is_exit_2_and_one_message(run, tmp_path, capsys, make, s
     assert says in capsys.readouterr().err
 
 
+def test_nothing_that_is_there_is_lost(run, tmp_path, capsys):
+    """A file is replaced only where that is meant; the run's inputs and its own files never are."""
+    mine = tmp_path / "mine.csv"
+    mine.write_text("dear to me")
+    command = ["export", str(run), "--to", "csv", "-o"]
+    assert cli.main([*command, str(mine)]) == 2
+    assert f"-o: {mine} is there already: name another file, or --overwrite" in capsys.readouterr().err
+    assert mine.read_text() == "dear to me"
+    assert cli.main([*command, str(mine), "--overwrite"]) == 0
+    assert mine.read_text().startswith("request_id,")
+    asked = run.parent / "batch.jsonl"
+    before = asked.read_bytes()
+    for own in (asked, run / "data" / "x.csv"):
+        assert cli.main([*command, str(own), "--overwrite"]) == 2
+        assert f"-o: {own} belongs to the run" in capsys.readouterr().err
+    assert asked.read_bytes() == before and not (run / "data" / "x.csv").exists()
+
+
 def test_a_file_that_cannot_be_written_is_named(run, capsys):
     assert cli.main(["export", str(run), "--to", "csv", "-o", "/dev/null/x"]) == 2
     assert "-o: cannot write /dev/null/x" in capsys.readouterr().err

@@ -66,6 +66,22 @@ def test_other_limits_and_inputs_errors_tried_again_and_a_new_beginning(job, tmp
     assert table(tmp_path / "out") == {"q0": (None, 5)}
 
 
+def test_answers_to_other_rows_of_the_same_ids_are_not_taken_for_these(job, tmp_path, capsys):
+    """Tomorrow's file has today's name and ids; today's file, moved, is still today's."""
+    command, output, later = ["run", *job, "--limit", "3"], tmp_path / "out", tmp_path / "later"
+    assert cli.main(command) == 0
+    assert "error row bad: " in capsys.readouterr().err
+    before = table(output)
+    later.mkdir()
+    (later / "in.jsonl").write_text("\n".join(map(json.dumps, token_rows(3, start=1))))
+    assert cli.main([*command, "-i", f"{later}/in.jsonl"]) == 6
+    said = capsys.readouterr().err
+    assert f"an answer to the id 'q1' from {tmp_path}/in.jsonl, which is not in this input" in said
+    (tmp_path / "in.jsonl").rename(later / "moved.jsonl")
+    assert cli.main([*command, "-i", f"{later}/moved.jsonl"]) == 0
+    assert table(output) == before
+
+
 def test_on_bad_row_fail_stops_before_anything_starts(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": 5}\n')
     flags = ["-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out"]

@@ -32,7 +32,7 @@ def rows_in_jsonl(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -
 
 def _parsed(line: bytes) -> Row:
     try:
-        row = value_of(line.decode("utf-8-sig"))
+        row = value_of(line.rstrip().decode("utf-8-sig"))  # behind a line break, errors are at its first character
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
     except UnicodeError as error:

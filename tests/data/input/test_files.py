@@ -36,6 +36,7 @@ def test_a_directory_holds_its_known_files_but_the_hidden(tree):
 
 def test_what_a_directory_leaves_out_is_said_in_one_line(tree, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
+    caplog.set_level(logging.INFO, "eagle_ray")  # whatever a job before this left it at
     (tree / "more.jsonl.gz").touch()
     find_files(str(tree), "auto")
     [line] = caplog.messages

@@ -90,6 +90,13 @@ def test_a_malformed_line_is_one_bad_row(tmp_path):
     assert found[1]["request_id"] == "a.jsonl:2"
 
 
+def test_it_is_said_where_a_line_is_cut(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x"\n{"prompt": "y"}\n')
+    cut, whole = requests_of(plan(tmp_path / "a.jsonl"))
+    assert "line 1: the line is not JSON (Expecting ',' delimiter: character 15)" in cut["error_message"]
+    assert whole["prompt"] == "y"
+
+
 def test_a_text_in_parquet_that_is_not_utf8_is_one_bad_row(tmp_path):
     bad = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
     pq.write_table(pa.table({"prompt": bad}), tmp_path / "a.parquet")
