@@ -45,6 +45,12 @@ def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
     return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
 
 
+def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
+    """Whether two paths may hold one file, moved or copied: by content where that is noted of both, else by size."""
+    alike = (was[key] == now[key] for key in ("digest", "etag") if key in was and key in now)
+    return was["size"] == now["size"] and all(alike)
+
+
 def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | None:
     noted = known.get(file.path, {})
     return dict(noted) if noted.items() >= file.stamp.as_json().items() else None

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.data.fingerprints import what_changed
+from eagle_ray.data.fingerprints import may_be_same
 from eagle_ray.data.ids import Digests, among, digests
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.parts import tables
@@ -37,11 +37,7 @@ def check_origins(run: Run, files: Iterable[InputFile], ids: Digests) -> None:
 
 
 def _gone(run: Run, paths: set[str]) -> list[str]:
-    """Files that the run was made from, are not among `paths`, and whose content is in none of those."""
+    """Files that the run was made from and that are not among `paths`, not even under another name."""
     noted = read_record(run.output)["inputs"]
-    here = [noted[path] for path in paths]
-    return [
-        path
-        for path, was in noted.items()
-        if path not in paths and all(what_changed(was, now) is not None for now in here)
-    ]
+    left = noted.keys() - paths
+    return [path for path in left if not any(may_be_same(noted[path], noted[other]) for other in paths)]

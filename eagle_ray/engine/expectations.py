@@ -46,6 +46,7 @@ class ExpectationsBySize:
         self._of: dict[int, Expectations] = {}
 
     def of(self, size: int) -> Expectations:
+        """Those of so many sequences: the same object every time."""
         octave = (size - 1).bit_length()
         if octave not in self._of:
             self._of[octave] = self._last.copy() if self._of else self._last
