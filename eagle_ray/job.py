@@ -66,17 +66,17 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> int:
 
     def work() -> str:
         summary, output = complete(config, retry_errors), output_of(config)
-        if summary["total"]["errors"]:
-            _show_errors(output)
+        if num_errors := summary["total"]["errors"]:
+            _show_errors(output, num_errors)
         place = output.shown
         return f"{run_table(summary)}\nrows in {place}/data/*.parquet, these numbers in {place}/{SUMMARY}"
 
     return exit_code_of(work, config.logging.level)
 
 
-def _show_errors(output: Location) -> None:
-    """The first few, and where all of them are."""
-    for row in itertools.islice(_error_rows(output / DATA), ERRORS_SHOWN):
+def _show_errors(output: Location, num_errors: int) -> None:
+    """The first few, and where all of them are. No file is read past the last that is shown."""
+    for row in itertools.islice(_error_rows(output / DATA), min(num_errors, ERRORS_SHOWN)):
         log.warning("error row %s: %s", row["request_id"], row["error_message"])
     log.warning("all of them: the rows of %s/%s with status 'error'", output.shown, DATA)
 
