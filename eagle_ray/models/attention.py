@@ -17,9 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from eagle_ray.models.company import Company, companies
 from eagle_ray.models.folding import Folding, fold_rectangle, unfold_rectangle
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
-from eagle_ray.speculative.upload import sent
+from eagle_ray.speculative.upload import sent, upload
 
 ATTENTION = "eagle_ray"
 
@@ -100,12 +101,13 @@ class TreeLayout:
     """Trees of up to N rows each, on top of what B slots hold.
 
     Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
-    ancestors[b, i] names. Sequences of very different lengths attend in groups of similar ones.
+    ancestors[b, i] names. Sequences of very different lengths, and trees of different sizes, attend in groups.
 
     cells: where the cache stores each of the R rows.
     depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
     row_of: the packed row of (b, i), None where rows are the rectangle B x N. unpack: its inverse, b * N + i of a row.
     first: the first column that each sequence sees, None where that is 0.
+    sizes: rows of each tree, which are its first columns too, where the host knows them; None is N for all.
     """
 
     cache: KVCache
@@ -117,42 +119,51 @@ class TreeLayout:
     row_of: Int[Tensor, "B N"] | None = None
     unpack: Int[Tensor, " R"] | None = None
     first: Int[Tensor, " B"] | None = None
-    _groups: list[tuple[Tensor | None, TreeGroup]] = field(init=False)
+    sizes: list[int] | None = None
+    _companies: list[Company] = field(init=False)
+    _groups: list[TreeGroup] = field(init=False)
     _foldings: dict[tuple[int, int], Folding] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._groups = [(index, self._group(index, batch)) for index, batch in self.batch.groups()]
+        batch, num_nodes = self.depths.shape
+        if self.batch.bound is None:
+            sizes = self.sizes or [num_nodes] * batch
+            self._companies = companies(self.batch.host_lengths, sizes, self.cache.num_layers)
+        else:
+            self._companies = [Company(list(range(batch)), num_nodes)]
+        self._groups = [self._group(company) for company in self._companies]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
         heads, kv_heads = query.shape[1], key.shape[1]
-        if self.row_of is None:
+        if self.row_of is None and len(self._groups) == 1:
             folded = fold_rectangle(query, len(self.ancestors), kv_heads)
-            return unfold_rectangle(self._attend(folded, value.shape[3], attention), heads)
+            return unfold_rectangle(self._groups[0].attend(folded, attention), heads)
         folding = self._folding(heads, kv_heads)
-        return folding.unfold(self._attend(folding.fold(query), value.shape[3], attention), heads)
-
-    def _attend(
-        self, rows: Float[Tensor, "B kv_heads GN d"], value_dim: int, attention: LayerAttention
-    ) -> Float[Tensor, "B kv_heads GN dv"]:
-        if len(self._groups) == 1:
-            return self._groups[0][1].attend(rows, attention)
-        out = rows.new_empty(*rows.shape[:3], value_dim)
-        for index, group in self._groups:
-            out.index_copy_(0, index, group.attend(rows.index_select(0, index), attention))
-        return out
+        parts = zip(self._groups, folding.fold(query), strict=True)
+        return folding.unfold([group.attend(rows, attention) for group, rows in parts], heads)
 
     def _folding(self, heads: int, kv_heads: int) -> Folding:
         """Made once per pass."""
         if (heads, kv_heads) not in self._foldings:
-            self._foldings[heads, kv_heads] = Folding.of(self.row_of, self.unpack, heads, kv_heads)
+            row_of, unpack = self.row_of, self.unpack
+            if row_of is None:
+                unpack = torch.arange(self.depths.numel(), device=self.depths.device)
+                row_of = unpack.view_as(self.depths)
+            self._foldings[heads, kv_heads] = Folding.of(row_of, unpack, heads, kv_heads, self._companies)
         return self._foldings[heads, kv_heads]
 
-    def _group(self, index: Int[Tensor, " b"] | None, batch: BatchSlots) -> TreeGroup:
-        parts = (self.ancestors, self.depths, self.column_depths, self.first)
-        if index is not None:
+    def _group(self, company: Company) -> TreeGroup:
+        batch, parts = self.batch, (self.ancestors, self.depths, self.column_depths, self.first)
+        if len(self._companies) > 1:
+            index = upload(company.members, self.depths.device)
+            batch = self.batch.select(company.members)
             parts = (None if x is None else x.index_select(0, index) for x in parts)
-        return TreeGroup(self.cache, batch, *parts)
+        ancestors, depths, column_depths, first = parts
+        if self.sizes is not None:
+            size = company.size
+            ancestors, depths, column_depths = ancestors[:, :size, :size], depths[:, :size], column_depths[:, :size]
+        return TreeGroup(self.cache, batch, ancestors, depths, column_depths, first)
 
 
 @dataclass(frozen=True, slots=True)

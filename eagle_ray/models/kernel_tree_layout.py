@@ -49,13 +49,14 @@ def tree_layout(
     unpack: Int[Tensor, " R"] | None = None,
     first: Int[Tensor, " B"] | None = None,
     seq: Int[Tensor, " R"] | None = None,
+    sizes: list[int] | None = None,
 ) -> TreeLayout | KernelTreeLayout:
     """The layout that this cache's device takes, from what TreeLayout is made of.
 
     ancestors: as words only where `takes_kernels`. seq: the tree of each row, -1 for padding rows; None: none is.
     """
     if not takes_kernels(kv_cache):
-        return TreeLayout(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first)
+        return TreeLayout(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
     num_nodes = depths.shape[1]
     words = ancestors if ancestors.dtype == torch.int64 else packed(ancestors)
     seq = unpack // num_nodes if seq is None and unpack is not None else seq

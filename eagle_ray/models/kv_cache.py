@@ -21,8 +21,6 @@ from eagle_ray.models.blocks import Blocks
 from eagle_ray.speculative.upload import upload
 from eagle_ray.speculative.verify import VerifyResult
 
-SPLIT_COLUMNS = 512  # measured: one more pass over a batch costs as much as reading a few hundred columns for nothing
-
 
 @dataclass(frozen=True, slots=True)
 class BatchSlots:
@@ -47,13 +45,6 @@ class BatchSlots:
     def bounded(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> BatchSlots:
         """Whatever the tensors hold when the pass is run, up to a length of `bound`, which is at least 1."""
         return cls(slots, lengths, [], [], bound)
-
-    def groups(self) -> list[tuple[Int[Tensor, " b"] | None, BatchSlots]]:
-        """The sequences by similar length: where they stand in the batch (None: all of them) and they themselves."""
-        parts = [[]] if self.bound is not None else length_groups(self.host_lengths)
-        if len(parts) == 1:
-            return [(None, self)]
-        return [(upload(part, self.slots.device), self.select(part)) for part in parts]
 
     def select(self, members: Sequence[int]) -> BatchSlots:
         """Those sequences of the batch alone."""
@@ -102,6 +93,10 @@ class KVCache:
     @property
     def num_slots(self) -> int:
         return self.blocks.num_slots
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.keys)
 
     @property
     def capacity(self) -> int:
@@ -180,24 +175,6 @@ class KVCache:
         from eagle_ray.kernels import commit as kernel
 
         kernel.commit(self.keys, self.values, self.blocks.table, batch.slots, batch.lengths, result.accepted_nodes)
-
-
-def length_groups(lengths: list[int]) -> list[list[int]]:
-    """Indices of sequences that are best read together, each group padded to its longest.
-
-    A batch is split where that saves the most columns, as long as it saves SPLIT_COLUMNS.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    longest = lengths[order[-1]]
-    saved = [place * (longest - lengths[order[place - 1]]) for place in range(len(order))]
-    place = max(range(len(order)), key=saved.__getitem__)
-    if saved[place] < SPLIT_COLUMNS:
-        return [order]
-    return [part for half in (order[:place], order[place:]) for part in _regrouped(half, lengths)]
-
-
-def _regrouped(members: list[int], lengths: list[int]) -> list[list[int]]:
-    return [[members[i] for i in part] for part in length_groups([lengths[m] for m in members])]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

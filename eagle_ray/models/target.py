@@ -203,4 +203,5 @@ class Target:
             row_of=None if rows.is_rectangle else rows.row_of,
             unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
             seq=rows.seq,
+            sizes=None if rows.is_rectangle or self.device.type != "cpu" else tree.valid.sum(1).tolist(),
         )

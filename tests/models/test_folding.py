@@ -1,7 +1,9 @@
 """Folded queries are what gathering by tree and then folding heads gives, and they come back to their rows."""
 
+import pytest
 import torch
 
+from eagle_ray.models.company import Company
 from eagle_ray.models.folding import Folding, fold_rectangle, unfold_rectangle
 
 HEADS, KV_HEADS, DIM = 6, 2, 4
@@ -14,18 +16,28 @@ def queries(num_rows: int) -> torch.Tensor:
     return torch.randn(1, num_rows, HEADS, DIM, generator=torch.Generator().manual_seed(1)).transpose(1, 2)
 
 
-def test_ragged_trees_are_padded_and_folded_and_come_back():
-    query, folding = queries(6), Folding.of(ROW_OF, UNPACK, HEADS, KV_HEADS)
+@pytest.mark.parametrize(
+    "companies",
+    [
+        [Company([0, 1, 2], 3)],
+        [Company([1, 2], 2), Company([0], 3)],
+        [Company([2, 0], 3), Company([1], 1)],
+        [Company([2], 2), Company([1], 1), Company([0], 3)],
+    ],
+)
+def test_ragged_trees_are_padded_and_folded_and_come_back(companies):
+    query, folding = queries(6), Folding.of(ROW_OF, UNPACK, HEADS, KV_HEADS, companies)
     folded = folding.fold(query)
-    by_tree = query[0][:, ROW_OF].transpose(0, 1)  # [B, heads, N, d]
-    assert torch.equal(folded, by_tree.reshape(3, KV_HEADS, 9, DIM))
+    for company, rows in zip(companies, folded, strict=True):
+        by_tree = query[0][:, ROW_OF[company.members, : company.size]].transpose(0, 1)  # [b, heads, n, d]
+        assert torch.equal(rows, by_tree.reshape(len(company.members), KV_HEADS, 3 * company.size, DIM))
     assert torch.equal(folding.unfold(folded, HEADS), query)
-    as_torch_leaves_it = folded.transpose(1, 2).contiguous().transpose(1, 2)
+    as_torch_leaves_it = [rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in folded]
     assert torch.equal(folding.unfold(as_torch_leaves_it, HEADS), query)
 
 
 def test_a_rectangle_needs_no_index():
-    query, row_of = queries(6), torch.arange(6).view(2, 3)
-    folded, folding = fold_rectangle(query, 2, KV_HEADS), Folding.of(row_of, torch.arange(6), HEADS, KV_HEADS)
-    assert torch.equal(folded, folding.fold(query))
-    assert torch.equal(unfold_rectangle(folded, HEADS), folding.unfold(folded, HEADS))
+    query, row_of, together = queries(6), torch.arange(6).view(2, 3), [Company([0, 1], 3)]
+    folded, folding = fold_rectangle(query, 2, KV_HEADS), Folding.of(row_of, torch.arange(6), HEADS, KV_HEADS, together)
+    assert torch.equal(folded, folding.fold(query)[0])
+    assert torch.equal(unfold_rectangle(folded, HEADS), folding.unfold([folded], HEADS))

@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
-from eagle_ray.models import kv_cache
+from eagle_ray.models import company
 from eagle_ray.models.attention import LayerAttention, PromptLayout, TreeLayout
 from eagle_ray.models.blocks import Blocks
-from eagle_ray.models.kv_cache import BatchSlots, KVCache, length_groups
+from eagle_ray.models.company import companies
+from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.speculative.verify import VerifyResult
 
 HEADS, DIM = 2, 4
@@ -110,37 +111,35 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_length_groups_attend_as_one_batch_does(window, monkeypatch):
-    """Trees on sequences of 3 to 300 tokens: the same outputs whether they are read together or apart."""
-    lengths, num_nodes = [300, 3, 40, 41, 280, 7], 5
+@pytest.mark.parametrize("ragged, num_groups", [(False, [6, 3, 1]), (True, [6, 4, 1])])
+def test_groups_attend_as_one_batch_does(ragged, num_groups, window, monkeypatch):
+    """Trees of 1 to 5 nodes on sequences of 3 to 300 tokens: the same outputs whether read together or apart."""
+    lengths, sizes, num_nodes = [300, 3, 40, 41, 280, 7], [2, 5, 1, 4, 5, 3], 5
     cache = scattered(6, 320)
     filled(cache, list(range(6)), 320)
     batch = BatchSlots.of(list(range(6)), lengths)
     columns = batch.lengths[:, None] + torch.arange(num_nodes)
     ancestors = torch.ones(6, num_nodes, num_nodes, dtype=torch.bool).tril()
     depths = torch.arange(num_nodes).expand(6, num_nodes)
-    query, key = torch.randn(1, 4, 30, DIM), torch.randn(1, HEADS, 30, DIM)
+    cells, rows = cache.cells(batch.slots[:, None], columns).flatten(), {}
+    if ragged:
+        unpack = torch.tensor([b * num_nodes + i for b, size in enumerate(sizes) for i in range(size)])
+        row_of = torch.zeros(6 * num_nodes, dtype=torch.long)
+        row_of[unpack] = torch.arange(len(unpack))
+        cells, rows = cells[unpack], {"row_of": row_of.view(6, -1), "unpack": unpack, "sizes": sizes}
+    query, key = torch.randn(1, 4, len(cells), DIM), torch.randn(1, HEADS, len(cells), DIM)
     outputs = []
-    for least in (1, 60, 10**9):
-        monkeypatch.setattr(kv_cache, "SPLIT_COLUMNS", least)
-        cells = cache.cells(batch.slots[:, None], columns).flatten()
-        layout = TreeLayout(cache, batch, cells, ancestors, depths, depths, first=torch.tensor([1, 1, 30, 1, 1, 2]))
-        outputs.append((len(batch.groups()), layout.attend(query, key, key, LayerAttention(0, 0.5, window))))
-    assert [count for count, _ in outputs] == [6, 3, 1]
+    for least in (1, 60, 1e9):
+        monkeypatch.setattr(company, "CALL_COLUMNS", least)
+        monkeypatch.setattr(company, "GROUP_COLUMNS", 0)
+        layout = TreeLayout(
+            cache, batch, cells, ancestors, depths, depths, first=torch.tensor([1, 1, 30, 1, 1, 2]), **rows
+        )
+        counts = len(companies(lengths, sizes if ragged else [num_nodes] * 6, 2))
+        outputs.append((counts, layout.attend(query, key, key, LayerAttention(0, 0.5, window))))
+    assert [count for count, _ in outputs] == num_groups
     for _, output in outputs[:2]:
         torch.testing.assert_close(output, outputs[2][1], atol=1e-5, rtol=0)
-
-
-def test_groups_hold_every_sequence_once_and_pay_for_themselves():
-    rng = random.Random(0)
-    for _ in range(200):
-        lengths = [rng.choice([10, 100, 1000]) + rng.randrange(50) for _ in range(rng.randint(1, 40))]
-        groups = length_groups(lengths)
-        assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-        padded = sum(len(group) * max(lengths[i] for i in group) for group in groups)
-        saved = len(lengths) * max(lengths) - padded
-        assert saved >= kv_cache.SPLIT_COLUMNS * (len(groups) - 1)
-    assert len(length_groups([100] * 15 + [1000])) == 2 and len(length_groups([100] * 16)) == 1
 
 
 @pytest.mark.parametrize("window, softcap, sinks", [(None, None, False), (6, None, False), (6, 5.0, True)])

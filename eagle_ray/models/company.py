@@ -1,0 +1,64 @@
+"""Company: which sequences of a batch attend together, in one call that is padded to the longest and the largest tree.
+
+What a call takes goes with sequences times columns times (PER_COLUMN + rows of a tree): keys and values are gathered,
+and each row meets each of them. Does not know caches or what attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+PER_COLUMN = 5  # rows: reading a column takes as long as that many rows that meet it
+CALL_COLUMNS = 200  # one more call in a layer takes as long as reading so many columns for nothing: measured at 16
+GROUP_COLUMNS = 700  # likewise of what is made for each group once for all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """members: indices of sequences. size: rows of the largest of their trees."""
+
+    members: list[int]
+    size: int
+
+
+def companies(lengths: Sequence[int], sizes: Sequence[int], num_layers: int) -> list[Company]:
+    """lengths: columns of each sequence. sizes: rows of its tree.
+
+    A batch is split where that saves most, by length or by size, as long as it saves more than it takes; then its parts
+    are.
+    """
+    least = CALL_COLUMNS + GROUP_COLUMNS / num_layers
+    parts = _split(list(range(len(lengths))), lengths, sizes, least)
+    return [Company(part, max(sizes[i] for i in part)) for part in parts]
+
+
+def _split(members: list[int], lengths: Sequence[int], sizes: Sequence[int], least: float) -> list[list[int]]:
+    together = _work(len(members), max(lengths[i] for i in members), max(sizes[i] for i in members))
+    if together - sum(_work(1, lengths[i], sizes[i]) for i in members) < least:  # not even all apart
+        return [members]
+    cuts = [_best_cut(sorted(members, key=by.__getitem__), lengths, sizes) for by in (lengths, sizes)]
+    apart, place, order = min(cuts)
+    if together - apart < least:
+        return [members]
+    return [group for part in (order[:place], order[place:]) for group in _split(part, lengths, sizes, least)]
+
+
+def _best_cut(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[float, int, list[int]]:
+    """The least work with this order cut in two, after how many, and the order."""
+    below, above = _works(order, lengths, sizes), _works(order[::-1], lengths, sizes)[::-1]
+    both = [x + y for x, y in zip(below[:-1], above[1:], strict=True)]
+    least = min(both)
+    return least, 1 + both.index(least), order
+
+
+def _works(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> list[float]:
+    """Of the first one, the first two, ... together."""
+    longest, largest = (accumulate(map(of.__getitem__, order), max) for of in (lengths, sizes))
+    return [_work(n, x, y) for n, (x, y) in enumerate(zip(longest, largest, strict=True), 1)]
+
+
+def _work(number: int, longest: int, largest: int) -> float:
+    """Of one call, in columns that a single row meets."""
+    return number * longest * (PER_COLUMN + largest) / (PER_COLUMN + 1)
