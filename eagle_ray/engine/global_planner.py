@@ -155,11 +155,12 @@ class GlobalPlanner:
         price = self._price(len(batch), batch.num_cached)
         num_rows = len(batch) * self._rows_each
         row_price = price * self.costs.row(num_rows, batch.num_cached, len(batch), batch.num_beside)
+        level_price = price * self.costs.level(len(batch) * width)
         unpaid = 0
 
         def enough(builder: TreeBuilder) -> bool:
             nonlocal unpaid
-            unpaid += unpaid > 0 or not self._pays(builder, price, row_price)
+            unpaid += unpaid > 0 or not self._pays(builder, level_price, row_price)
             return unpaid > more
 
         return self._plan(self._max_depth, width, enough=enough)
@@ -290,17 +291,23 @@ class GlobalPlanner:
         """Draft tokens that a sequence has lately been expected to yield in a step."""
         return self._foreseen / max(self._reviewed[0], 1)
 
-    def _pays(self, builder: TreeBuilder, price: float, row_price: float) -> bool:
+    def _pays(self, builder: TreeBuilder, level_price: float, row_price: float) -> bool:
         """Whether one more level is expected to bring in more than what it takes. Both prices are in tokens.
 
         Its nodes are worth what they bring in beyond their rows, which are taken to cost what rows near the last
-        number of them do.
+        number of them do. On the host, node by node, up to where it is clear: mostly after two or three.
         """
-        level = builder.levels[-1].flatten(1).numpy(force=True)
-        beam = np.exp(np.sort(level)[:, -self._best.width :])
-        children = self._now.trust * np.outer(beam, self._now.curves.children(builder.depth + 1))
-        gain = np.maximum(children - row_price, 0).sum()
-        return bool(gain > price * self.costs.level(beam.size))
+        children = self._now.curves.children(builder.depth + 1)
+        trust, gain = self._now.trust, 0.0
+        for value in builder.frontier().log_values.exp().flatten().tolist():
+            for child in children:
+                more = trust * value * child - row_price
+                if more <= 0:  # those after it are worth less
+                    break
+                gain += more
+            if gain > level_price:
+                return True
+        return False
 
     def _next_probe(self, batch: Batch) -> Plan:
         """Where nothing is drafted a trial or a draft for some; else by turns a plain step and the widest draft."""

@@ -58,6 +58,7 @@ class TreeBuilder:
         self._draft_log_probs = [tree.draft_log_probs]
         self._frontier_nodes = torch.zeros_like(tree.tokens)
         self._frontier_values = tree.log_values
+        self._frontier: Frontier | None = None  # of the last level, once it was asked for
         self._num_nodes = 1
         self.levels: list[Float[Tensor, "B _ K"]] = []
 
@@ -78,6 +79,7 @@ class TreeBuilder:
         """
         values = _offered(self._frontier_values[:, :, None] + log_probs)
         parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
+        self._frontier = None
         self.levels.append(values)
         self._log_values.append(values.flatten(1))
         said = log_probs if draft_log_probs is None else draft_log_probs
@@ -91,6 +93,11 @@ class TreeBuilder:
 
         With a shape: those of the level that have children in it, in its order.
         """
+        if self._frontier is None:
+            self._frontier = self._made_frontier()
+        return self._frontier
+
+    def _made_frontier(self) -> Frontier:
         values, tokens = self._log_values[-1], self._tokens[-1]
         if self._ends is not None:
             is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
