@@ -63,4 +63,4 @@ def test_it_learns_how_far_to_trust_them_and_can_forget():
     assert (sure > first + 0.3 * (1 - first)).all()  # the best of them was picked every time
     drafter.forget()
     assert drafted(drafter, [1, 2, 3], Plan(1, 2)).depth == 0
-    assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0]
+    assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]

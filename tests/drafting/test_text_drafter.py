@@ -128,7 +128,7 @@ def test_what_was_read_and_learned_can_be_forgotten():
     for _ in range(3):
         drafted(drafter, [text], Plan(2, 2))
         text.token_ids = [*text.token_ids, 2, 1]
-    assert calibration.fit.parameters[0, 0].tolist() != [1.0, 0.0]
+    assert calibration.fit.parameters[0, 0].tolist() != [1.0, 0.0, 0.0]
     drafter.forget()
-    assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0]
+    assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]
     assert drafted(drafter, [text], Plan(2, 2)).num_caught_up == len(text.token_ids)

@@ -62,4 +62,4 @@ def test_rates_are_those_of_the_picks_seen_and_rare_levels_are_like_the_one_abov
     seen = measured.rates()
     assert seen[0] == pytest.approx([0.6, 0.2, 0.1], abs=0.05)
     assert seen[1] == pytest.approx(seen[0]) and seen[2] == pytest.approx(seen[0])
-    assert measured.fit.parameters[0, 0].tolist() != [1.0, 0.0]  # and it calibrates all the while
+    assert measured.fit.parameters[0, 0].tolist() != [1.0, 0.0, 0.0]  # and it calibrates all the while
