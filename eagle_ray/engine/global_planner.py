@@ -180,8 +180,9 @@ class GlobalPlanner:
         best = int(self._profits(batch, rows, gains).argmax())
         self._foreseen, self._rows_each = gains[best], rows[best] / size
         keep = candidates.keep(rows[best])
-        most = int(keep.sum(1).max().item()) if self._can_look else 1 + self._max_nodes
-        return Allocation(keep, min(most, draft.tree.num_nodes), rows[best], self._foreseen)
+        sizes = keep.sum(1).tolist() if self._can_look else None
+        most = max(sizes) if sizes else min(1 + self._max_nodes, draft.tree.num_nodes)
+        return Allocation(keep, most, rows[best], self._foreseen, sizes)
 
     def learn(self, outcome: Outcome) -> None:
         if outcome.is_first:

@@ -26,13 +26,14 @@ class Allocation:
 
     keep: which nodes. num_nodes: at least the most of one tree, root included. num_rows: rows of the pass, at least
     the number of nodes kept; what is more is padding. expected: drafts of the batch that will be accepted, by whoever
-    chose them.
+    chose them. sizes: nodes kept of each tree, where the host knows.
     """
 
     keep: Bool[Tensor, "B N"]
     num_nodes: int
     num_rows: int
     expected: float = 0.0
+    sizes: list[int] | None = None
 
     @classmethod
     def uniform(cls, draft: Draft, most_nodes: int) -> Allocation:

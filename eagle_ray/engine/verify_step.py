@@ -77,16 +77,20 @@ def verify_step(
     shape: StepShape,
     mark: Callable[[], None] = lambda: None,
     prompts: Prompts | None = None,
+    sizes: list[int] | None = None,
 ) -> Verdict:
-    """mark: called right before and right after the target's pass. prompts: computed in the same pass."""
+    """mark: called right before and right after the target's pass. prompts: computed in the same pass.
+
+    sizes: nodes kept of each tree, where the host knows them.
+    """
     tree = tree.rerank(keep, shape.num_nodes)
     rows = tree.pack(batch.lengths, shape.num_rows)
     mark()
     passed = None
     if prompts is None:
-        logits, features = target.verify(tree, rows, batch, shape.max_depth)
+        logits, features = target.verify(tree, rows, batch, shape.max_depth, sizes)
     else:
-        logits, features, passed = target.verify_beside(tree, rows, batch, shape.max_depth, prompts)
+        logits, features, passed = target.verify_beside(tree, rows, batch, shape.max_depth, prompts, sizes)
     mark()
     picks = pick(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
     result = accept_path(tree, rows, picks, shape.max_depth)
@@ -128,7 +132,7 @@ class Verifier:
         shape = _shape(batch, draft, allocation)
         if self._replay is None or not self._replay.works:
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
-            return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts)
+            return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts, allocation.sizes)
         assert prompts is None, "a replayed pass has no rows for prompts"
         mark()
         shape = self._fixed(shape, len(batch), self._replay)

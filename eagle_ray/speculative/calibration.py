@@ -1,8 +1,8 @@
 """Calibration: from what a drafter says of a child to how often the target picks it.
 
 A logistic map for each level, ``sigmoid(a * logit(p) + b)``, on *conditional* probabilities (of a child, its parent
-being accepted), with c more for the first child of a node: a target that agrees with what a drafter thinks likeliest
-does so more often than with a second choice of the same p (measured: 0.35 and 0.13 where both were said to be 0.2).
+being accepted), with c more for the first child of a node: targets pick what a drafter thinks likeliest more often than
+a second choice of the same p (measured: 0.35 and 0.13 of the time where both were said to be 0.16).
 Never above 1, rising in p and c never below 0: so it keeps the order of siblings, who stand likeliest first, and
 products along paths still never rise. Rows that are sampled have maps of their own: there p means something else.
 
