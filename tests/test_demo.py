@@ -25,7 +25,8 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
     assert count >= 24 and {row["status"] for row in rows} == {"ok"}
     assert [broken_laws(row) for row in rows] == [[]] * len(rows)
     assert f"{count} of {count} outputs are token for token plain decoding's" in shown
-    assert {line.split()[0] for line in shown.splitlines()[1:7]} == {row["category"] for row in rows}
+    own = [line for line in shown.splitlines() if "(raylet)" not in line]  # Ray says things of its own in between
+    assert {line.split()[0] for line in own[1:7]} == {row["category"] for row in rows}
     baseline = read_json(Location.of(output / "_summary.json"))["baseline"]
     assert baseline["differing"] == []
     assert baseline["total"]["mean_acceptance_length"] > 1  # how much above it is a matter of the machine
