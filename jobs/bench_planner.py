@@ -87,18 +87,18 @@ def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced]
 
 def steady(engine: Engine, planner: Priced, prompts: list[list[int]], batch: int, args: argparse.Namespace) -> None:
     engine.planner = planner
+    engine.drafter.forget()
     queue = SteadyQueue(engine, requests(prompts, [args.tokens_each], args.temperatures), NoMeter(), batch)
     queue.fill()
     queue.window(args.warm, ENDLESS_S)
     planner.reset()
     queue.window(args.tokens, ENDLESS_S)
     queue.end()
-    while engine.has_work:
-        engine.step()
 
 
 def drain(engine: Engine, planner: Priced, prompts: list[list[int]], slots: int, args: argparse.Namespace) -> None:
     engine.planner = planner
+    engine.drafter.forget()
     num_rows = int(DRAIN_ROWS * slots)
     for turn in range(1 + args.drain):
         rows = requests(prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)

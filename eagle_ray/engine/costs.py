@@ -52,8 +52,8 @@ class CostCurve:
         a, b, x, y = self.rows[right - 1], self.rows[right], self._rising[right - 1], self._rising[right]
         return x + (y - x) * max(rows - a, 0) / (b - a)
 
-    def at(self, rows: Sequence[int]) -> np.ndarray:
-        """The same for several numbers of rows at once."""
+    def at(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The same for several numbers of rows at once, in any shape."""
         beyond = np.maximum(np.subtract(rows, self.rows[-1]), 0)
         return np.interp(rows, self.rows, self._rising) + self._slope_beyond * beyond
 
@@ -153,10 +153,9 @@ class StepCosts:
         """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""
         return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
 
-    def drafts(self, num_pairs: float, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
-        """[widths, max_depth]: the same for several widths and all depths from 1 on at once."""
-        levels = self.level.at([num_members * width for width in widths])
-        return self.read(num_pairs) + np.outer(levels, range(max_depth))
+    def further_levels(self, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
+        """[widths, max_depth]: growing them after the first, for several widths and all depths from 1 on at once."""
+        return np.outer(self.level.at([num_members * width for width in widths]), range(max_depth))
 
     def plain_step(self, batch_size: int, num_cached: float) -> float:
         return self.verified(batch_size, num_cached, batch_size) + self.plain_rest(batch_size)

@@ -39,16 +39,19 @@ class Expectations:
 
 
 class ExpectationsBySize:
-    """Those of 1, 2, 3 to 4, 5 to 8, ... sequences."""
+    """Those of 1, 2, 3 to 4, 5 to 8, ... sequences.
+
+    last: those last used; at first they are of no size, and hear what is learnt before any size is asked for.
+    """
 
     def __init__(self, curves: ValueCurves):
-        self._last = Expectations(curves)
+        self.last = Expectations(curves)
         self._of: dict[int, Expectations] = {}
 
     def of(self, size: int) -> Expectations:
         """Those of so many sequences: the same object every time."""
         octave = (size - 1).bit_length()
         if octave not in self._of:
-            self._of[octave] = self._last.copy() if self._of else self._last
-        self._last = self._of[octave]
-        return self._last
+            self._of[octave] = self.last.copy()
+        self.last = self._of[octave]
+        return self.last

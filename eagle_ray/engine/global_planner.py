@@ -11,7 +11,8 @@ best such rate is the price of a second, and what a single step does has to be w
 What is not done is not learnt about. So now and then drafts are made although they should not be, for a few sequences
 or, where they nearly pay, for everyone and some steps; or a step is plain or drafts wider than it would: a probe. What
 probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of the time, and LOOKING_SHARE while there are
-drafts. Knows values and seconds; does not know models, requests or who drafts.
+drafts; but for the first one after drafts were given up, which comes AGAIN plain steps later whatever was spent before.
+Knows values and seconds; does not know models, requests or who drafts.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ FIRST_PROBES = 4  # drafts with something in them from which the first opinion i
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS, FIRST_PROBED = 2, 4  # sequences of each of them: so many, or one of so many if that is more
 FIRST_STEPS, HEAR_EVERY = 64, 4  # after the first steps, one in so many is heard of: costs change slowly
-OBSERVE_EVERY = 8  # drafting steps, at least
+OBSERVE_EVERY = 8  # drafting steps, at least; a power of two, as LOOK_EVERY, so that who looks is observed
 MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations
-DEEPER_EVERY, WIDER_EVERY = 32, 32  # drafting steps, which are observed
+LOOK_EVERY = 32  # drafting steps: a level deeper and a little wider than what promises most
+AGAIN = 32  # plain steps after which drafts that no longer seem to pay are first tried again
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.02  # times plain decoding's rate that drafts must promise before they are made: promises are a little off
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
@@ -95,18 +97,17 @@ class GlobalPlanner:
         self.costs, self._can_look, self._padded = costs, can_look, padded
         self.foreseen_s = self.foreseen_plain_s = 0.0  # of steps heard of, by the costs: as taken, without drafts
         self._by_size = ExpectationsBySize(ValueCurves(widths, self._max_depth))
-        self._now = self._by_size.of(1)  # of the batch that is planned for
+        self._now = self._by_size.last  # of the batch that is planned for
         self._best = Prospect(0.0)
         self._drafting = True
-        self._num_steps = self._num_off = 0
+        self._num_steps = self._num_missed = 0  # steps; tokens that a drafter has not read since it last drafted
         self._num_drafts = self._num_offers = 0  # drafts asked for, and those of them that held anything
         self._debt = 0.0  # seconds of probes not yet made up for by their share of the time since
-        self._probe_is_plain = False
-        self._probed_at = -1 - UNHEARD  # the step before which the last probe was planned
+        self._plain_is_next = True  # of probes while something is drafted
+        self._probed_at = -1 - UNHEARD  # the step before which the last probe was launched
         self._trial_until = 0  # the step before which everyone drafts to see whether it pays
         self._reviewed = (0, 0)  # batch size and step of the last decision
         self._prompt_tokens = 0.0  # of new prompts, computed along with a step on average
-        self._foreseen = 0.0  # drafts that the last budget is expected to yield
         self._rows_each = 2.0  # rows of the last draft's pass, for each sequence
 
     @property
@@ -121,7 +122,6 @@ class GlobalPlanner:
         if self._is_trial:
             return self._try_out(batch)
         if self._debt <= 0 and self._num_steps > self._probed_at + UNHEARD:
-            self._probed_at = self._num_steps
             return self._next_probe(batch)
         if not self._drafting:
             return PLAIN
@@ -147,8 +147,9 @@ class GlobalPlanner:
 
         Now and then a level deeper or a little wider: near the best it costs next to nothing to look around.
         """
-        width, more = self._best.width, int(self._num_drafts % DEEPER_EVERY == 0)
-        if self._num_drafts % WIDER_EVERY == 0:
+        looks = self._num_drafts % max(LOOK_EVERY, _observe_every(len(batch))) == 0
+        width, more = self._best.width, int(looks)
+        if looks:
             width = next((w for w in self._now.curves.widths if w > width), width)
         if not self._can_look:
             return self._plan(min(self._best.depth + more, self._max_depth), width)
@@ -168,7 +169,8 @@ class GlobalPlanner:
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
         """The bucket with the best rate, filled with the most valuable nodes of the batch."""
         size = len(batch)
-        self._foreseen = 0.0
+        if plan.probe and not self._knows_nothing:
+            self._probed_at, self._plain_is_next = self._num_steps, plan.drafts
         if plan.drafts:
             self._observe(draft, plan, size)
         if not draft.depth:
@@ -178,11 +180,11 @@ class GlobalPlanner:
         rows = self._passes(self._sizes(size, num_candidates))
         gains = candidates.expected([min(n - size, num_candidates) for n in rows])
         best = int(self._profits(batch, rows, gains).argmax())
-        self._foreseen, self._rows_each = gains[best], rows[best] / size
+        self._rows_each = rows[best] / size
         keep = candidates.keep(rows[best])
         sizes = keep.sum(1).tolist() if self._can_look else None
         most = max(sizes) if sizes else min(1 + self._max_nodes, draft.tree.num_nodes)
-        return Allocation(keep, most, rows[best], self._foreseen, sizes)
+        return Allocation(keep, most, rows[best], gains[best], sizes)
 
     def learn(self, outcome: Outcome) -> None:
         if outcome.is_first:
@@ -190,7 +192,7 @@ class GlobalPlanner:
         if outcome.plan.probe or self._num_steps < FIRST_STEPS or self._num_steps % HEAR_EVERY == 0:
             self._learn_costs(outcome)
         self._num_steps += 1
-        self._num_off = 0 if outcome.plan.drafts and not outcome.plan.members else self._num_off + 1
+        self._count_missed(outcome)
         self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
         self._prompt_tokens = PROMPT_MEMORY * self._prompt_tokens + (1 - PROMPT_MEMORY) * outcome.num_prompt_tokens
         if self._is_among_the_first(outcome.plan):  # nothing was calibrated: later drafts keep what they promise better
@@ -198,6 +200,12 @@ class GlobalPlanner:
         if outcome.plan.probe:
             self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._by_size.of(outcome.batch_size).hear(outcome.num_accepted, outcome.num_expected)
+
+    def _count_missed(self, outcome: Outcome) -> None:
+        if outcome.plan.drafts and not outcome.plan.members:
+            self._num_missed = 0
+        else:
+            self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
 
     def _learn_costs(self, outcome: Outcome) -> None:
         foreseen = self.costs.foresee(outcome)
@@ -207,7 +215,7 @@ class GlobalPlanner:
 
     def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
-        if plan.probe or self._num_drafts % max(OBSERVE_EVERY, size // MEMBERS_EVERY) == 0:
+        if plan.probe or self._num_drafts % _observe_every(size) == 0:
             self._now.curves.observe(self._to_full_depth(draft, plan, size), plan.width, draft.beside)
         self._num_drafts += 1
         self._num_offers += draft.depth > 0
@@ -269,9 +277,11 @@ class GlobalPlanner:
         self._best = self._most_promising(batch)
         hurdle = 1.0
         if not self._drafting:
-            backlog = min(self._num_off, HORIZON) * len(batch)
+            backlog = min(self._num_missed, batch.num_cached, HORIZON * len(batch))
             hurdle = MARGIN + self.costs.read(backlog) / (HORIZON * len(batch) / plain)
-        self._drafting = self._best.rate > plain * hurdle
+        before, self._drafting = self._drafting, self._best.rate > plain * hurdle
+        if before and not self._drafting:  # what was looked at before does not keep it from being tried again
+            self._debt = min(self._debt, PROBE_SHARE * AGAIN * len(batch) / plain)
 
     def _most_promising(self, batch: Batch) -> Prospect:
         """The width and depth with the best rate, by what such drafts have lately been worth."""
@@ -279,18 +289,14 @@ class GlobalPlanner:
         rows = [n for n in self._passes(self._buckets(size, size * self._max_nodes)) if n > size]
         gains = self._now.trust * size * self._now.curves.expected([n / size - 1 for n in rows])
         prompts = self._prompt_tokens * costs.read.per_row  # a head that drafts reads new prompts too
-        drafted = costs.drafts(size * (1 + self._per_sequence), size, widths, self._max_depth)
+        levels = costs.further_levels(size, widths, self._max_depth)
+        drafted = costs.read.at(size + gains) + levels[:, :, None]  # it reads what a step like it has brought in
         spent = prompts + costs.draft_rest(size) + drafted
-        rates = (size + gains) / (spent[:, :, None] + costs.passes(rows, batch.num_cached, size))
+        rates = (size + gains) / (spent + costs.passes(rows, batch.num_cached, size))
         rates[1:, 0] = 0.0  # a single level is of one node's children, however wide the draft
         width, depth, n = np.unravel_index(rates.argmax(), rates.shape)
         tau = 1 + float(gains[width, depth, n]) / size
         return Prospect(float(rates[width, depth, n]), widths[width], int(depth) + 1, rows[n], tau)
-
-    @property
-    def _per_sequence(self) -> float:
-        """Draft tokens that a sequence has lately been expected to yield in a step."""
-        return self._foreseen / max(self._reviewed[0], 1)
 
     def _pays(self, builder: TreeBuilder, level_price: float, row_price: float) -> bool:
         """Whether one more level is expected to bring in more than what it takes. Both prices are in tokens.
@@ -318,8 +324,7 @@ class GlobalPlanner:
                 return self._probe(batch, max(1, len(batch) // PROBED))
             self._trial_until, self._reviewed = self._num_steps + TRIAL, (len(batch), self._num_steps)
             return self._try_out(batch)
-        self._probe_is_plain = not self._probe_is_plain
-        if self._probe_is_plain:
+        if self._plain_is_next:
             return replace(PLAIN, probe=True)
         return self._probe(batch, len(batch))
 
@@ -350,6 +355,11 @@ class GlobalPlanner:
         worth = (size + probe.num_accepted) / self._price(size, num_cached)
         spent = probe.seconds.total - self.costs.beside(probe)
         return max(spent - worth, PROBE_FLOOR * self.costs.plain_step(size, num_cached))
+
+
+def _observe_every(size: int) -> int:
+    """Drafting steps from one observation to the next: a power of two."""
+    return 1 << max(OBSERVE_EVERY, size // MEMBERS_EVERY).bit_length() - 1
 
 
 def _between(buckets: Sequence[int], size: int, num_candidates: int) -> list[int]:

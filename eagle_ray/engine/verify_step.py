@@ -177,7 +177,8 @@ class Verifier:
 def _shape(batch: Batch, draft: Draft, allocation: Allocation) -> StepShape:
     asked = [s.sampling for s in batch.sequences if s.sampling.logprobs]
     num_tops = max((sampling.top_logprobs for sampling in asked), default=0)
-    return StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, bool(asked), num_tops)
+    max_depth = min(draft.depth, allocation.num_nodes - 1)  # a tree is no deeper than it has nodes
+    return StepShape(allocation.num_nodes, allocation.num_rows, max_depth, bool(asked), num_tops)
 
 
 def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[Padded]:

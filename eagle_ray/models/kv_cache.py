@@ -164,8 +164,9 @@ class KVCache:
             return  # a root alone already stands where it belongs
         if use_triton(self.keys.device):
             return self._commit_fused(batch, result)
-        offset = torch.arange(longest, device=batch.slots.device)
-        moved = torch.where(result.accepted_nodes >= 0, result.accepted_nodes, offset)
+        offset = torch.arange(1, longest, device=batch.slots.device)  # the root stays
+        accepted = result.accepted_nodes[:, 1:]
+        moved = torch.where(accepted >= 0, accepted, offset)
         slots, first = batch.slots[:, None], batch.lengths[:, None]
         source, target = (self.cells(slots, first + columns).flatten() for columns in (moved, offset))
         for flat in self._flat:

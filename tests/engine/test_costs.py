@@ -105,7 +105,7 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
 def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
     costs = replace(some_costs(), level=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
     each = [[costs.drafted(5, 4, width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
-    assert costs.drafts(5, 4, [1, 3], 3) == pytest.approx(np.array(each))
+    assert costs.read(5) + costs.further_levels(4, [1, 3], 3) == pytest.approx(np.array(each))
 
 
 def test_the_same_rows_of_more_sequences_take_longer():

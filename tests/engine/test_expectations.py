@@ -47,3 +47,11 @@ def test_a_new_size_begins_with_what_was_used_last():
     by_size.of(2).hear(1, 9)
     assert worth(by_size.of(4)) == worth(by_size.of(2)) < 0.8
     assert by_size.of(4).trust == by_size.of(2).trust < 1
+
+
+def test_a_size_that_was_not_asked_for_has_learnt_nothing_of_its_own():
+    """What the first drafts taught, before anything was calibrated, is not what one sequence begins with later."""
+    by_size = made()
+    observe(by_size.last, 16, 0.1)
+    observe(by_size.of(16), 16, 0.8)
+    assert worth(by_size.of(1)) == worth(by_size.of(16)) > 0.1

@@ -8,7 +8,7 @@ import pytest
 from eagle_ray.benchmark.priced import Priced, cpu, flat
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.costs import CostCurve
-from eagle_ray.engine.global_planner import FIRST_PROBES, TRIAL, GlobalPlanner
+from eagle_ray.engine.global_planner import AGAIN, FIRST_PROBES, TRIAL, GlobalPlanner
 from eagle_ray.engine.planner import Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import ASSETS, build_pair
@@ -113,6 +113,23 @@ def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
     assert sum(tried[:taken_up]) >= FIRST_PROBES + TRIAL
     after = priced.outcomes[taken_up:]
     assert len(after) > 40 and sum(not o.depth for o in after) < 0.1 * len(after)
+
+
+def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
+    """Whatever was spent on looking around before: a dear look once kept a batch of 32 plain to the end of its job."""
+    made, prompts = pair
+    believed = cpu()
+    planner = GlobalPlanner(60, 6, 10, believed)
+    priced = made.engine.planner = Priced(planner, cpu())
+    run(made.engine, prompts, [LONG] * 8)
+    assert planner.drafting
+    planner._debt = 1000 * believed.plain_step(8, 0)
+    believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
+    priced.outcomes.clear()
+    run(made.engine, prompts, [LONG] * 8)
+    given_up = next(i for i, o in enumerate(priced.outcomes) if not o.depth)
+    again = next(i for i, o in enumerate(priced.outcomes) if i > given_up and o.plan.probe)
+    assert AGAIN // 2 < again - given_up < AGAIN * 2
 
 
 def test_a_trial_goes_on_when_more_sequences_come(pair):
