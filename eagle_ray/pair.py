@@ -38,6 +38,7 @@ from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.heap import keep_freed_memory
+from eagle_ray.models.kernel_tree_layout import takes_kernels
 from eagle_ray.models.linear import make_kernels, pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
@@ -389,6 +390,7 @@ def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, obje
         "draft": engine.drafter.shape,
         "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
+        "kernels": takes_kernels(target.cache),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,

@@ -21,6 +21,7 @@ from eagle_ray.benchmark.contexts import in_context
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare, first_difference
 from eagle_ray.benchmark.intervals import ratio_interval
+from eagle_ray.benchmark.requests import DRAIN_LENGTHS
 from eagle_ray.benchmark.rig import Rig, Watch, Way
 from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
 from eagle_ray.engine.sequence import Sequence
@@ -30,7 +31,6 @@ MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding 
 WARM_UP = 1.0  # of a window's seconds, before the first of each way
 RETRIES = 3  # of a window in which graphs were recorded
 MOST_JUDGED = 8  # outputs of a way whose difference is looked into
-DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
 Parts = tuple[float, float, float]  # device seconds of draft, verify and rest
 
 

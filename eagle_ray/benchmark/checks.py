@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -25,12 +24,12 @@ from eagle_ray.benchmark.rig import LARGEST, Rig, Way
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.kernels.availability import CHOICE, use_triton
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
 
 SLOTS, LONGEST, TOKENS = 8, 640, 48
 EDGE_LOGITS = 256, 128256  # rows and a vocabulary
 LEAST_TIE = 1e-3  # of a pair whose sums have many more terms
-CHOICE = "EAGLE_RAY_KERNELS"
 TREE = Way("tree", LARGEST)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=TOKENS, logprobs=True)
 GREEDY = SamplingParams(max_tokens=TOKENS, logprobs=True)
@@ -92,7 +91,7 @@ def _lossless(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int
 def _kernels(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
     """Trees of the portable path beside those of the kernels, where there are any."""
     model, head = load(dtype)
-    if not uses_kernels(model.device):
+    if not use_triton(model.device):
         return Check(title, None, "no kernels of ours run on this device")
     both, params = [], _params(prompts)
     for choice in ("triton", "portable"):
@@ -105,7 +104,7 @@ def _kernels(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]
 def _edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
     """Picks under top-p by either path, from random logits: how many differ, all of them for want of exact sums."""
     device = load(dtype)[0].device
-    if not uses_kernels(device):
+    if not use_triton(device):
         return Check(title, None, "no kernels of ours run on this device")
     logits = (2 * torch.randn(*EDGE_LOGITS, generator=torch.Generator(device).manual_seed(0), device=device)).to(dtype)
     params = [SamplingParams(temperature=1.0, top_p=(i + 0.5) / len(logits), seed=i) for i in range(len(logits))]
@@ -190,14 +189,6 @@ def generate(engine: Engine, prompts: list[list[int]], params: list[SamplingPara
 
 def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def uses_kernels(device: torch.device) -> bool:
-    if not find_spec("eagle_ray.kernels"):
-        return False
-    from eagle_ray.kernels.availability import use_triton
-
-    return use_triton(device)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from eagle_ray.benchmark.agenda import Agenda
-from eagle_ray.benchmark.checks import Check, same_function, same_in_context, uses_kernels
+from eagle_ray.benchmark.checks import Check, same_function, same_in_context
 from eagle_ray.benchmark.device import GIB, free_bytes, peak_gib, release, synchronize
 from eagle_ray.benchmark.embedded_pair import embedded_pair
 from eagle_ray.benchmark.gpu_settings import Settings
@@ -24,6 +24,7 @@ from eagle_ray.benchmark.kv_room import OWN, KVRoom, own_columns, weight_bytes
 from eagle_ray.benchmark.rig import Rig
 from eagle_ray.engine.cost_cache import costs_json, costs_of
 from eagle_ray.engine.costs import StepCosts
+from eagle_ray.kernels.availability import use_triton
 from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.places import Shape
 from eagle_ray.models.synthetic import synthetic_pair
@@ -54,7 +55,7 @@ class GpuRigs:
             "pass_weights": shape.pass_weights,
             "draft_weights": shape.draft_weights,
             "kv_bytes": shape.kv_numbers * s.dtype.itemsize,
-            "kernels": uses_kernels(s.device),
+            "kernels": use_triton(s.device),
             "graphs": rig.drafting.graphs is not None,
         }
         self.checked(same_function(f"{name} decodes as the small pair", small, rig, self.prompts, self.noise))

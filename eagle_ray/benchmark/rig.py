@@ -79,7 +79,7 @@ class Watch:
         return getattr(self._planner, name)
 
     def learn(self, outcome: Outcome) -> None:
-        if not getattr(outcome, "is_first", False):
+        if not outcome.is_first:
             self.draft_s += outcome.seconds.draft
             self.verify_s += outcome.seconds.verify
             self.rest_s += outcome.seconds.rest
@@ -171,7 +171,8 @@ class Rig:
     def planner(self, way: Way) -> Watch:
         costs = copy.deepcopy(self.costs)
         if way.budget == "global":
-            can_look, graphs = self.drafting.target.device.type == "cpu", self.drafting.graphs
+            graphs = self.drafting.graphs
+            can_look = self.drafting.target.device.type == "cpu" and graphs is None
             padded = graphs.num_rows if graphs else int
             return Watch(GlobalPlanner(*way.tree, costs, can_look, padded), costs)
         return Watch(UniformPlanner(*way.tree), costs)

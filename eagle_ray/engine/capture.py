@@ -41,7 +41,7 @@ SettingsOf = Callable[[int], Iterable[Setting]]
 
 
 def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
-    """Leaves an idle engine idle and uncounted. Without graphs, or once they do not work, there is nothing to do."""
+    """Of an engine with graphs. Leaves it idle and uncounted; once they do not work there is nothing to do."""
     _record(engine, as_replayed(engine, top_k), lambda most: _trees(most, max_nodes, max_depth, top_k))
 
 

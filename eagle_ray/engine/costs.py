@@ -68,10 +68,14 @@ class CostCurve:
 
     @property
     def _slope_beyond(self) -> float:
-        """Seconds of one row more past the last measured number."""
+        """Seconds of one row more past the last measured number: as over the last doubling, or all, if that is more.
+
+        Two numbers side by side say little of it, one of them being off.
+        """
         if len(self.rows) == 1:
             return 0.0
-        return max((self._rising[-1] - self._rising[-2]) / (self.rows[-1] - self.rows[-2]), self.per_row)
+        half = self.rows[-1] / 2
+        return max((self._rising[-1] - self(half)) / half, self.per_row)
 
     def correct(self, rows: float, ratio: float) -> None:
         """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it.
@@ -174,8 +178,11 @@ class StepCosts:
         """What the prompts add that went through the target in its pass."""
         return self.verify(outcome.num_rows + outcome.num_beside) - self.verify(outcome.num_rows)
 
-    def learn(self, outcome: Outcome, foreseen: Seconds) -> None:
-        """Correct what this step has shown to be wrong. foreseen: what it was taken to take."""
+    def learn(self, outcome: Outcome, foreseen: Seconds, usual: bool = True) -> None:
+        """Correct what this step has shown to be wrong. foreseen: what it was taken to take.
+
+        usual: whether the rest of it says something of others.
+        """
         seconds = outcome.seconds
         self.verify.correct(outcome.num_rows + outcome.num_beside, seconds.verify / foreseen.verify)
         if outcome.plan.drafts:
@@ -183,5 +190,6 @@ class StepCosts:
             self.read.correct(outcome.num_caught_up, ratio)
             if outcome.depth > 1:
                 self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
-        rest = self.draft_rest if outcome.depth else self.plain_rest
-        rest.correct(outcome.batch_size, seconds.rest / foreseen.rest)
+        if usual:
+            rest = self.draft_rest if outcome.depth else self.plain_rest
+            rest.correct(outcome.batch_size, seconds.rest / foreseen.rest)

@@ -50,7 +50,8 @@ PROBED = 8  # where they promise less a probe is for one of so many sequences: e
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS, FIRST_PROBED = 2, 4  # sequences of each of them: so many, or one of so many if that is more
-FIRST_STEPS, HEAR_EVERY = 64, 4  # after the first steps, one in so many is heard of: costs change slowly
+FIRST_STEPS, HEAR_EVERY = 64, 7  # after the first steps, one in so many is heard of, out of step with lessons
+SETTLED = 32  # drafts after which a step takes what it usually does: each of the first ones is a drafter's lesson
 OBSERVE_EVERY = 8  # drafting steps, at least; a power of two, as LOOK_EVERY, so that who looks is observed
 MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations
 LOOK_EVERY = 32  # drafting steps: a level deeper and a little wider than what promises most
@@ -211,7 +212,13 @@ class GlobalPlanner:
         foreseen = self.costs.foresee(outcome)
         self.foreseen_s += foreseen.total - self.costs.beside(outcome)
         self.foreseen_plain_s += self.costs.plain_step(outcome.batch_size, outcome.num_cached)
-        self.costs.learn(outcome, foreseen)
+        self.costs.learn(outcome, foreseen, self._is_usual(outcome.plan))
+
+    def _is_usual(self, plan: Plan) -> bool:
+        """Whether a step with this draft leaves as much to do besides as most: the widest look leaves several times as
+        much, and where nothing else is drafted drafts would come to look dear by it.
+        """
+        return not plan.drafts or (self._num_drafts > SETTLED and not (plan.probe and plan.width == self._top_k))
 
     def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""

@@ -52,7 +52,8 @@ class Chunk:
 class Batch:
     """The running sequences, in slot order, and the same as tensors.
 
-    roots: the last committed token of each. rooms: tokens that each may still produce; room_at: the same on the device.
+    roots: the last committed token of each. rooms: tokens that each may still produce, or fewer; room_at: the number on
+    the device.
     spacious: indices of those who have KV space for a tree, not just for its root; None is all of them.
     num_beside: rows of prompts that go through the target in the same pass.
     """

@@ -68,6 +68,12 @@ def test_a_flat_end_does_not_make_more_rows_free():
     assert curve(31) == pytest.approx(2.5 + 1.5)
 
 
+def test_one_odd_time_at_the_end_does_not_make_large_passes_dear():
+    """Beyond what is compiled beforehand a first time is long: reading 844 pairs was taken to need 478 ms, not 112."""
+    curve = CostCurve([1, 50, 90, 100], [1.0, 5.9, 9.9, 15.0])
+    assert curve(1000) == pytest.approx(15 + 900 * (15.0 - 5.9) / 50)
+
+
 def test_a_pass_larger_than_any_before_is_the_first_measurement_of_its_size():
     curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
     curve.correct(48, ratio=2.0)

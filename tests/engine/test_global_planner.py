@@ -7,10 +7,11 @@ import pytest
 
 from eagle_ray.benchmark.priced import Priced, cpu, flat
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.costs import CostCurve
+from eagle_ray.engine.costs import CostCurve, StepCosts
 from eagle_ray.engine.global_planner import AGAIN, FIRST_PROBES, TRIAL, GlobalPlanner
-from eagle_ray.engine.planner import Planner, UniformPlanner
+from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.pair import ASSETS, build_pair
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import run
@@ -130,6 +131,34 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     given_up = next(i for i, o in enumerate(priced.outcomes) if not o.depth)
     again = next(i for i, o in enumerate(priced.outcomes) if i > given_up and o.plan.probe)
     assert AGAIN // 2 < again - given_up < AGAIN * 2
+
+
+class Teaching(Priced):
+    """Drafts teach, all of the first 30 and then one of four, and a lesson takes its time."""
+
+    def __init__(self, planner: Planner, costs: StepCosts, lesson_s: float, phase: int):
+        super().__init__(planner, costs)
+        self._lesson_s, self._phase, self._num_drafts, self._taught = lesson_s, phase, 0, False
+
+    def learn(self, outcome: Outcome) -> None:
+        self._num_drafts += outcome.depth > 0
+        self._taught = outcome.depth > 0 and (self._num_drafts <= 30 or self._num_drafts % 4 == self._phase)
+        super().learn(outcome)
+
+    def _heard(self, seconds: Seconds) -> Seconds:
+        return replace(seconds, rest=seconds.rest + self._taught * self._lesson_s)
+
+
+@pytest.mark.parametrize("phase", range(4))
+def test_what_lessons_take_is_spread_over_the_steps_between_them(pair, phase):
+    """Heard of every fourth step, a planner heard of every lesson or of none, and drafts looked 5 % too dear."""
+    made, prompts = pair
+    believed = cpu()
+    teaching = made.engine.planner = Teaching(GlobalPlanner(60, 6, 10, believed), cpu(), 0.02, phase)
+    run(made.engine, prompts * 5, [LONG] * 40)
+    alone, mean = cpu().draft_rest(8), cpu().draft_rest(8) + 0.02 / 4
+    assert alone <= believed.draft_rest(8) < 1.1 * mean
+    assert sum(o.depth > 0 for o in teaching.outcomes) > 0.9 * len(teaching.outcomes)
 
 
 def test_a_trial_goes_on_when_more_sequences_come(pair):
