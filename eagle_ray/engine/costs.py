@@ -158,7 +158,7 @@ class StepCosts:
         return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
 
     def further_levels(self, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
-        """[widths, max_depth]: growing them after the first, for several widths and all depths from 1 on at once."""
+        """[widths, max_depth]: growing the levels after the first, for several widths and all depths from 1 on."""
         return np.outer(self.level.at([num_members * width for width in widths]), range(max_depth))
 
     def plain_step(self, batch_size: int, num_cached: float) -> float:
@@ -181,7 +181,7 @@ class StepCosts:
     def learn(self, outcome: Outcome, foreseen: Seconds, usual: bool = True) -> None:
         """Correct what this step has shown to be wrong. foreseen: what it was taken to take.
 
-        usual: whether the rest of it says something of others.
+        usual: whether the rest of it is what others take; else they take no more than that.
         """
         seconds = outcome.seconds
         self.verify.correct(outcome.num_rows + outcome.num_beside, seconds.verify / foreseen.verify)
@@ -190,6 +190,6 @@ class StepCosts:
             self.read.correct(outcome.num_caught_up, ratio)
             if outcome.depth > 1:
                 self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
-        if usual:
+        if usual or seconds.rest < foreseen.rest:
             rest = self.draft_rest if outcome.depth else self.plain_rest
             rest.correct(outcome.batch_size, seconds.rest / foreseen.rest)

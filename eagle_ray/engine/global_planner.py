@@ -11,12 +11,13 @@ best such rate is the price of a second, and what a single step does has to be w
 What is not done is not learnt about. So now and then drafts are made although they should not be, for a few sequences
 or, where they nearly pay, for everyone and some steps; or a step is plain or drafts wider than it would: a probe. What
 probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of the time, and LOOKING_SHARE while there are
-drafts; but for the first one after drafts were given up, which comes AGAIN plain steps later whatever was spent before.
+drafts; but for one in FORGIVEN steps, AGAIN plain steps after drafts were given up, whatever was spent before.
 Knows values and seconds; does not know models, requests or who drafts.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -50,12 +51,12 @@ PROBED = 8  # where they promise less a probe is for one of so many sequences: e
 FIRST_PROBES = 4  # drafts with something in them from which the first opinion is formed
 FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that reads texts may have nothing for a while
 FIRST_MEMBERS, FIRST_PROBED = 2, 4  # sequences of each of them: so many, or one of so many if that is more
-FIRST_STEPS, HEAR_EVERY = 64, 7  # after the first steps, one in so many is heard of, out of step with lessons
-SETTLED = 32  # drafts after which a step takes what it usually does: each of the first ones is a drafter's lesson
+FIRST_STEPS, HEARD = 64, 0.25  # after the first steps so many are heard of, at random: lessons come at regular ones
+SETTLED = 32  # drafts after which a step takes what it usually does: a drafter learns at each of the first 30
 OBSERVE_EVERY = 8  # drafting steps, at least; a power of two, as LOOK_EVERY, so that who looks is observed
-MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations
+MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations, to a power of two
 LOOK_EVERY = 32  # drafting steps: a level deeper and a little wider than what promises most
-AGAIN = 32  # plain steps after which drafts that no longer seem to pay are first tried again
+AGAIN, FORGIVEN = 32, 512  # plain steps after which drafts that were given up are tried again, once in so many steps
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.02  # times plain decoding's rate that drafts must promise before they are made: promises are a little off
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
@@ -100,10 +101,12 @@ class GlobalPlanner:
         self._by_size = ExpectationsBySize(ValueCurves(widths, self._max_depth))
         self._now = self._by_size.last  # of the batch that is planned for
         self._best = Prospect(0.0)
+        self._draw = random.Random(0)
         self._drafting = True
         self._num_steps = self._num_missed = 0  # steps; tokens that a drafter has not read since it last drafted
         self._num_drafts = self._num_offers = 0  # drafts asked for, and those of them that held anything
         self._debt = 0.0  # seconds of probes not yet made up for by their share of the time since
+        self._forgiven_at = -FORGIVEN  # the step at which debts last were, drafts being given up
         self._plain_is_next = True  # of probes while something is drafted
         self._probed_at = -1 - UNHEARD  # the step before which the last probe was launched
         self._trial_until = 0  # the step before which everyone drafts to see whether it pays
@@ -190,13 +193,15 @@ class GlobalPlanner:
     def learn(self, outcome: Outcome) -> None:
         if outcome.is_first:
             outcome = replace(outcome, seconds=self.costs.foresee(outcome))
-        if outcome.plan.probe or self._num_steps < FIRST_STEPS or self._num_steps % HEAR_EVERY == 0:
+        if outcome.plan.probe or self._num_steps < FIRST_STEPS or self._draw.random() < HEARD:
             self._learn_costs(outcome)
         self._num_steps += 1
         self._count_missed(outcome)
         self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
         self._prompt_tokens = PROMPT_MEMORY * self._prompt_tokens + (1 - PROMPT_MEMORY) * outcome.num_prompt_tokens
-        if self._is_among_the_first(outcome.plan):  # nothing was calibrated: later drafts keep what they promise better
+        if self._knows_nothing or self._is_among_the_first(
+            outcome.plan
+        ):  # nothing was calibrated: later drafts keep what they promise better
             return
         if outcome.plan.probe:
             self._debt = max(self._debt, 0.0) + self._loss(outcome)
@@ -218,7 +223,7 @@ class GlobalPlanner:
         """Whether a step with this draft leaves as much to do besides as most: the widest look leaves several times as
         much, and where nothing else is drafted drafts would come to look dear by it.
         """
-        return not plan.drafts or (self._num_drafts > SETTLED and not (plan.probe and plan.width == self._top_k))
+        return not plan.drafts or (self._num_drafts > SETTLED and plan.width <= self._best.width)
 
     def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
@@ -287,7 +292,8 @@ class GlobalPlanner:
             backlog = min(self._num_missed, batch.num_cached, HORIZON * len(batch))
             hurdle = MARGIN + self.costs.read(backlog) / (HORIZON * len(batch) / plain)
         before, self._drafting = self._drafting, self._best.rate > plain * hurdle
-        if before and not self._drafting:  # what was looked at before does not keep it from being tried again
+        if before and not self._drafting and self._num_steps >= self._forgiven_at + FORGIVEN:
+            self._forgiven_at = self._num_steps
             self._debt = min(self._debt, PROBE_SHARE * AGAIN * len(batch) / plain)
 
     def _most_promising(self, batch: Batch) -> Prospect:

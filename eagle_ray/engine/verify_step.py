@@ -35,7 +35,8 @@ class StepShape:
     """What of a step is no tensor.
 
     num_nodes: of each tree, root included. num_rows: of the pass. max_depth: bound on the nodes' depths; 0 where
-    nothing was drafted. logprobs: whether the record has them. num_tops: how many of the likeliest tokens are named.
+    nothing is verified but roots. logprobs: whether the record has them. num_tops: how many of the likeliest tokens are
+    named.
     """
 
     num_nodes: int
@@ -131,6 +132,7 @@ class Verifier:
         """
         shape = _shape(batch, draft, allocation)
         if self._replay is None or not self._replay.works:
+            shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
             return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts, allocation.sizes)
         assert prompts is None, "a replayed pass has no rows for prompts"
@@ -177,8 +179,7 @@ class Verifier:
 def _shape(batch: Batch, draft: Draft, allocation: Allocation) -> StepShape:
     asked = [s.sampling for s in batch.sequences if s.sampling.logprobs]
     num_tops = max((sampling.top_logprobs for sampling in asked), default=0)
-    max_depth = min(draft.depth, allocation.num_nodes - 1)  # a tree is no deeper than it has nodes
-    return StepShape(allocation.num_nodes, allocation.num_rows, max_depth, bool(asked), num_tops)
+    return StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, bool(asked), num_tops)
 
 
 def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[Padded]:

@@ -108,6 +108,15 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
     assert costs.row(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
 
 
+@pytest.mark.parametrize(("usual", "taken", "rises"), [(True, 0.3, True), (False, 0.3, False), (False, 0.02, False)])
+def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(usual, taken, rises):
+    costs = some_costs()
+    outcome = Outcome(Plan(1, 1), 4, 0, 1, 4, 8, 2, 0, Seconds(0.1, 1.2, taken))
+    costs.learn(outcome, costs.foresee(outcome), usual)
+    assert (costs.draft_rest(4) > 0.1) == rises
+    assert (costs.draft_rest(4) < 0.1) == (taken < 0.1)
+
+
 def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
     costs = replace(some_costs(), level=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
     each = [[costs.drafted(5, 4, width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
