@@ -71,21 +71,13 @@ class TableTarget:
         nothing = torch.zeros(len(prompts.tokens), 1)
         return PromptPass(self.table[prompts.tokens[prompts.last]], nothing, nothing)
 
-    def verify(
-        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, sizes: list[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def verify(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> tuple[Tensor, Tensor]:
         return self.table[rows.tokens], torch.zeros(len(rows.tokens), 1)
 
     def verify_beside(
-        self,
-        tree: DraftTree,
-        rows: VerifyRows,
-        batch: BatchSlots,
-        max_depth: int,
-        prompts: Prompts,
-        sizes: list[int] | None = None,
+        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, prompts: Prompts
     ) -> tuple[Tensor, Tensor, PromptPass]:
-        return *self.verify(tree, rows, batch, max_depth, sizes), self.prefill(prompts)
+        return *self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
 
     def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
         pass

@@ -199,10 +199,8 @@ class GlobalPlanner:
         self._count_missed(outcome)
         self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
         self._prompt_tokens = PROMPT_MEMORY * self._prompt_tokens + (1 - PROMPT_MEMORY) * outcome.num_prompt_tokens
-        if self._knows_nothing or self._is_among_the_first(
-            outcome.plan
-        ):  # nothing was calibrated: later drafts keep what they promise better
-            return
+        if self._knows_nothing or self._is_among_the_first(outcome.plan):
+            return  # nothing was calibrated: later drafts keep what they promise better
         if outcome.plan.probe:
             self._debt = max(self._debt, 0.0) + self._loss(outcome)
         self._by_size.of(outcome.batch_size).hear(outcome.num_accepted, outcome.num_expected)

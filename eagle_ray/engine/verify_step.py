@@ -85,13 +85,13 @@ def verify_step(
     sizes: nodes kept of each tree, where the host knows them.
     """
     tree = tree.rerank(keep, shape.num_nodes)
-    rows = tree.pack(batch.lengths, shape.num_rows)
+    rows = tree.pack(batch.lengths, shape.num_rows, sizes)
     mark()
     passed = None
     if prompts is None:
-        logits, features = target.verify(tree, rows, batch, shape.max_depth, sizes)
+        logits, features = target.verify(tree, rows, batch, shape.max_depth)
     else:
-        logits, features, passed = target.verify_beside(tree, rows, batch, shape.max_depth, prompts, sizes)
+        logits, features, passed = target.verify_beside(tree, rows, batch, shape.max_depth, prompts)
     mark()
     picks = pick(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
     result = accept_path(tree, rows, picks, shape.max_depth)

@@ -125,29 +125,22 @@ class Target:
         return PromptPass(self.logits(hidden[prompts.last]), hidden, features)
 
     def verify(
-        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, sizes: list[int] | None = None
+        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int
     ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"]]:
-        """One pass over the packed rows of B trees: logits and features after each row. sizes: see TreeLayout.
+        """One pass over the packed rows of B trees: logits and features after each row.
 
         Row (b, i) is written at column lengths[b] + i; `commit` moves what is accepted.
         """
-        layout = self._tree_layout(tree, rows, batch, max_depth, sizes)
+        layout = self._tree_layout(tree, rows, batch, max_depth)
         hidden, features = self._run(rows.tokens, rows.positions, layout)
         return self.logits(hidden), features
 
     def verify_beside(
-        self,
-        tree: DraftTree,
-        rows: VerifyRows,
-        batch: BatchSlots,
-        max_depth: int,
-        prompts: Prompts,
-        sizes: list[int] | None = None,
+        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, prompts: Prompts
     ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"], PromptPass]:
         """`verify` and `prefill` in one pass, for which the weights are read once. Their slots are not the same."""
         num_rows = len(rows.tokens)
-        trees = self._tree_layout(tree, rows, batch, max_depth, sizes)
-        layout = SideBySide(trees, self._prompt_layout(prompts), num_rows)
+        layout = SideBySide(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
         tokens, positions = torch.cat([rows.tokens, prompts.tokens]), torch.cat([rows.positions, prompts.positions])
         hidden, features = self._run(tokens, positions, layout)
         mine, theirs = hidden[:num_rows], hidden[num_rows:]
@@ -197,9 +190,7 @@ class Target:
     def _prompt_layout(self, prompts: Prompts) -> PromptLayout:
         return PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
 
-    def _tree_layout(
-        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, sizes: list[int] | None
-    ) -> Layout:
+    def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> Layout:
         seq = rows.seq.clamp(min=0)
         columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.padding)
         return tree_layout(
@@ -212,5 +203,5 @@ class Target:
             row_of=None if rows.is_rectangle else rows.row_of,
             unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
             seq=rows.seq,
-            sizes=None if rows.is_rectangle else sizes,
+            sizes=None if rows.is_rectangle else rows.sizes,
         )

@@ -144,8 +144,10 @@ class DraftTree:
         """The same as the drafter said, before calibration."""
         return self.draft_log_probs.exp()
 
-    def pack(self, lengths: Int[Tensor, " B"], num_rows: int) -> VerifyRows:
+    def pack(self, lengths: Int[Tensor, " B"], num_rows: int, sizes: list[int] | None = None) -> VerifyRows:
         """Lay the valid nodes out as num_rows rows of one pass; num_rows is at least their number.
+
+        sizes: valid nodes of each tree, where the host knows them.
 
         Where num_rows is B * N the rectangle itself is the layout, with padding nodes as padding rows; otherwise the
         nodes of each tree follow those of the tree before it and padding comes last.
@@ -157,7 +159,7 @@ class DraftTree:
         seq = torch.where(self.valid, seq, -1)
         if num_rows == batch * num_nodes:
             row_of = torch.arange(num_rows, device=lengths.device).view(batch, num_nodes)
-            return VerifyRows(*(x.reshape(-1) for x in (self.tokens, positions, seq, node)), row_of)
+            return VerifyRows(*(x.reshape(-1) for x in (self.tokens, positions, seq, node)), row_of, sizes)
         counts = self.valid.sum(1)
         first = (counts.cumsum(0) - counts)[:, None]
         row_of = torch.where(self.valid, first + node, num_rows)
@@ -167,7 +169,7 @@ class DraftTree:
             return rows.scatter(0, row_of.reshape(-1), values.reshape(-1))[:num_rows]
 
         columns = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
-        return VerifyRows(*columns, row_of.clamp(max=num_rows - 1))
+        return VerifyRows(*columns, row_of.clamp(max=num_rows - 1), sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class VerifyRows:
 
     seq: the row's sequence, -1 for padding rows, which belong to none. node: its index in that tree.
     positions: the row's position in its sequence (root: the number of cached tokens).
-    row_of: the row of each node; some row or other for padding nodes.
+    row_of: the row of each node; some row or other for padding nodes. sizes: nodes of each tree, where the host knows.
     """
 
     tokens: Int[Tensor, " R"]
@@ -184,6 +186,7 @@ class VerifyRows:
     seq: Int[Tensor, " R"]
     node: Int[Tensor, " R"]
     row_of: Int[Tensor, "B N"]
+    sizes: list[int] | None = None
 
     @property
     def is_rectangle(self) -> bool:
