@@ -59,6 +59,7 @@ LOOK_EVERY = 32  # drafting steps: a level deeper and a little wider than what p
 AGAIN, FORGIVEN = 32, 512  # plain steps after which drafts that were given up are tried again, once in so many steps
 REVIEW_EVERY = 16  # steps for which a decision about width and depth holds, the batch being the same
 MARGIN = 1.02  # times plain decoding's rate that drafts must promise before they are made: promises are a little off
+KEPT = 0.97  # likewise to go on with them: what they really take is only heard of while they are made
 HORIZON = 64  # plain steps in which turning drafts on must earn what the catching up costs
 PROMPT_MEMORY = 0.98  # per step, of how many prompt tokens come along with one
 
@@ -285,7 +286,7 @@ class GlobalPlanner:
         self._reviewed = len(batch), self._num_steps
         plain = self._plain_rate(len(batch), batch.num_cached)
         self._best = self._most_promising(batch)
-        hurdle = 1.0
+        hurdle = KEPT
         if not self._drafting:
             backlog = min(self._num_missed, batch.num_cached, HORIZON * len(batch))
             hurdle = MARGIN + self.costs.read(backlog) / (HORIZON * len(batch) / plain)
