@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_ray.benchmark.priced import Priced
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.drafting.ranking import Ranking
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import Graphs
-from eagle_ray.engine.planner import UniformPlanner
+from eagle_ray.engine.planner import Outcome, UniformPlanner
+from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.models.blocks import Blocks
@@ -212,3 +214,19 @@ def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> 
         builder.grow(children.values, children.indices)
         level += 1
     return best(builder.build(), [num_nodes])
+
+
+class Roomy(Priced):
+    """Tells the steps in which a draft could be accepted from those in which all have one token to go."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._roomy: list[bool] = []
+
+    def plan(self, batch: Batch) -> Plan:
+        self._roomy.append(max(batch.rooms) > 1)
+        return super().plan(batch)
+
+    @property
+    def with_room(self) -> list[Outcome]:
+        return [outcome for outcome, roomy in zip(self.outcomes, self._roomy, strict=True) if roomy]

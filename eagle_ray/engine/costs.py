@@ -1,8 +1,8 @@
 """StepCosts: what the parts of a step cost in seconds, by the rows that they run.
 
-Measured before the first request (`measure.py`) and corrected by every step that is taken: a size that was just run
-by little, one that was not run for long by much, and all others with it by how far they tend to drift together
-(`doubt.py`). Does not know values, budgets or how anything is run.
+Measured before the first request (`measure.py`) and corrected by the steps that are taken and heard of: a size that was
+just run by little, one that was not run for long by much, and all others with it by how far they tend to drift
+together (`doubt.py`). Does not know values, budgets or how anything is run.
 """
 
 from __future__ import annotations
@@ -161,8 +161,9 @@ class StepCosts:
         """[widths, max_depth]: growing the levels after the first, for several widths and all depths from 1 on."""
         return np.outer(self.level.at([num_members * width for width in widths]), range(max_depth))
 
-    def plain_step(self, batch_size: int, num_cached: float) -> float:
-        return self.verified(batch_size, num_cached, batch_size) + self.plain_rest(batch_size)
+    def plain_step(self, batch_size: int, num_cached: float, num_rows: int = 0) -> float:
+        """num_rows: of its pass, where it is padded."""
+        return self.verified(max(num_rows, batch_size), num_cached, batch_size) + self.plain_rest(batch_size)
 
     def foresee(self, outcome: Outcome) -> Seconds:
         """What a step of this kind takes by all that is known."""

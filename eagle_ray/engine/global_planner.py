@@ -4,14 +4,16 @@ A kind of step is worth (sequences + drafts expected to be accepted) / (seconds 
 best such rate is the price of a second, and what a single step does has to be worth its price:
 
     before drafting   the width and depth with the best rate by recent acceptance in batches of about this size, or
-                      none at all: a plain step
+                      none at all: a plain step. Drafts begin at MARGIN times plain decoding's rate, and what was missed
+                      must pay for itself; they are given up below KEPT times that rate
     between levels    stop once the next level's nodes would not pay for drafting them
     after drafting    as many of the batch's best candidates as pay for their rows, over the buckets of the cost curve
 
 What is not done is not learnt about. So now and then drafts are made although they should not be, for a few sequences
 or, where they nearly pay, for everyone and some steps; or a step is plain or drafts wider than it would: a probe. What
 probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of the time, and LOOKING_SHARE while there are
-drafts; but for one in FORGIVEN steps, AGAIN plain steps after drafts were given up, whatever was spent before.
+drafts; but for the first ones, and for one in FORGIVEN steps, AGAIN plain steps after drafts were given up, whatever
+was spent before.
 Knows values and seconds; does not know models, requests or who drafts.
 """
 
@@ -37,6 +39,7 @@ from eagle_ray.engine.value_curves import ValueCurves
 from eagle_ray.speculative.budget import Budget, Candidates
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.speculative.upload import upload
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
@@ -120,6 +123,8 @@ class GlobalPlanner:
         return self._drafting or self._is_trial
 
     def plan(self, batch: Batch) -> Plan:
+        if max(batch.rooms) <= 1:  # each has one token to go, which needs no draft
+            return PLAIN
         if self._knows_nothing:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
         self._now = self._by_size.of(len(batch))
@@ -169,7 +174,7 @@ class GlobalPlanner:
             unpaid += unpaid > 0 or not self._pays(builder, level_price, row_price)
             return unpaid > more
 
-        return self._plan(self._max_depth, width, enough=enough)
+        return self._plan(min(self._max_depth, max(batch.rooms) - 1), width, enough=enough)
 
     def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
         """The bucket with the best rate, filled with the most valuable nodes of the batch."""
@@ -177,7 +182,7 @@ class GlobalPlanner:
         if plan.probe and not self._knows_nothing:
             self._probed_at, self._plain_is_next = self._num_steps, plan.drafts
         if plan.drafts:
-            self._observe(draft, plan, size)
+            self._observe(draft, plan, batch)
         if not draft.depth:
             return Allocation(draft.tree.valid, 1, size)
         candidates = Candidates.of(draft.tree, self._budget(draft, batch))
@@ -194,7 +199,7 @@ class GlobalPlanner:
     def learn(self, outcome: Outcome) -> None:
         if outcome.is_first:
             outcome = replace(outcome, seconds=self.costs.foresee(outcome))
-        if outcome.plan.probe or self._num_steps < FIRST_STEPS or self._draw.random() < HEARD:
+        elif outcome.plan.probe or self._num_steps < FIRST_STEPS or self._draw.random() < HEARD:
             self._learn_costs(outcome)
         self._num_steps += 1
         self._count_missed(outcome)
@@ -213,9 +218,11 @@ class GlobalPlanner:
             self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
 
     def _learn_costs(self, outcome: Outcome) -> None:
+        if outcome.plan.members and not self._can_look:
+            return  # drafts for some are never replayed, and where others are they take longer
         foreseen = self.costs.foresee(outcome)
         self.foreseen_s += foreseen.total - self.costs.beside(outcome)
-        self.foreseen_plain_s += self.costs.plain_step(outcome.batch_size, outcome.num_cached)
+        self.foreseen_plain_s += self._plain_seconds(outcome.batch_size, outcome.num_cached)
         self.costs.learn(outcome, foreseen, self._is_usual(outcome.plan))
 
     def _is_usual(self, plan: Plan) -> bool:
@@ -224,10 +231,11 @@ class GlobalPlanner:
         """
         return not plan.drafts or (self._num_drafts > SETTLED and plan.width <= self._best.width)
 
-    def _observe(self, draft: Draft, plan: Plan, size: int) -> None:
+    def _observe(self, draft: Draft, plan: Plan, batch: Batch) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
-        if plan.probe or self._num_drafts % _observe_every(size) == 0:
-            self._now.curves.observe(self._to_full_depth(draft, plan, size), plan.width, draft.beside)
+        if plan.probe or self._num_drafts % _observe_every(len(batch)) == 0:
+            levels = _within_rooms(self._to_full_depth(draft, plan, len(batch)), plan, batch)
+            self._now.curves.observe(levels, plan.width, _within_rooms(draft.beside, plan, batch))
         self._num_drafts += 1
         self._num_offers += draft.depth > 0
 
@@ -255,7 +263,11 @@ class GlobalPlanner:
 
     def _plain_rate(self, size: int, num_cached: int) -> float:
         """Tokens a second without drafts."""
-        return size / self.costs.plain_step(size, num_cached)
+        return size / self._plain_seconds(size, num_cached)
+
+    def _plain_seconds(self, size: int, num_cached: int) -> float:
+        """Of a plain step, in the pass that there is for so many rows."""
+        return self.costs.plain_step(size, num_cached, self._padded(size))
 
     def _sizes(self, size: int, num_candidates: int) -> list[int]:
         """Rows that the step may have verified; in a trial as many as drafts promise most with, not as seem to pay."""
@@ -366,7 +378,7 @@ class GlobalPlanner:
         size, num_cached = probe.batch_size, probe.num_cached
         worth = (size + probe.num_accepted) / self._price(size, num_cached)
         spent = probe.seconds.total - self.costs.beside(probe)
-        return max(spent - worth, PROBE_FLOOR * self.costs.plain_step(size, num_cached))
+        return max(spent - worth, PROBE_FLOOR * self._plain_seconds(size, num_cached))
 
 
 def _observe_every(size: int) -> int:
@@ -378,3 +390,12 @@ def _between(buckets: Sequence[int], size: int, num_candidates: int) -> list[int
     """Those that hold `size` sequences' roots and some of the candidates, and what holds them all."""
     most = size + num_candidates
     return [*(n for n in buckets if size < n < most), most]
+
+
+def _within_rooms(levels: list[Float[Tensor, "M ..."]], plan: Plan, batch: Batch) -> list[Float[Tensor, "M ..."]]:
+    """Log values of candidates by depth; what is deeper than a sequence has tokens to go is worth nothing."""
+    if min(batch.rooms) > len(levels):
+        return levels
+    rooms = batch.room_at if plan.members is None else batch.room_at[upload(plan.members, batch.room_at.device)]
+    too_deep = [(rooms <= depth).view(-1, *[1] * (level.dim() - 1)) for depth, level in enumerate(levels, 1)]
+    return [level.masked_fill(deep, -torch.inf) for level, deep in zip(levels, too_deep, strict=True)]

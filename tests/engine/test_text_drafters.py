@@ -20,7 +20,7 @@ from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.training.prompts import prompt_rows
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params
-from tests.toy import head, llama, run
+from tests.toy import Roomy, head, llama, run
 
 FAST = ["ngram", "recycling", "lookahead", "eagle2+suffix"]
 METHODS = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("suffix", "rest", "ngram+suffix"))]
@@ -124,9 +124,9 @@ class Silent:
 def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
     engine.drafter = TextDrafter(Silent())
-    priced = engine.planner = Priced(GlobalPlanner(8, 5, 3, flat()), flat())
+    priced = engine.planner = Roomy(GlobalPlanner(8, 5, 3, flat()), flat())
     check(engine, oracle, times=1)
-    looks = [o.plan.drafts for o in priced.outcomes]
+    looks = [o.plan.drafts for o in priced.with_room]
     later = looks[FIRST_LOOKS:]
     assert all(looks[:FIRST_LOOKS]) and len(later) > 20 and sum(later) <= 0.1 * len(later)
     assert {(o.depth, o.num_rows == o.batch_size) for o in priced.outcomes} == {(0, True)}
