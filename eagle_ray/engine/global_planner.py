@@ -4,8 +4,8 @@ A kind of step is worth (sequences + drafts expected to be accepted) / (seconds 
 best such rate is the price of a second, and what a single step does has to be worth its price:
 
     before drafting   the width and depth with the best rate by recent acceptance in batches of about this size, or
-                      none at all: a plain step. Drafts begin at MARGIN times plain decoding's rate, and what was missed
-                      must pay for itself; they are given up below KEPT times that rate
+                      none at all: a plain step. Drafts are given up below KEPT times plain decoding's rate and taken
+                      up again from MARGIN times on, where what was missed pays for itself too
     between levels    stop once the next level's nodes would not pay for drafting them
     after drafting    as many of the batch's best candidates as pay for their rows, over the buckets of the cost curve
 
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
@@ -123,7 +123,7 @@ class GlobalPlanner:
         return self._drafting or self._is_trial
 
     def plan(self, batch: Batch) -> Plan:
-        if max(batch.rooms) <= 1:  # each has one token to go, which needs no draft
+        if self._can_look and max(batch.rooms) <= 1:  # each has one token to go, which needs no draft
             return PLAIN
         if self._knows_nothing:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
@@ -218,8 +218,6 @@ class GlobalPlanner:
             self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
 
     def _learn_costs(self, outcome: Outcome) -> None:
-        if outcome.plan.members and not self._can_look:
-            return  # drafts for some are never replayed, and where others are they take longer
         foreseen = self.costs.foresee(outcome)
         self.foreseen_s += foreseen.total - self.costs.beside(outcome)
         self.foreseen_plain_s += self._plain_seconds(outcome.batch_size, outcome.num_cached)
@@ -234,10 +232,16 @@ class GlobalPlanner:
     def _observe(self, draft: Draft, plan: Plan, batch: Batch) -> None:
         """Note what a draft is worth; where there was nothing more, a deeper one would have been worth the same."""
         if plan.probe or self._num_drafts % _observe_every(len(batch)) == 0:
-            levels = _within_rooms(self._to_full_depth(draft, plan, len(batch)), plan, batch)
-            self._now.curves.observe(levels, plan.width, _within_rooms(draft.beside, plan, batch))
+            levels = self._to_full_depth(draft, plan, len(batch))
+            self._now.curves.observe(levels, plan.width, draft.beside, self._rooms(levels, plan, batch))
         self._num_drafts += 1
         self._num_offers += draft.depth > 0
+
+    def _rooms(self, levels: list[Tensor], plan: Plan, batch: Batch) -> Int[Tensor, " M"] | None:
+        """Tokens that each sequence which was drafted for may still produce; None where all levels fit."""
+        if min(batch.rooms) > len(levels):
+            return None
+        return batch.room_at if plan.members is None else batch.room_at[upload(plan.members, batch.room_at.device)]
 
     def _to_full_depth(self, draft: Draft, plan: Plan, size: int) -> list[Float[Tensor, "M _ K"]]:
         """The draft's levels; where it is all there was, with empty ones below."""
@@ -390,12 +394,3 @@ def _between(buckets: Sequence[int], size: int, num_candidates: int) -> list[int
     """Those that hold `size` sequences' roots and some of the candidates, and what holds them all."""
     most = size + num_candidates
     return [*(n for n in buckets if size < n < most), most]
-
-
-def _within_rooms(levels: list[Float[Tensor, "M ..."]], plan: Plan, batch: Batch) -> list[Float[Tensor, "M ..."]]:
-    """Log values of candidates by depth; what is deeper than a sequence has tokens to go is worth nothing."""
-    if min(batch.rooms) > len(levels):
-        return levels
-    rooms = batch.room_at if plan.members is None else batch.room_at[upload(plan.members, batch.room_at.device)]
-    too_deep = [(rooms <= depth).view(-1, *[1] * (level.dim() - 1)) for depth, level in enumerate(levels, 1)]
-    return [level.masked_fill(deep, -torch.inf) for level, deep in zip(levels, too_deep, strict=True)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -75,15 +75,21 @@ class ValueCurves:
         return [mass / max(parents, SMALLEST) for mass in children]
 
     def observe(
-        self, levels: list[Float[Tensor, "M _ K"]], width: int, beside: Sequence[Float[Tensor, "M _"]] = ()
+        self,
+        levels: list[Float[Tensor, "M _ K"]],
+        width: int,
+        beside: Sequence[Float[Tensor, "M _"]] = (),
+        rooms: Int[Tensor, " M"] | None = None,
     ) -> None:
         """The log values of one draft's candidates, level by level; heard of when something is asked next.
 
-        beside: those of candidates that would have been there whatever the width, by depth.
+        beside: those of candidates that would have been there whatever the width, by depth. rooms: tokens that each
+        sequence may still produce: what is deeper brings in nothing, whatever its parents' children are worth.
         """
         self.settle()
         widths = [w for w in self.widths if w <= width]
-        self._news = HostCopy(_curves(levels, widths, beside), _masses(levels)), len(levels[0]), len(widths)
+        curves = _curves(_within(rooms, levels), widths, _within(rooms, beside))
+        self._news = HostCopy(curves, _masses(levels)), len(levels[0]), len(widths)
 
     def settle(self) -> None:
         """Hear what the last draft was worth: it was sent during its step, and by the end of that it is here."""
@@ -127,6 +133,14 @@ class ValueCurves:
 
 def _moved(old: list[float], fresh: list[float], rate: float) -> list[float]:
     return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
+
+
+def _within(rooms: Int[Tensor, " M"] | None, levels: Sequence[Float[Tensor, "M ..."]]) -> list[Float[Tensor, "M ..."]]:
+    """Log values by depth; a node needs room for itself and the target's own token after it."""
+    if rooms is None:
+        return list(levels)
+    too_deep = [(rooms <= depth).view(-1, *[1] * (level.dim() - 1)) for depth, level in enumerate(levels, 1)]
+    return [level.masked_fill(deep, -torch.inf) for level, deep in zip(levels, too_deep, strict=True)]
 
 
 def _curves(

@@ -14,7 +14,6 @@ from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.pair import ASSETS, build_pair
-from eagle_ray.speculative.plan import Plan
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import Roomy, run
 
@@ -266,15 +265,6 @@ def test_short_answers_promise_what_they_have_room_for(pair):
         run(made.engine, prompts, [SamplingParams(max_tokens=3, ignore_eos=True)] * 8)
     promised = planner._by_size.of(8).curves.expected([8.0])
     assert 0.5 < promised.max() <= 1
-
-
-def test_drafts_for_some_teach_no_costs_where_others_are_replayed(pair):
-    outcome = Outcome(Plan(1, 1, members=(0,), probe=True), 8, 800, 1, 4, 10, 0, 0, Seconds(1.0, 1.0, 1.0))
-    for can_look in (True, False):
-        planner = GlobalPlanner(60, 6, 10, flat(), can_look=can_look)
-        before = planner.costs.read(4)
-        planner.learn(outcome)
-        assert (planner.costs.read(4) > before) == can_look
 
 
 def test_a_plain_step_is_priced_in_the_pass_that_there_is():
