@@ -85,7 +85,7 @@ def test_outputs_are_those_of_plain_decoding(make_engine, oracle, method, num_sl
 @pytest.mark.parametrize("method", METHODS)
 def test_no_plan_changes_what_is_produced(make_engine, oracle, method):
     """Some members, any width and depth, plain steps between; few blocks, so that sequences are pre-empted."""
-    engine = make_engine(method, 4, kv_tokens=160)
+    engine = make_engine(method, 4, kv_tokens=144)
     engine.planner = Whimsical(5)
     prompts, params, plain = oracle
     stats = check(engine, (prompts, [replace(p, logprobs=True) for p in params], plain), times=1)
