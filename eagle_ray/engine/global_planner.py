@@ -101,7 +101,7 @@ class GlobalPlanner:
         widths = (*(w for w in WIDTHS if w < top_k), top_k)
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
         self.costs, self._can_look, self._padded = costs, can_look, padded
-        self.foreseen_s = self.foreseen_plain_s = 0.0  # of steps heard of, by the costs: as taken, without drafts
+        self.foreseen_s = self.foreseen_plain_s = 0.0  # of all steps, by the costs: as taken, without drafts
         self._by_size = ExpectationsBySize(ValueCurves(widths, self._max_depth))
         self._now = self._by_size.last  # of the batch that is planned for
         self._best = Prospect(0.0)
@@ -197,10 +197,13 @@ class GlobalPlanner:
         return Allocation(keep, most, rows[best], gains[best], sizes)
 
     def learn(self, outcome: Outcome) -> None:
+        foreseen = self.costs.foresee(outcome)
+        self.foreseen_s += foreseen.total - self.costs.beside(outcome)
+        self.foreseen_plain_s += self._plain_seconds(outcome.batch_size, outcome.num_cached)
         if outcome.is_first:
-            outcome = replace(outcome, seconds=self.costs.foresee(outcome))
+            outcome = replace(outcome, seconds=foreseen)
         elif outcome.plan.probe or self._num_steps < FIRST_STEPS or self._draw.random() < HEARD:
-            self._learn_costs(outcome)
+            self.costs.learn(outcome, foreseen, self._is_usual(outcome.plan))
         self._num_steps += 1
         self._count_missed(outcome)
         self._debt -= (LOOKING_SHARE if outcome.depth else PROBE_SHARE) * outcome.seconds.total
@@ -216,12 +219,6 @@ class GlobalPlanner:
             self._num_missed = 0
         else:
             self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
-
-    def _learn_costs(self, outcome: Outcome) -> None:
-        foreseen = self.costs.foresee(outcome)
-        self.foreseen_s += foreseen.total - self.costs.beside(outcome)
-        self.foreseen_plain_s += self._plain_seconds(outcome.batch_size, outcome.num_cached)
-        self.costs.learn(outcome, foreseen, self._is_usual(outcome.plan))
 
     def _is_usual(self, plan: Plan) -> bool:
         """Whether a step with this draft leaves as much to do besides as most: the widest look leaves several times as
