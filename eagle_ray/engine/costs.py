@@ -80,10 +80,10 @@ class CostCurve:
     def correct(self, rows: float, ratio: float) -> None:
         """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it.
 
-        One that is larger than any before is the first measurement of its size.
+        One that is larger than any before paid for what is made once: from its second time on such a size is believed.
         """
         if rows > NEW_SIZE * self.rows[-1]:
-            self.seconds = [*self.seconds, self(rows) * ratio]
+            self.seconds = [*self.seconds, self(rows)]
             self.rows = [*self.rows, round(rows)]
             self._doubt.add(self.rows[-1])
         else:

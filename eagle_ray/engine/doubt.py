@@ -21,7 +21,7 @@ NOISE = 0.08  # standard deviation of the logarithm of one time, around what suc
 AT_FIRST = (0.15, 0.04)  # the same of what was measured at the start: of all sizes together, and of a neighbourhood
 DRIFT = (0.02, 0.002)  # likewise, of what each time heard adds
 NEAR = 2.0  # doublings of the number of rows over which neighbours are alike to 1/e
-NEW = 0.5  # of the first time of a size: things are made then that later times only use
+NEW = 0.5  # of a size that was run once, beyond all that were measured: its first time pays for what is made once
 STRANGE = 3.0  # standard deviations: what is further off says more about the machine's other work than about this size
 
 
