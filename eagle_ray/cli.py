@@ -4,7 +4,8 @@ Reads arguments, puts one configuration together and hands over; says what is wr
 torch, ray and transformers are imported only once the configuration is valid.
 
 Exit codes: 0 done (rows with errors included), 2 usage or configuration, 3 row errors with --fail-on-row-errors,
-4 too many row errors, 5 cluster or device, 6 output belongs to another configuration, 130 interrupted, resumable.
+4 too many row errors, 5 cluster or device or another driver at work on the output, 6 output belongs to another
+configuration, 130 interrupted, resumable.
 
     $ eagle-ray run -c configs/demo.yaml --set sampling.temperature=0.8
 """
