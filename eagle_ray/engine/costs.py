@@ -80,10 +80,11 @@ class CostCurve:
     def correct(self, rows: float, ratio: float) -> None:
         """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it.
 
-        One that is larger than any before paid for what is made once: from its second time on such a size is believed.
+        One that is larger than any before also paid for what is made once: what it took too long is half believed, in
+        logarithms, and put right by the second time, if there is one.
         """
         if rows > NEW_SIZE * self.rows[-1]:
-            self.seconds = [*self.seconds, self(rows)]
+            self.seconds = [*self.seconds, self(rows) * min(ratio, math.sqrt(ratio))]
             self.rows = [*self.rows, round(rows)]
             self._doubt.add(self.rows[-1])
         else:

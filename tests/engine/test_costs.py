@@ -74,16 +74,33 @@ def test_one_odd_time_at_the_end_does_not_make_large_passes_dear():
     assert curve(1000) == pytest.approx(15 + 900 * (15.0 - 5.9) / 50)
 
 
-def test_of_a_pass_larger_than_any_before_the_second_time_is_believed():
-    """The first one pays for what is made once: 2,400 pairs took 0.6 s, then 0.2, and prompts came to look as dear."""
+def test_the_first_time_of_a_pass_larger_than_any_before_is_half_believed():
+    """It pays for what is made once: 2,400 pairs took 0.6 s, then 0.2, and prompts came to look twice as dear."""
     curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
-    curve.correct(48, ratio=3.0)
+    curve.correct(48, ratio=4.0)
     assert curve.rows == [1, 8, 16, 48]
-    assert curve(48) == pytest.approx(2.5 + 0.1 * 32) and curve.per_row == pytest.approx(0.1)
-    curve.correct(48, ratio=2.0)
-    assert curve(48) == pytest.approx(2 * (2.5 + 0.1 * 32), rel=0.03) and curve(16) == pytest.approx(2.5, rel=0.02)
+    assert curve(48) == pytest.approx(2 * (2.5 + 0.1 * 32)) and curve(16) == pytest.approx(2.5)
+    curve.correct(48, ratio=0.5)
+    assert curve(48) == pytest.approx(2.5 + 0.1 * 32, rel=0.03) and curve(16) == pytest.approx(2.5, rel=0.02)
     curve.correct(52, ratio=1.0)  # as good as 48
     assert curve.rows[-1] == 48
+
+
+def test_the_first_time_of_a_pass_larger_than_any_before_is_no_shorter_than_others():
+    curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
+    curve.correct(48, ratio=0.8)
+    assert curve(48) == pytest.approx(0.8 * (2.5 + 0.1 * 32))
+
+
+@pytest.mark.parametrize("measured", [[1], [1, 8, 64]])
+def test_sizes_that_are_each_run_once_are_priced_all_the_same(measured: list[int]):
+    """Catching up never takes as many pairs twice; at the start next to nothing was measured, and that was flat."""
+    curve, rows = CostCurve(measured, [1e-3] * len(measured)), measured[-1]
+    while rows < 20_000:
+        rows = int(1.25 * rows) + 1
+        took = 1e-3 + 5e-5 * rows
+        curve.correct(rows, took / curve(rows))
+    assert curve(rows) == pytest.approx(took, rel=0.2)
 
 
 def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
