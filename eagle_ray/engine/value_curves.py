@@ -18,7 +18,7 @@ from eagle_ray.engine.host_copy import HostCopy
 from eagle_ray.speculative.upload import sent, upload
 
 # Drafted nodes per sequence, on average over the batch, at which a curve is kept; between them it is taken to be
-# straight, and being bent downwards it is worth more there. The first node of some sequences is the most bent.
+# straight; it is bent, most where a batch has fewer nodes than sequences, and worth more there than the line says.
 SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
 SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
 RATE = 0.2  # how far one observation of many sequences moves what is known; of fewer, by the root of their number
