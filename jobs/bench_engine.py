@@ -3,8 +3,8 @@
 The embedded pair is widened to 230M parameters (eagle_ray/models/widening.py): real acceptance, though a toy's, at a
 real model's proportions of cost. Every way is a planner, over the same weights; ways take turns, in another order and
 on another of the engines each round, on the same texts. Ratios are of all rounds' tokens a second, intervals by
-bootstrap over rounds. "best" is the best fixed tree with our ranking of nodes, "published" with EAGLE-2's own; they
-differ where rows are sampled.
+bootstrap over rounds, or with --engines over the engines made. "best" is the best fixed tree with our ranking of nodes,
+"published" with EAGLE-2's own; they differ where rows are sampled.
 
     steady   the decode steps of a queue that is always full, over as many tokens as plain decodes in --seconds; "all"
              counts the prompts too, whose number in a window is a matter of luck, over all rounds together
@@ -54,8 +54,7 @@ from eagle_ray.training.prompts import shuffled_prompts
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding took is cut there
-LEAD_IN = 8  # rounds that do not count: planners look around at first
-LEAD_IN_DRAINS = 1  # likewise, of jobs
+LEAD_INS = {"steady": 8, "drain": 1}  # rounds that do not count: planners look around at first
 LEAST_TOKENS = 4  # of a window: several are committed at a step
 TUNING_ROUNDS, TUNING_S = 4, 0.5  # windows of each tree
 MOST_TUNED_ROWS = {"cpu": 256, "cuda": 1024}  # of a pass: larger ones have no chance and take minutes to lose
@@ -124,7 +123,7 @@ class Lane:
 
     Where an engine's memory happens to lie makes it up to 3 % faster or slower than its twin. So ways that draft change
     lanes each round, and all lanes are behind the same texts. What the way before left unread by the draft head is read
-    in a step that does not count.
+    in a step that does not count. Beside plain decoding, whose engine cannot draft, only --engines helps.
     """
 
     engine: Engine
@@ -152,9 +151,8 @@ def main() -> None:
         models = Models.load(args, head_name)
         for batch in args.batches:
             ways = settings_of(args, models, batch)
-            lanes = {name: Lane.of(models, way, batch) for name, way in ways.items()}
             for mode in args.modes:
-                samples, identities = MODES[mode](args, models, lanes, args.rounds, args.seconds)
+                samples, identities = measured(args, models, ways, mode, batch)
                 for name, taken in samples.items():
                     about = {"head": head_name, "mode": mode, "batch": batch, "way": name}
                     cells.append(about | figures(taken, samples, identities[name], COUNTS[mode], args.device))
@@ -191,7 +189,7 @@ def best_fixed(args: argparse.Namespace, models: Models, batch: int, coupled: bo
     ways = {"plain": SpeculativeConfig(method="none")}
     ways |= {name: fixed_tree(*tree).model_copy(update={"coupled": coupled}) for name, tree in trees.items()}
     lanes = {name: Lane.of(models, way, batch) for name, way in ways.items()}
-    samples, _ = steady(args, replace(models, prompts=models.tuning), lanes, TUNING_ROUNDS, TUNING_S, lead_in=0)
+    samples, _ = steady(args, replace(models, prompts=models.tuning), lanes, TUNING_ROUNDS, TUNING_S, 0)
     rates = {name: sum(taken[1:], taken[0]).decoded_per_second for name, taken in samples.items()}
     best = max(rates, key=rates.__getitem__)
     told = ", ".join(f"{name} {rate / rates['plain']:.2f}" for name, rate in rates.items())
@@ -200,13 +198,33 @@ def best_fixed(args: argparse.Namespace, models: Models, batch: int, coupled: bo
     return ways[best]
 
 
+def measured(
+    args: argparse.Namespace, models: Models, ways: dict[str, SpeculativeConfig], mode: str, batch: int
+) -> Measured:
+    """Rounds of `mode`, or where engines are made several times the sums over each making's: planners stay, texts and
+    the places in memory change.
+    """
+    lanes: dict[str, Lane] = {}
+    makings: list[Measured] = []
+    for i in range(args.engines):
+        made = {name: Lane.of(models, way, batch) for name, way in ways.items()}
+        lanes = {name: replace(lane, planner=lanes.get(name, lane).planner) for name, lane in made.items()}
+        first = i * len(models.prompts) // args.engines
+        turned = replace(models, prompts=models.prompts[first:] + models.prompts[:first])
+        makings.append(MODES[mode](args, turned, lanes, args.rounds, args.seconds, 0 if i else LEAD_INS[mode]))
+    if len(makings) == 1:
+        return makings[0]
+    samples = {name: [sum(s[name][1:], s[name][0]) for s, _ in makings] for name in ways}
+    return samples, {name: sum((same[name] for _, same in makings), Identity()) for name in ways}
+
+
 def steady(
     args: argparse.Namespace,
     models: Models,
     lanes: dict[str, Lane],
     num_rounds: int,
     seconds: float,
-    lead_in: int = LEAD_IN,
+    lead_in: int,
 ) -> Measured:
     """Windows of a queue that is always full, each over as many tokens as plain commits in `seconds`."""
     queues = {
@@ -232,18 +250,23 @@ def steady(
 
 
 def drain(
-    args: argparse.Namespace, models: Models, lanes: dict[str, Lane], num_rounds: int, seconds: float
+    args: argparse.Namespace,
+    models: Models,
+    lanes: dict[str, Lane],
+    num_rounds: int,
+    seconds: float,
+    lead_in: int,
 ) -> Measured:
     """The same rows for all ways, whatever time they take; other rows in each round."""
     num_rows = max(2, int(DRAIN_ROWS * lanes["plain"].engine.counters.num_slots))
     samples: dict[str, list[Sample]] = {name: [] for name in lanes}
     done: dict[str, list[Sequence]] = {name: [] for name in lanes}
-    for turn, name, lane in turns(lanes, LEAD_IN_DRAINS + num_rounds):
+    for turn, name, lane in turns(lanes, lead_in + num_rounds):
         stream = requests(models.prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
         rows = list(itertools.islice(stream, num_rows))
         sample = drained(lanes[lane].engine, rows, models.meter)
         done[name] += rows
-        if turn >= LEAD_IN_DRAINS:
+        if turn >= lead_in:
             samples[name].append(sample)
     return samples, identities(models, done)
 
@@ -330,7 +353,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=["good"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["steady"])
     parser.add_argument("--pair", choices=["wide", "tiny"], default="wide")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40, help="with each making of the engines")
+    parser.add_argument("--engines", type=int, default=1, help="times that all engines are made, one after another")
     parser.add_argument("--seconds", type=float, default=0.4, help="of plain decoding in a steady window")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an output in steady windows")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="of the rows, by turns")
