@@ -32,7 +32,7 @@ METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "tem
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Wrong usage raises SystemExit(2), as argparse does."""
     _print_anything()
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         with interruptible():
             code = args.command(args)
@@ -69,6 +69,15 @@ def _end_quietly() -> int:
     """Nobody reads stdout any more, as after ``| head``: end as SIGPIPE would, and let the last flush go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, others = parser.parse_known_args(argv)
+    if others:
+        hint = "; an input is given as -i IN" if "input" in args else ""
+        parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -131,6 +131,15 @@ def test_wrong_usage_is_exit_2(usage, capsys):
     assert "usage: eagle-ray" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "hint"), [("run", True), ("validate", True), ("serve", False)])
+def test_a_file_without_a_flag_is_told_its_flag(command, hint, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "rows.jsonl"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: rows.jsonl" in error and ("-i IN" in error) == hint
+
+
 def test_an_output_of_another_configuration_is_exit_6(job, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("")
     assert cli.main(["run", *job]) == 0
