@@ -61,6 +61,7 @@ def connect(address: str) -> None:
     _check_answers(address)
     options = LOCAL_OPTIONS if address == LOCAL else {}
     logging.getLogger("ray").setLevel(logging.ERROR)
+    _leave_stdout_to_results()
     try:
         with _core_unheard(), _sigterm_kept():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -90,6 +91,13 @@ def _check_answers(address: str) -> None:
             f"execution.ray_address: nothing answers at {address!r} ({error}): start the cluster there, or set it to "
             "local"
         ) from error
+
+
+def _leave_stdout_to_results() -> None:
+    """Of a process of its own that has died Ray tells on stdout, whenever it hears of it; here that is for stderr."""
+    worker = ray._private.worker
+    said = worker.print_to_stdstream
+    worker.print_to_stdstream = lambda data, ignore_prefix: said(data | {"is_err": True}, ignore_prefix)
 
 
 @contextmanager

@@ -10,7 +10,15 @@ from ray.exceptions import RayError
 
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.data.actor import _for_the_user
-from eagle_ray.data.cluster import GROWTH, Workers, _check_answers, check_alive, plan_workers, threads_wanted
+from eagle_ray.data.cluster import (
+    GROWTH,
+    Workers,
+    _check_answers,
+    _leave_stdout_to_results,
+    check_alive,
+    plan_workers,
+    threads_wanted,
+)
 from eagle_ray.data.faults import SMALLER
 from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
 from eagle_ray.data.ray_environment import RAY_JOB
@@ -161,3 +169,12 @@ def test_batches_of_a_long_job_are_larger():
     assert _batch_size(slots=16, actors=2, num_rows=1_000) == 8
     assert _batch_size(slots=16, actors=2, num_rows=4_000) == 31
     assert _batch_size(slots=16, actors=2, num_rows=10_000_000) == 64
+
+
+def test_what_ray_says_of_its_dead_does_not_stand_among_results(capsys, monkeypatch):
+    worker = ray._private.worker
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
+    _leave_stdout_to_results()
+    worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
+    said = capsys.readouterr()
+    assert said.out == "" and "Raylet is terminated." in said.err

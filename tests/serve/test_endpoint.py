@@ -19,7 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 from eagle_ray import cli
 from eagle_ray.config import ConfigError, load_serve_config
 from eagle_ray.endpoint import _check_free
-from eagle_ray.serve.board import Board
+from eagle_ray.serve.board import SILENT_S, Board
 from eagle_ray.serve.deployment import Shape, shape_of
 from eagle_ray.serve.snapshot import Snapshot, added_up
 from tests.data.nodes import cluster_of, parent_of
@@ -251,10 +251,11 @@ def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch)
             assert parent_of(one) != parent_of(other)
             until(lambda: server.metric("num_requests_running") == 4)  # the slots of both
             os.kill(one, signal.SIGKILL)
-            until(lambda: server.metric("replicas") == 1)
+            silent_since = time.monotonic()
+            until(lambda: len(set(replicas()) - {one, other}) == 1)
             assert server.ask("GET", "/health")[0] == 200
-            until(lambda: server.metric("replicas") == 2)
-            assert len(set(replicas()) - {one, other}) == 1
+            until(lambda: time.monotonic() > silent_since + SILENT_S and server.metric("num_requests_running") == 4)
+            assert server.metric("replicas") == 2  # the new one counts, the dead one no more
             crowd.leave()
             until(lambda: server.metric("replicas") == 1)
             last = server.metric("generation_tokens_total")
