@@ -160,9 +160,10 @@ class Ranking:
         return top_k(logits, width, push)
 
     def _couple(self, path: PickedPath, picks: Int[Tensor, "B D"]) -> None:
-        """From PICKS_A_LESSON picks at most, of other sequences the next time: their logits are made once more."""
+        """From PICKS_A_LESSON picks at most, or one sequence's; of others the next time. Logits are made once more."""
         levels, sampling = range(len(path.nodes)), self.lesson.sampling
-        turns = -(-len(sampling.sampled) * len(levels) // PICKS_A_LESSON)
+        num_sampled = len(sampling.sampled)
+        turns = min(num_sampled, -(-num_sampled * len(levels) // PICKS_A_LESSON))
         rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
         self._num_lessons += 1
         pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)

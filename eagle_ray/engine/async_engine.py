@@ -28,7 +28,7 @@ import torch
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.errors import EngineError
 
 
 class _Post:
@@ -97,7 +97,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(self, sequence: Sequence) -> Sequence:
-        """The same sequence, finished. Raises RequestError for this one, EngineError once the engine is dead.
+        """The same sequence, finished. Raises what Engine.add does for this one, EngineError once the engine is dead.
 
         Cancelling the caller frees the sequence's slot at the next step.
         """
@@ -185,7 +185,7 @@ class AsyncEngine:
     def _add(self, call: _Call) -> None:
         try:
             self._engine.add(call.sequence)
-        except RequestError as error:
+        except Exception as error:  # whatever it is, the engine has not taken the sequence: nobody else's problem
             call.finish(error)
         else:
             self._calls[call.sequence] = call

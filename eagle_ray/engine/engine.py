@@ -96,7 +96,8 @@ class Engine:
     def step(self) -> list[Sequence]:
         """One speculative round for every running sequence; returns those that finished.
 
-        Invariant: the last committed token is not in the KV cache yet; it is the root of the next tree.
+        Invariant: the last committed token is not in the KV cache yet; it is the root of the next tree. Whatever a
+        step raises, of a stop_check or a listener too, leaves it half done: the engine is of no use after that.
         """
         started, num_before = time.monotonic(), self.counters.num_prefill_tokens
         flight, self._next = self._next, None
@@ -118,7 +119,12 @@ class Engine:
         return finished
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises RequestError for a prompt that the target cannot take."""
+        """Queue a sequence. Raises RequestError for a prompt that the target cannot take, ValueError for who was here.
+
+        A sequence is one request's way through one engine: asking once more takes a new one.
+        """
+        if sequence.arrived_at is not None:
+            raise ValueError(f"sequence {sequence.request_id!r} was added before: make a new one of its prompt_ids")
         check_fits(sequence, self.max_model_len, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
         sequence.arrived_at = time.monotonic()

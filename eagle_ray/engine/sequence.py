@@ -5,6 +5,7 @@ Knows ids, counts and times. Does not know text, slots' memory or the model.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -127,7 +128,10 @@ class Sequence:
 
 def check_fits(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
     """Cut max_tokens to the room that is left; raises RequestError for a prompt that the target cannot take."""
-    num_prompt = len(sequence.prompt_ids)
+    prompt_ids = sequence.prompt_ids
+    if not isinstance(prompt_ids, list) or not set(map(type, prompt_ids)) <= {int}:
+        raise RequestError("bad_type", f"prompt_ids must be a list of integers: got {reprlib.repr(prompt_ids)}")
+    num_prompt = len(prompt_ids)
     if num_prompt == 0:
         raise RequestError("prompt_empty", "the prompt has no tokens: give at least one")
     if num_prompt >= max_model_len:
@@ -136,7 +140,7 @@ def check_fits(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
             f"the prompt has {num_prompt} tokens: shorten it to at most {max_model_len - 1} "
             f"(model.max_model_len is {max_model_len})",
         )
-    low, high = min(sequence.prompt_ids), max(sequence.prompt_ids)
+    low, high = min(prompt_ids), max(prompt_ids)
     if low < 0 or high >= vocab_size:
         stranger = low if low < 0 else high
         raise RequestError("bad_token_id", f"token id {stranger} is not in the target's vocabulary of {vocab_size}")

@@ -11,9 +11,9 @@ Does not know trees, models or who asks.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from eagle_ray.speculative.upload import upload
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
+MOST_TEMPERATURE = torch.finfo(torch.float32).max
 Kind = tuple[bool, bool, bool, bool]
 """Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -54,24 +55,22 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more"
-        )
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
-        _require(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "0 or more")
+        self._require("temperature", Real, lambda x: 0 <= x <= MOST_TEMPERATURE, "a finite number, 0 or more")
+        self._require("top_p", Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
+        self._require("top_k", Integral, lambda x: 0 <= x < 2**63, "an integer, 0 (off) or more")
+        self._require("min_p", Real, lambda x: 0 <= x <= 1, "between 0 and 1")
+        self._require("max_tokens", Integral, lambda x: x >= 1, "an integer, 1 or more")
+        self._require("seed", Integral, lambda x: -(2**63) <= x < 2**64, "a 64-bit integer")
+        self._require("top_logprobs", Integral, lambda x: x >= 0, "an integer, 0 or more")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-
-def _require(ok: bool, name: str, value: object, wanted: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    def _require(self, name: str, kind: type, is_right: Callable[[Real], bool], wanted: str) -> None:
+        value = getattr(self, name)
+        if not (isinstance(value, kind) and is_right(value)):
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,22 @@ def test_a_bad_request_is_its_own_problem():
     assert isinstance(bad, RequestError) and bad.code == "prompt_too_long"
 
 
+def test_whoever_breaks_the_adding_is_told_and_nobody_else_notices():
+    async def main():
+        engine = AsyncEngine(llama_engine(2))
+        twice = Sequence("twice", [5], SamplingParams(max_tokens=40, ignore_eos=True))
+        first, again = engine.generate(twice), engine.generate(twice)
+        unset = engine.generate(Sequence("unset", [5], None))
+        results = await asyncio.wait_for(asyncio.gather(first, again, unset, return_exceptions=True), 60)
+        assert engine.is_alive
+        engine.close()
+        return results
+
+    first, again, unset = asyncio.run(main())
+    assert len(first.output_ids) == 40
+    assert isinstance(again, ValueError) and isinstance(unset, AttributeError)
+
+
 def test_a_cancelled_caller_frees_its_slot():
     async def main():
         engine = AsyncEngine(llama_engine(1))

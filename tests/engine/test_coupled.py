@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle_ray.drafting.ranking import PICKS_A_LESSON
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -63,6 +64,17 @@ def test_outputs_are_those_of_plain_decoding(noise):
         dict(calibration=Calibration(DEPTH), coupling=Coupling(DEPTH)),
     ):
         assert [s.output_ids for s in finished(noise=noise, **learning)] == plain
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_paths_longer_than_a_lesson_are_learned_from(count):
+    """One sequence's picks are more than PICKS_A_LESSON: it is a lesson of its own, and no lesson is of nobody."""
+    deep = dict(max_nodes=PICKS_A_LESSON + 1, max_depth=PICKS_A_LESSON + 1, top_k=1, noise=0.0)
+    plain = [s.output_ids for s in finished(count, MIXED[1:], max_nodes=0, max_depth=0, top_k=0)]
+    coupling = Coupling(PICKS_A_LESSON + 1)
+    before = coupling.fit.parameters.clone()
+    assert [s.output_ids for s in finished(count, MIXED[1:], coupling=coupling, **deep)] == plain
+    assert (coupling.fit.parameters != before).any()
 
 
 @pytest.mark.parametrize("kind", MIXED[1:])

@@ -68,12 +68,33 @@ def test_prompts_that_do_not_fit_are_refused():
         ([1] * 64, "prompt_too_long"),
         ([1, 8], "bad_token_id"),
         ([-1], "bad_token_id"),
+        (None, "bad_type"),
+        ((1, 2), "bad_type"),
+        (torch.tensor([1, 2]), "bad_type"),
+        ([1, 1.5], "bad_type"),
+        ([float("nan")], "bad_type"),
+        (["1"], "bad_type"),
+        ([[1, 2]], "bad_type"),
+        ([1, None], "bad_type"),
     ):
         with pytest.raises(RequestError) as caught:
             engine.add(Sequence("a", prompt, SamplingParams()))
         assert caught.value.code == code
     sequence = finished(engine, [1] * 60, max_tokens=100, ignore_eos=True)
     assert len(sequence.output_ids) == 4 and sequence.finish_reason == "length"
+
+
+def test_a_sequence_passes_through_an_engine_once():
+    engine = table_engine(cycle(), 2, 6, 6, 1)
+    sequence = Sequence("twice", [1], SamplingParams(max_tokens=5))
+    engine.add(sequence)
+    with pytest.raises(ValueError, match="'twice' was added before"):
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    assert sequence.output_ids == [2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match="'twice' was added before"):
+        engine.add(sequence)
 
 
 def test_a_full_context_is_used_to_the_last_token():

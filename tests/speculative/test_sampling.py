@@ -130,8 +130,20 @@ def test_sample_zero_keeps_the_seed():
         ("top_k", -1),
         ("min_p", 1.5),
         ("max_tokens", 0),
+        ("temperature", "1"),
+        ("temperature", 1e39),
+        ("top_p", None),
+        ("top_k", 2.5),
+        ("top_k", 2**63),
+        ("top_k", float("inf")),
+        ("min_p", "0"),
+        ("max_tokens", 1.5),
+        ("max_tokens", float("inf")),
+        ("seed", 1.5),
+        ("seed", 2**64),
+        ("top_logprobs", 2.5),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=f"^{field} must be "):
         SamplingParams(**{field: value})
