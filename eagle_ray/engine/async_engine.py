@@ -60,6 +60,7 @@ class _Call:
     sequence: Sequence
     future: asyncio.Future
     post: _Post
+    listener: Callable[[], None] | None
 
     def finish(self, error: Exception | None = None) -> None:
         """Answer from the engine's thread."""
@@ -72,6 +73,10 @@ class _Call:
             self.future.set_result(self.sequence)
         else:
             self.future.set_exception(error)
+
+
+_Order = tuple[Callable[[_Call], None], _Call]
+"""What the thread shall do with a call: add it or drop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._inbox: queue.SimpleQueue[_Call | Sequence | None] = queue.SimpleQueue()  # to add, to drop, or the end
+        self._inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None is the end
         self._calls: dict[Sequence, _Call] = {}
         self._post: _Post | None = None
         self._error: EngineError | None = None
@@ -101,17 +106,7 @@ class AsyncEngine:
 
         Cancelling the caller frees the sequence's slot at the next step.
         """
-        post = self._post_here()
-        call = _Call(sequence, post.loop.create_future(), post)
-        with self._alive:
-            if self._error is not None:
-                raise self._error
-            self._inbox.put(call)
-        try:
-            return await call.future
-        except asyncio.CancelledError:
-            self._inbox.put(sequence)
-            raise
+        return await self._answer(sequence, sequence.listener)
 
     async def stream(self, sequence: Sequence) -> AsyncIterator[int]:
         """How many output ids there are, whenever some have come; up to then the sequence's lists may be read.
@@ -120,8 +115,8 @@ class AsyncEngine:
         delays nobody.
         """
         post, counts = self._post_here(), asyncio.Queue()
-        sequence.listener = lambda: post.send(partial(counts.put_nowait, len(sequence.output_ids)))
-        answer = asyncio.ensure_future(self.generate(sequence))
+        listener = lambda: post.send(partial(counts.put_nowait, len(sequence.output_ids)))  # noqa: E731
+        answer = asyncio.ensure_future(self._answer(sequence, listener))
         answer.add_done_callback(lambda _: counts.put_nowait(None))
         try:
             while (count := await counts.get()) is not None:
@@ -150,6 +145,19 @@ class AsyncEngine:
         self._inbox.put(None)
         self._thread.join()
 
+    async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
+        post = self._post_here()
+        call = _Call(sequence, post.loop.create_future(), post, listener)
+        with self._alive:
+            if self._error is not None:
+                raise self._error
+            self._inbox.put((self._add, call))
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._inbox.put((self._drop, call))
+            raise
+
     def _post_here(self) -> _Post:
         """The running loop's; as a rule there is but one loop."""
         loop = asyncio.get_running_loop()
@@ -175,12 +183,13 @@ class AsyncEngine:
         """Take what has arrived, waiting while there is nothing else to do; False once closed."""
         while True:
             try:
-                item = self._inbox.get(block=not self._engine.has_work)
+                order = self._inbox.get(block=not self._engine.has_work)
             except queue.Empty:
                 return True
-            if item is None:
+            if order is None:
                 return False
-            self._add(item) if isinstance(item, _Call) else self._drop(item)
+            obey, call = order
+            obey(call)
 
     def _add(self, call: _Call) -> None:
         try:
@@ -188,17 +197,20 @@ class AsyncEngine:
         except Exception as error:  # whatever it is, the engine has not taken the sequence: nobody else's problem
             call.finish(error)
         else:
+            call.sequence.listener = call.listener
             self._calls[call.sequence] = call
 
-    def _drop(self, sequence: Sequence) -> None:
-        if self._calls.pop(sequence, None) is not None:
-            self._engine.abort(sequence)
+    def _drop(self, call: _Call) -> None:
+        """Unless it is answered, or was never taken because another call brought the same sequence."""
+        if self._calls.get(call.sequence) is call:
+            del self._calls[call.sequence]
+            self._engine.abort(call.sequence)
 
     def _fail_all(self, error: EngineError) -> None:
         """Answer what is in flight and what came in too late."""
         late = []
         while not self._inbox.empty():
             late.append(self._inbox.get())
-        for call in [*self._calls.values(), *(item for item in late if isinstance(item, _Call))]:
+        for call in [*self._calls.values(), *(order[1] for order in late if order is not None)]:
             call.finish(error)
         self._calls.clear()

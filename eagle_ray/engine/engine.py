@@ -127,8 +127,8 @@ class Engine:
             raise ValueError(f"sequence {sequence.request_id!r} was added before: make a new one of its prompt_ids")
         check_fits(sequence, self.max_model_len, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
-        sequence.arrived_at = time.monotonic()
         self.scheduler.add(sequence)
+        sequence.arrived_at = time.monotonic()
 
     def abort(self, sequence: Sequence) -> None:
         """Forget a sequence; its slot is free for the next step."""

@@ -126,11 +126,18 @@ class Sequence:
         return len(self.output_ids), None
 
 
+def _shown(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
 def check_fits(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
     """Cut max_tokens to the room that is left; raises RequestError for a prompt that the target cannot take."""
     prompt_ids = sequence.prompt_ids
-    if not isinstance(prompt_ids, list) or not set(map(type, prompt_ids)) <= {int}:
-        raise RequestError("bad_type", f"prompt_ids must be a list of integers: got {reprlib.repr(prompt_ids)}")
+    if not isinstance(prompt_ids, list):
+        raise RequestError("bad_type", f"prompt_ids must be a list of integers, got {_shown(prompt_ids)}")
+    if not set(map(type, prompt_ids)) <= {int}:
+        i, stranger = next((i, token) for i, token in enumerate(prompt_ids) if type(token) is not int)
+        raise RequestError("bad_type", f"prompt_ids[{i}] must be a token id, an integer, got {_shown(stranger)}")
     num_prompt = len(prompt_ids)
     if num_prompt == 0:
         raise RequestError("prompt_empty", "the prompt has no tokens: give at least one")

@@ -11,9 +11,9 @@ Does not know trees, models or who asks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 
 import torch
 from jaxtyping import Float, Int
@@ -25,7 +25,6 @@ from eagle_ray.speculative.upload import upload
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
-MOST_TEMPERATURE = torch.finfo(torch.float32).max
 Kind = tuple[bool, bool, bool, bool]
 """Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -33,7 +32,7 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence's tokens are chosen. Raises ValueError naming the field where a value is out of range.
+    """How one sequence's tokens are chosen. Raises ValueError naming the field whose value is none of those.
 
     temperature: 0 (below GREEDY_BELOW) is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
     max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
@@ -55,22 +54,23 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        self._require("temperature", Real, lambda x: 0 <= x <= MOST_TEMPERATURE, "a finite number, 0 or more")
-        self._require("top_p", Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
-        self._require("top_k", Integral, lambda x: 0 <= x < 2**63, "an integer, 0 (off) or more")
-        self._require("min_p", Real, lambda x: 0 <= x <= 1, "between 0 and 1")
-        self._require("max_tokens", Integral, lambda x: x >= 1, "an integer, 1 or more")
-        self._require("seed", Integral, lambda x: -(2**63) <= x < 2**64, "a 64-bit integer")
-        self._require("top_logprobs", Integral, lambda x: x >= 0, "an integer, 0 or more")
+        self._require("temperature", (int, float), lambda x: 0 <= x <= sys.float_info.max, "a finite number, 0 or more")
+        self._require("top_p", (int, float), lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+        self._require("top_k", int, lambda x: 0 <= x < 2**63, "an integer, 0 (off) or more")
+        self._require("min_p", (int, float), lambda x: 0 <= x <= 1, "a number between 0 and 1")
+        self._require("max_tokens", int, lambda x: x >= 1, "an integer, 1 or more")
+        self._require("seed", int, lambda x: -(2**63) <= x < 2**64, "a 64-bit integer")
+        self._require("top_logprobs", int, lambda x: x >= 0, "an integer, 0 or more")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
-    def _require(self, name: str, kind: type, is_right: Callable[[Real], bool], wanted: str) -> None:
+    def _require(self, name: str, kind: type | tuple[type, ...], is_right: Callable[..., bool], wanted: str) -> None:
+        """Python's own numbers alone: who computes a seed with NumPy says int(seed)."""
         value = getattr(self, name)
         if not (isinstance(value, kind) and is_right(value)):
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+            raise ValueError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,30 @@ def test_whoever_breaks_the_adding_is_told_and_nobody_else_notices():
     assert isinstance(again, ValueError) and isinstance(unset, AttributeError)
 
 
+def test_whoever_brings_a_sequence_again_and_leaves_takes_nothing_from_the_first():
+    async def main():
+        engine = AsyncEngine(llama_engine(1))
+        twice = Sequence("twice", [5], SamplingParams(max_tokens=40, ignore_eos=True))
+        counts = []
+
+        async def listen():
+            async for count in engine.stream(twice):
+                counts.append(count)
+
+        first = asyncio.ensure_future(listen())
+        await asyncio.sleep(0)
+        again, stream = asyncio.ensure_future(engine.generate(twice)), engine.stream(twice)
+        await asyncio.sleep(0)
+        again.cancel()
+        with pytest.raises(ValueError, match="'twice' was added before"):
+            await anext(stream)
+        await asyncio.wait_for(first, 60)
+        engine.close()
+        return counts
+
+    assert asyncio.run(main()) == list(range(1, 41))
+
+
 def test_a_cancelled_caller_frees_its_slot():
     async def main():
         engine = AsyncEngine(llama_engine(1))

@@ -97,6 +97,22 @@ def test_a_sequence_passes_through_an_engine_once():
         engine.add(sequence)
 
 
+def test_what_one_engine_refused_another_may_take():
+    sequence = Sequence("large", [5] * 30, SamplingParams(max_tokens=90))
+    small = llama_engine(1, kv_tokens=64)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="KV space"):
+            small.add(sequence)
+    large = llama_engine(1)
+    large.add(sequence)
+    assert large.has_work and not small.has_work
+
+
+def test_the_one_bad_id_of_a_prompt_is_named():
+    with pytest.raises(RequestError, match=r"prompt_ids\[50\] must be a token id, an integer, got 1\.5 \(float\)"):
+        table_engine(cycle(), 1, 0, 0, 0).add(Sequence("a", [1] * 50 + [1.5], SamplingParams()))
+
+
 def test_a_full_context_is_used_to_the_last_token():
     """Trees near max_model_len write past the end of the sequence: the cache must have room for them."""
     prompts = [[5] * n for n in (100, 126, 127)]

@@ -1,5 +1,6 @@
 """Noise that is pinned, processors that are transformers' own, and the law of the pick."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -131,7 +132,7 @@ def test_sample_zero_keeps_the_seed():
         ("min_p", 1.5),
         ("max_tokens", 0),
         ("temperature", "1"),
-        ("temperature", 1e39),
+        ("temperature", float("inf")),
         ("top_p", None),
         ("top_k", 2.5),
         ("top_k", 2**63),
@@ -141,6 +142,7 @@ def test_sample_zero_keeps_the_seed():
         ("max_tokens", float("inf")),
         ("seed", 1.5),
         ("seed", 2**64),
+        ("seed", np.int64(5)),
         ("top_logprobs", 2.5),
     ],
 )
