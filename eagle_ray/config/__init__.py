@@ -8,13 +8,16 @@ from eagle_ray.config.job import (
     JobConfig,
     LoggingConfig,
     ModelConfig,
+    OnFinishConfig,
     OutputConfig,
     ReportConfig,
+    RestartsConfig,
     SamplingConfig,
     SpeculativeConfig,
     changed_keys,
     check_row_sampling,
     config_hash,
+    recorded,
 )
 from eagle_ray.config.load import load_config, load_serve_config
 from eagle_ray.config.serve import ServeConfig, ServingConfig
@@ -27,8 +30,10 @@ __all__ = [
     "JobConfig",
     "LoggingConfig",
     "ModelConfig",
+    "OnFinishConfig",
     "OutputConfig",
     "ReportConfig",
+    "RestartsConfig",
     "SamplingConfig",
     "ServeConfig",
     "ServingConfig",
@@ -38,4 +43,5 @@ __all__ = [
     "config_hash",
     "load_config",
     "load_serve_config",
+    "recorded",
 ]

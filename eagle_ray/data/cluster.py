@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 import ray
 
-from eagle_ray.config import ExecutionConfig
+from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.config.job import ActorRange
 from eagle_ray.data.interrupts import check_not_interrupted
 from eagle_ray.data.ray_environment import LOCAL, RAY_JOB
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterError, ClusterUnfit
 
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
 ROUNDING = 1e-6  # three thirds of a GPU are one
@@ -76,12 +76,15 @@ def connect(address: str) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ClusterError where nothing listens at an address that names a port; Ray looks for the others itself."""
+    """Raises ClusterError if nothing listens at an address that names a port, ConfigError if it is no address.
+
+    Ray looks for other addresses itself.
+    """
     try:
         url = urlsplit(address if "://" in address else f"//{address}")
         host, port = url.hostname, url.port
     except ValueError as error:
-        raise ClusterError(f"execution.ray_address: {address!r} is not an address: {error}") from None
+        raise ConfigError(f"execution.ray_address: {address!r} is not an address: {error}") from None
     if host is None or port is None:
         return
     try:
@@ -159,7 +162,7 @@ def plan_workers(
     """The cores are shared out among the workers.
 
     num_rows: more actors than rows would be idle. most_threads: of one worker, where the user set it. Raises
-    ClusterError where the job wants GPUs that are not there.
+    ClusterUnfit if no node has such GPUs at all, ClusterError if they are too few: a lost node may come back.
     """
     cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
     gpus = [node.get("GPU", 0) for node in nodes]
@@ -167,7 +170,8 @@ def plan_workers(
     room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
     fewest, most = _range_of(execution, room, cpus)
     if room is not None and fewest > room:
-        raise ClusterError(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
+        kind = ClusterError if room else ClusterUnfit
+        raise kind(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
     share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
     most = max(1, min(most, num_rows))
     return Workers(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
@@ -209,7 +213,7 @@ def threads_wanted(environ: Mapping[str, str]) -> int | None:
 def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
     """auto: one, or an equal share of one where the job names more actors than there are GPUs."""
     if device == "cuda" and not gpus:
-        raise ClusterError(
+        raise ClusterUnfit(
             "model.device is cuda, but the cluster has no GPU: run it on a machine with one, or set it to auto"
         )
     if execution.gpus_per_actor != "auto":

@@ -164,7 +164,7 @@ class ProgressLines:
             self._stop(reason)
 
     def _stop(self, reason: Exception) -> None:
-        if not self._closing.is_set():
+        if not self._closing.is_set() and not is_interrupted():  # an ending Ray is not why the job ends then
             self._reason = reason
             self._closing.set()
             interrupt()

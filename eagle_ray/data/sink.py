@@ -17,11 +17,13 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
+from eagle_ray.config import ConfigError
 from eagle_ray.data.bundles import unbundled
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import part_name
+from eagle_ray.data.patience import outlasting_outages
 from eagle_ray.data.record import Run
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import StorageUnavailable, outcome_of
 from eagle_ray.data.storage import Location, StorageError, parquet_bytes
 
 NO_PARTITIONS = Partitions()
@@ -38,7 +40,11 @@ class AtomicParquetSink(Datasink[None]):
     partitions: Partitions = NO_PARTITIONS
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
-        """Called in a Ray task. Raises Overtaken where a newer attempt owns the output, ClusterError for a full one."""
+        """Called in a Ray task. Raises Overtaken if a newer attempt owns the output, StorageUnavailable if it is full."""
+        with outlasting_outages():
+            self._write(blocks, ctx)
+
+    def _write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
         filled = [unbundled(table).cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
@@ -56,7 +62,8 @@ class AtomicParquetSink(Datasink[None]):
             raise
         except OSError as error:
             reason = error.strerror or error
-            raise ClusterError(f"cannot write {file}: {reason}: the same command goes on from what is there") from None
+            kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
+            raise kind(f"cannot write {file}: {reason}: the same command goes on from what is there") from None
 
     @property
     def min_rows_per_write(self) -> int:
