@@ -104,10 +104,8 @@ def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:
 
 
 def _wait(ending: Ending, restarts: RestartsConfig, num_in_a_row: int) -> None:
-    seconds = delay_s(restarts, num_in_a_row)
-    log.warning(
-        "eagle-ray: restart %d of %d in %.0f s, because of: %s", num_in_a_row + 1, restarts.limit, seconds, ending.reason
-    )
+    seconds, number = delay_s(restarts, num_in_a_row), f"{num_in_a_row + 1} of {restarts.limit}"
+    log.warning("eagle-ray: restart %s in %.0f s, because of: %s", number, seconds, ending.reason)
     time.sleep(seconds)
 
 

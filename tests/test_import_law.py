@@ -29,6 +29,8 @@ LEVEL = {
     "training": 8,
     "report": 8,
     "job": 9,
+    "on_finish": 9,
+    "keep_going": 10,
     "validate": 9,
     "demo": 10,
     "endpoint": 10,

@@ -214,7 +214,7 @@ class ExecutionConfig(EnginesConfig):
     rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
     preserve_order: bool = Field(default=False, description="true or false")
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=1.0, description="a share between 0 and 1 (never)"
+        default=1.0, description="a share between 0 and 1 (only if every row is an error)"
     )
     row_timeout_s: PositiveFloat | None = Field(default=None, description="a number of seconds, above 0, or null")
     restarts: RestartsConfig = RestartsConfig()

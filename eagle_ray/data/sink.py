@@ -40,7 +40,10 @@ class AtomicParquetSink(Datasink[None]):
     partitions: Partitions = NO_PARTITIONS
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
-        """Called in a Ray task. Raises Overtaken if a newer attempt owns the output, StorageUnavailable if it is full."""
+        """Called in a Ray task. Raises Overtaken if a newer attempt owns the output, StorageUnavailable if it is full.
+
+        What the system refuses for good is a ConfigError.
+        """
         with outlasting_outages():
             self._write(blocks, ctx)
 

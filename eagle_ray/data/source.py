@@ -58,6 +58,5 @@ class ShardReader:
         for row in batch.to_pylist():
             shard = Shard(self.plan.files[row["file"]], row["start"], At(row["row"], row["line"]), row["num_rows"])
             with outlasting_outages():
-                tables = list(tables_of(self.plan, shard))
-            for table in tables:
-                yield table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), skip)))
+                for table in tables_of(self.plan, shard):
+                    yield table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), skip)))

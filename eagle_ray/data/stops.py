@@ -1,7 +1,7 @@
 """How a command can end: one table of outcomes, exit codes and the exceptions that lead to them.
 
-A wrong configuration is a ConfigError; a row that cannot be answered is an error row and stops nothing. The command line
-and the job both take their exit code from ``outcome_of``.
+A wrong configuration is a ConfigError; a row that cannot be answered is an error row and stops nothing. The command
+line and the job both take their exit code from ``outcome_of``.
 
     >>> outcome_of(OutputBusy("runs/a is being written by process 7"))
     Outcome(code=7, name='busy', meaning='another live driver writes this output', is_transient=False)
@@ -158,8 +158,9 @@ class Ending:
     @classmethod
     def of(cls, error: BaseException) -> Ending:
         """Return the ending of a run that raised this error."""
-        text = " ".join(str(error).split())
-        return cls(outcome_of(error), text or type(error).__name__)
+        outcome = outcome_of(error)
+        text = " ".join(str(error).split()) or type(error).__name__
+        return cls(outcome, outcome.name if outcome is INTERRUPTED else text)
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -138,7 +138,7 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
         wait_for_files(output, first, 3)
         second = start_driver(job, proxy.url)
         _, said = second.communicate(timeout=120)
-        assert second.returncode == 5 and f"{output} is being written by process {first.pid} on " in said
+        assert second.returncode == 7 and f"{output} is being written by process {first.pid} on " in said
         first.send_signal(signal.SIGKILL)
         first.communicate(timeout=30)
         assert not (output / "_SUCCESS").exists()
