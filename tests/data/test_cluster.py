@@ -22,7 +22,7 @@ from eagle_ray.data.cluster import (
 from eagle_ray.data.faults import SMALLER
 from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
 from eagle_ray.data.ray_environment import RAY_JOB
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterError, ClusterUnfit
 
 TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
 
@@ -81,7 +81,7 @@ def test_threads_are_the_users_word_and_not_rays(environ, threads):
     ],
 )
 def test_gpus_that_are_not_there_stop_the_job(settings, device, todo):
-    with pytest.raises(ClusterError, match=todo):
+    with pytest.raises(ClusterUnfit, match=todo):
         plan_workers(ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10)
 
 

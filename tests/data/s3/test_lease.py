@@ -97,7 +97,7 @@ def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_mean
 
 
 def test_a_driver_that_was_taken_over_during_an_outage_stops_before_it_publishes(bucket, proxy):
-    with pytest.raises(Overtaken, match="process 9 on elsewhere has taken .* over"), lock_output(bucket) as check:
+    with pytest.raises(Overtaken, match=r"process 9 on elsewhere has taken .* over"), lock_output(bucket) as check:
         break_storage(proxy)
         time.sleep(lock.GIVE_UP_S + 2 * lock.LOOK_S)
         proxy.reset()
