@@ -179,9 +179,9 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     plan = replace(plan, ids=NONE)  # sixteen bytes a row that `asked` has, too
     if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
-    with lock_output(output) as check_lock, outlasting_outages():
+    with lock_output(output) as check_lock:
         run = replace(open_run(config, plan.files), check_lock=check_lock)
-        with noting_outcome(run):
+        with noting_outcome(run), outlasting_outages():
             check_unchanged(plan.files, {})  # since they were scanned: before their digests were noted
             remove_strays(run)
             if retry_errors:

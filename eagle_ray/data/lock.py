@@ -38,6 +38,7 @@ from typing import Any
 from uuid import uuid4
 
 from eagle_ray.data.interrupts import interrupt
+from eagle_ray.data.patience import hurry
 from eagle_ray.data.record import naming_output
 from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, Overtaken, StorageUnavailable
 from eagle_ray.data.storage import Location, Stamp, json_bytes
@@ -152,6 +153,7 @@ class Lease:
         return time.monotonic() - self._written_at
 
     def _keep(self) -> None:
+        hurry()
         while not self._closing.wait(BEAT_S):
             try:
                 found, stamp = self._read()

@@ -17,11 +17,12 @@ LONGER_WAITS_S = (16.0, 30.0, 30.0)  # between further tries: with the shorter w
 
 _lock = threading.Lock()
 _num_patient = 0
+_this_thread = threading.local()
 
 
 @contextmanager
 def outlasting_outages() -> Iterator[None]:
-    """While it is open, every request of this process is tried longer."""
+    """While it is open, every request of this process is tried longer, but for those of threads that hurry."""
     _add(1)
     try:
         yield
@@ -29,9 +30,14 @@ def outlasting_outages() -> Iterator[None]:
         _add(-1)
 
 
+def hurry() -> None:
+    """Never try this thread's requests longer: it makes new ones all the time, and the latest matters."""
+    _this_thread.hurries = True
+
+
 def longer_waits() -> tuple[float, ...]:
     """Return the waits that follow the ordinary ones now."""
-    return LONGER_WAITS_S if _num_patient else ()
+    return LONGER_WAITS_S if _num_patient > 0 and not hasattr(_this_thread, "hurries") else ()
 
 
 def _add(number: int) -> None:

@@ -23,6 +23,7 @@ from ray.actor import ActorHandle
 from eagle_ray.data.cluster import check_alive
 from eagle_ray.data.display import Facts, display
 from eagle_ray.data.interrupts import interrupt, is_interrupted
+from eagle_ray.data.patience import hurry
 from eagle_ray.data.progress import Progress
 from eagle_ray.data.record import PROGRESS, Run
 from eagle_ray.data.stops import ClusterError, TooManyErrors
@@ -82,6 +83,7 @@ class ProgressLines:
             raise self._reason from None
 
     def _work(self) -> None:
+        hurry()
         next_file = self._started
         with display(self._every_s) as shown:
             while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):

@@ -16,7 +16,7 @@ import platform
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -157,7 +157,7 @@ def _note(run: Run, facts: dict[str, str]) -> None:
     """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
     with suppress(JobStopped, OSError):
         before = _version_of(run.output / RUN)
-        run.check_current()
+        replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
         record = read_record(run.output)
         record["attempts"][-1] |= facts
         _write_record(run.output, record, before)
