@@ -164,7 +164,7 @@ def test_a_ray_or_driver_that_is_killed_is_replaced_and_every_id_is_there_once(f
     assert run.returncode == 0, said
     assert said.count("eagle-ray: restart 1 of 1 in ") == 1
     assert kept <= {file.name for file in data.glob("*.parquet")}
-    rows = duckdb.sql(f"select count(*), count(distinct request_id) from '{data}/*.parquet'").fetchone()
-    assert rows == (24, 24) and (tmp_path / "out" / "_SUCCESS").exists()
+    rows = duckdb.sql(f"select count(*), count(distinct request_id) from '{data}/*.parquet'").fetchall()
+    assert rows == [(24, 24)] and (tmp_path / "out" / "_SUCCESS").exists()
     told = json.loads((tmp_path / "told").read_text())
     assert (told["exit_code"], told["restarts"], told["rows"]) == (0, 1, 24)

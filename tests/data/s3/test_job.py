@@ -17,6 +17,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.config import JobConfig
 from eagle_ray.data import record, zombies
 from eagle_ray.data.lock import LOCK, lock_output
 from eagle_ray.data.stops import OutputBusy
@@ -129,8 +130,7 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
 @pytest.mark.slow
 def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outside):
     """Real drivers with a Ray of their own, through a server that throttles and breaks all the while."""
-    output = bucket / "out"
-    job = job.model_copy(update={"execution": job.execution.model_copy(update={"slots": 1, "rows_per_file": 1})})
+    output, job = bucket / "out", slow(job)
     address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
     with FaultProxy(address.hostname, address.port) as proxy:
         proxy.fail("PUT", Refuse(503, "SlowDown"), 3, path="part-")
@@ -157,8 +157,7 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
 @pytest.mark.slow
 def test_a_job_outlasts_a_server_that_is_away_for_most_of_a_minute(bucket, job, outside):
     """Without a restart: requests are tried for longer, and the lease waits to be renewed."""
-    output = bucket / "out"
-    job = job.model_copy(update={"execution": job.execution.model_copy(update={"slots": 1, "rows_per_file": 1})})
+    output, job = bucket / "out", slow(job)
     address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
     with FaultProxy(address.hostname, address.port) as proxy:
         driver = start_driver(job, proxy.url)
@@ -171,6 +170,12 @@ def test_a_job_outlasts_a_server_that_is_away_for_most_of_a_minute(bucket, job, 
         assert driver.returncode == 0, said
         assert "could not be written for 22 s: waiting up to 600 s" in said and "is renewed" in said
     assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+
+
+def slow(job: JobConfig) -> JobConfig:
+    """The same job, at work for long enough to meet what happens to it."""
+    changes = {"execution": {"slots": 1, "rows_per_file": 1}, "sampling": {"max_tokens": 200, "ignore_eos": True}}
+    return job.model_copy(update={name: getattr(job, name).model_copy(update=new) for name, new in changes.items()})
 
 
 class PutLate(threading.Thread):
