@@ -54,32 +54,32 @@ class OutputState:
 def keep_going(arguments: Sequence[str], config: JobConfig) -> Ending:
     """Run the job to an end that no restart can better. arguments: of ``eagle-ray run``."""
     output, restarts = output_of(config), config.execution.restarts
-    first = state = _state_or_none(output)
     num_restarts = num_in_a_row = 0
-    while True:
-        if state is None:
-            ending = Ending(TRANSIENT, f"{output}: the storage does not answer")
-        else:
-            first = first or state
-            has_begun = state.driver != first.driver
-            ending = _run_child([*arguments, *([RESTARTED] if has_begun else [])])
-        if not ending.outcome.is_transient:
-            break
+    try:
+        first = state = _state_or_none(output)
+        while True:
+            if state is None:
+                ending = Ending(TRANSIENT, f"{output}: the storage does not answer")
+            else:
+                first = first or state
+                has_begun = state.driver != first.driver
+                ending = _run_child([*arguments, *([RESTARTED] if has_begun else [])])
+            if not ending.outcome.is_transient:
+                break
 
-        now = _state_or_none(output)
-        if now is not None and state is not None and now.files - state.files:
-            num_in_a_row = 0
-        if num_in_a_row >= restarts.limit:
-            log.error("eagle-ray: %d restarts in a row added no file: giving up", num_in_a_row)
-            break
-        try:
+            now = _state_or_none(output)
+            if now is not None and state is not None and now.files - state.files:
+                num_in_a_row = 0
+            if num_in_a_row >= restarts.limit:
+                log.error("eagle-ray: giving up after %d restarts in a row that added no file", num_in_a_row)
+                break
+
             _wait(ending, restarts, num_in_a_row)
-        except KeyboardInterrupt:
-            ending = Ending(INTERRUPTED, "interrupted while waiting for a restart")
-            break
-        num_restarts += 1
-        num_in_a_row += 1
-        state = now or _state_or_none(output)
+            num_restarts += 1
+            num_in_a_row += 1
+            state = now or _state_or_none(output)
+    except KeyboardInterrupt:
+        ending = Ending(INTERRUPTED, "interrupted between two attempts")
     return replace(ending, restarts=num_restarts)
 
 

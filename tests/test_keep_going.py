@@ -95,7 +95,7 @@ def test_a_transient_end_is_restarted_up_to_the_limit_and_told_once(flags, tmp_p
     assert said.count("reading the input") == 2
     assert said.count("eagle-ray: restart 1 of 1 in ") == said.count("eagle-ray: restart ") == 1
     assert "because of: execution.ray_address: nothing answers" in said
-    assert "1 restarts in a row added no file: giving up" in said
+    assert "giving up after 1 restarts in a row that added no file" in said
     told = json.loads((tmp_path / "told").read_text())
     assert (told["exit_code"], told["outcome"], told["restarts"]) == (5, "transient", 1)
 
