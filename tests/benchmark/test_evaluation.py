@@ -15,7 +15,7 @@ from eagle_ray.pair import build_engine
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import head, llama
 
-TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform", coupled=False)
+TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 
 
 def question(task: str, i: int) -> Question:
@@ -119,7 +119,7 @@ def test_ways_by_name():
     assert next(iter(ways)) == "plain" and len(ways) == 1 + len(names)
     assert ways["plain"].draft is None and ways["eagle2"].draft == "embedded:tiny"
     published = ways["eagle2"].speculative
-    assert (published.budget, published.coupled, published.max_nodes) == ("uniform", False, 60)
+    assert (published.budget, published.ranking, published.max_nodes) == ("uniform", "published", 60)
     assert ways["ours"].speculative == tree
     assert ways_of(["eagle2=/elsewhere"], model, tree)[1].draft == "/elsewhere"
     assert ways_of(["eagle2:7"], model, tree)[1].speculative.max_nodes == 7
