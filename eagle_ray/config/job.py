@@ -146,7 +146,11 @@ class SpeculativeConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How every row is sampled, unless the row says otherwise."""
+    """How every row is sampled, unless the row says otherwise.
+
+    The filters apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference implementation applies
+    top_p before top_k.
+    """
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.0, description="a number, 0 (greedy) or more"
