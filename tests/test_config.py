@@ -247,7 +247,8 @@ def test_a_configuration_survives_json_and_cannot_be_changed():
 @pytest.mark.parametrize(
     "setting",
     ["name=b", "execution.actors=2", "execution.slots=3", "execution.kv_tokens=4096", "logging.level=debug",
-     "input.path=b", "input.limit=3", "input.on_unknown=carry", "output.path=b", "output.if_exists=fail", "output.compression=gzip"],
+     "input.path=b", "input.limit=3", "input.on_unknown=carry", "output.path=b", "output.if_exists=fail",
+     "output.compression=gzip"],
 )  # fmt: skip
 def test_a_resume_may_change_what_decides_no_token(setting):
     assert config_hash(load(setting)) == config_hash(load())

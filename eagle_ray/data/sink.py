@@ -29,7 +29,12 @@ NO_PARTITIONS = Partitions()
 
 @dataclass(frozen=True)
 class AtomicParquetSink(Datasink[None]):
-    """schema: the columns of the files, some or all of the rows'. ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come."""
+    """Write rows as Parquet files.
+
+    Attributes:
+        schema: the columns of the files: some or all of the rows' columns.
+        ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come.
+    """
 
     run: Run
     schema: pa.Schema

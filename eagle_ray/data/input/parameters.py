@@ -1,7 +1,7 @@
 """Name the request parameters that other systems read and this one does not, and tell whether a value asks for one.
 
-The names are those of OpenAI's API, vLLM, SGLang, transformers and llama.cpp. Names that a data set is likely to use for
-plain data (model, user, name, system, suffix, priority) are left out.
+The names are those of OpenAI's API, vLLM, SGLang, transformers and llama.cpp. Names that a data set is likely to use
+for plain data (model, user, name, system, suffix, priority) are left out.
 
     >>> parameter_named("frequency_penalty"), parameter_named("maxTokens"), parameter_named("category")
     ('frequency_penalty', 'max_tokens', None)
