@@ -65,4 +65,4 @@ def _remedy(column: str) -> str:
     name = parameter_named(column)
     instead = name if name in READ else READ_AS.get(name or "")
     change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
-    return f"{change}, or treat it as data with input.on_unknown=carry"
+    return f"{change}, or treat it as data (input.on_unknown=carry)."
