@@ -301,3 +301,24 @@ def test_the_example_shows_every_key_at_its_default():
 def test_reading_a_configuration_loads_nothing_heavy():
     code = "import eagle_ray.cli, eagle_ray.data.input.plan, sys; print(*{'torch', 'ray', 'jinja2'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("sets", "ranking"),
+    [
+        ([], "coupled"),
+        (["speculative.budget=uniform"], "published"),
+        (["speculative.budget=uniform", "speculative.ranking=coupled"], "coupled"),
+        (["speculative.coupled=false"], "calibrated"),
+        (["speculative.budget=uniform", "speculative.coupled=true"], "coupled"),
+    ],
+)
+def test_a_uniform_budget_ranks_as_published_unless_told_otherwise(sets, ranking):
+    config = load_config(None, sets=[*sets, "input.path=a.jsonl", "output.path=o"], env={})
+    assert config.speculative.ranking == ranking
+
+
+def test_both_spellings_of_the_ranking_at_once_are_refused():
+    sets = ["speculative.ranking=published", "speculative.coupled=true", "input.path=a.jsonl", "output.path=o"]
+    with pytest.raises(ConfigError, match=r"speculative\.coupled: unknown key"):
+        load_config(None, sets=sets, env={})

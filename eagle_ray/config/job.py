@@ -106,6 +106,9 @@ class SpeculativeConfig(Section):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
 
     A method with a fixed tree (eagle1, sequoia) keeps to those bounds and to top_k, and has no use for a budget.
+    ranking: which values decide the nodes that are expanded and verified, for drafters that read weights. Unset, it is
+    published if the budget is uniform, else coupled. No ranking changes a token. ``coupled: true | false`` is the
+    older spelling of ``ranking: coupled | calibrated``.
     datastore: what method rest draws on. draft_vocab: the tokens that an EAGLE-1/2 head may offer, of which the first
     draft_vocab_size are taken; it then reads those rows of the target's lm_head alone.
     """
@@ -117,7 +120,11 @@ class SpeculativeConfig(Section):
     top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")
     max_nodes: PositiveInt = Field(default=60, description="an integer, 1 or more")
     budget: Literal["global", "uniform"] = Field(default="global", description="global or uniform")
-    coupled: bool = Field(default=True, description="true or false")
+    ranking: Literal["published", "calibrated", "coupled"] = Field(
+        default="coupled",
+        description="published (the head's own probabilities: EAGLE-2 as published), calibrated (corrected online by "
+        "what the target accepts) or coupled (calibrated, and sampled rows with the noise that the target will read)",
+    )
     datastore: Name | None = Field(
         default=None, description="a run directory, a Parquet file of token ids, or null without method rest"
     )
@@ -130,9 +137,26 @@ class SpeculativeConfig(Section):
     )
     stats: Literal["summary", "detailed"] = Field(default="summary", description="summary or detailed")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_ranking(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        coupled = data.get("coupled")
+        if isinstance(coupled, bool) and "ranking" not in data:
+            data["ranking"] = "coupled" if data.pop("coupled") else "calibrated"
+        if "ranking" not in data and data.get("budget") == "uniform":
+            data["ranking"] = "published"
+        return data
+
 
 class SamplingConfig(Section):
-    """How every row is sampled, unless the row says otherwise."""
+    """How every row is sampled, unless the row says otherwise.
+
+    The filters apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference implementation applies
+    top_p before top_k.
+    """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
         default=0.0, description=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"
@@ -277,6 +301,17 @@ def config_hash(config: JobConfig) -> str:
     """16 hex digits over what a resume compares: two jobs with the same hash may share an output directory."""
     compared = _compared(config.model_dump(mode="json"))
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def upgrade_config(dump: dict) -> dict:
+    """Return the dump that an older release wrote with this release's keys; a key that it lacks gets its default.
+
+    A dump that this release cannot read is returned unchanged.
+    """
+    try:
+        return JobConfig.model_validate(dump).model_dump(mode="json")
+    except ValidationError:
+        return dump
 
 
 def changed_keys(old: dict, new: dict) -> list[str]:

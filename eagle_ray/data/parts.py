@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.partitions import types_in, with_columns
 from eagle_ray.data.schema import lacking, output_schema
 from eagle_ray.data.storage import Location, parquet_bytes
@@ -40,7 +41,7 @@ def part_files(data: Location) -> list[Location]:
 def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
     """These columns of every file, one file after the other; those that its directories name included."""
     for file in part_files(data):
-        with file.open() as opened, pq.ParquetFile(opened) as parquet:
+        with open_parquet(file) as parquet:
             named = types_in(parquet.schema_arrow)
             kept = parquet.read(columns=[name for name in columns if name not in named.names])
         whole = with_columns(kept, pa.schema([named.field(n) for n in columns if n in named.names]), file.text)
@@ -50,8 +51,8 @@ def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
 def columns_of(data: Location) -> pa.Schema:
     """The columns of the files, those that their directories name at the end; every file of a run has the same."""
     for file in part_files(data)[:1]:
-        with file.open() as opened:
-            schema = pq.read_schema(opened)
+        with open_parquet(file) as parquet:
+            schema = parquet.schema_arrow
         named = types_in(schema)
         return pa.schema([*(field for field in schema if field.name not in named.names), *named])
     return pa.schema([])

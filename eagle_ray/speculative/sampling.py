@@ -35,7 +35,8 @@ class SamplingParams:
     """How one sequence's tokens are chosen. Raises ValueError naming the field whose value is none of those.
 
     temperature: at most MAX_TEMPERATURE; 0 (below GREEDY_BELOW) is greedy. top_k: 0 is off. top_p: 1 is off.
-    min_p: 0 is off.
+    min_p: 0 is off. They apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference
+    implementation applies top_p before top_k.
     max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
     seed: any 64-bit integer, the key of this sequence's noise.
     ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.

@@ -15,7 +15,7 @@ from eagle_ray.data.lock import lock_output
 from eagle_ray.data.record import RUN, Run, noting_outcome, open_run, output_of
 from eagle_ray.data.schema import output_schema
 from eagle_ray.data.stops import OutputBusy, OutputDamaged, OutputMismatch, Overtaken
-from eagle_ray.data.storage import Location, read_json
+from eagle_ray.data.storage import Location, read_json, write_json
 from tests.conftest import token_rows
 
 HOLD = """
@@ -174,3 +174,25 @@ def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
     with pytest.raises(ZeroDivisionError), noting_outcome(run):
         (here(run.output) / RUN).write_text("{")
         raise ZeroDivisionError
+
+
+def test_a_run_of_an_older_release_is_resumed_although_its_record_lacks_keys(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    speculative = record["config"]["speculative"]
+    del speculative["ranking"]
+    speculative["coupled"] = True  # the older spelling
+    write_json(first.output / RUN, record)
+
+    assert start(make_job()).attempt == 2
+
+
+def test_an_older_spelling_of_another_setting_is_still_another_configuration(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    del record["config"]["speculative"]["ranking"]
+    record["config"]["speculative"]["coupled"] = False
+    write_json(first.output / RUN, record)
+
+    with pytest.raises(OutputMismatch, match=r"speculative\.ranking: was 'calibrated', now 'coupled'"):
+        start(make_job())
