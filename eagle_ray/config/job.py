@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import NEEDS, known_method
+from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -48,7 +49,11 @@ class ColumnsConfig(Section):
 
 
 class InputConfig(Section):
-    """on_bad_row fail: a row that cannot be read keeps the job from starting; what only the target's tokenizer shows,
+    """Where the rows come from, and what to do about rows and columns that cannot be used.
+
+    on_unknown: what to do about a column that is a well-known request parameter, such as frequency_penalty, which rows
+    cannot set here. refuse does not start, warn logs it, and warn and carry treat it as data.
+    on_bad_row fail: a row that cannot be read keeps the job from starting; what only the target's tokenizer shows,
     such as a prompt that is too long, stays an error row (execution.max_error_rate 0 stops there).
     """
 
@@ -62,6 +67,7 @@ class InputConfig(Section):
     passthrough: Literal["all", "none"] | list[Name] = Field(
         default="all", description="all, none or a list of column names"
     )
+    on_unknown: Literal["refuse", "warn", "carry"] = Field(default="refuse", description="refuse, warn or carry")
     limit: PositiveInt | None = Field(default=None, description="a number of rows, 1 or more, or null for all")
     on_bad_row: Literal["error_row", "fail"] = Field(default="error_row", description="error_row or fail")
 
@@ -152,8 +158,8 @@ class SamplingConfig(Section):
     top_p before top_k.
     """
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0, description="a number, 0 (greedy) or more"
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
+        default=0.0, description=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="a number above 0, at most 1 (off)")
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="an integer, 0 (off) or more")
@@ -284,6 +290,7 @@ _NOT_COMPARED = (
     "report",
     "input.path",
     "input.limit",
+    "input.on_unknown",
     "output.path",
     "output.if_exists",
     "output.compression",

@@ -10,13 +10,14 @@ A file is named after the attempt and the task that made it, and may stand in di
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.partitions import types_in, with_columns
+from eagle_ray.data.schema import lacking, output_schema
 from eagle_ray.data.storage import Location, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
@@ -55,6 +56,12 @@ def columns_of(data: Location) -> pa.Schema:
         named = types_in(schema)
         return pa.schema([*(field for field in schema if field.name not in named.names), *named])
     return pa.schema([])
+
+
+def next_schema(data: Location, passthrough: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
+    schema, absent = output_schema(passthrough), lacking(columns_of(data))
+    return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
 
 
 def as_stored(schema: pa.Schema) -> pa.Schema:

@@ -55,6 +55,7 @@ def test_what_is_no_json_is_refused(app, body):
     [
         (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", "bad_value", "temperature"),
         (b'{"prompt": "a", "temperature": 1e999}', "bad_value", "temperature"),
+        (b'{"prompt": "a", "temperature": 1e308}', "bad_value", "temperature"),
         (b'{"prompt": "a", "n": 100000}', "bad_value", "n"),
         (b'{"prompt": "a", "seed": 18446744073709551616}', "bad_value", "seed"),
         (b'{"prompt": "a", "stop": [' + b'"x",' * 999 + b'"x"]}', "bad_value", "stop"),
