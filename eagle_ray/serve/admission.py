@@ -53,7 +53,7 @@ class Admission:
     """
 
     def __init__(self, limit: Need, num_clients: int = 1):
-        self._limit = limit
+        self.limit = limit
         self._is_shared = num_clients > 1
         self._held: defaultdict[int, Need] = defaultdict(Need)  # by client
         self._releases: deque[tuple[float, Need]] = deque(maxlen=NUM_RELEASES)
@@ -106,7 +106,7 @@ class Admission:
 
     def _room(self, held: Need, own: Need) -> Need:
         """What a client may add. held: by all clients. own: by this one, held included."""
-        free = self._limit - held
+        free = self.limit - held
         if not self._is_shared:
             return free
         # own + x <= MAX_SHARE * (free - x), solved for x

@@ -74,7 +74,7 @@ class Service:
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
         self.num_spec_tokens = engine.num_spec_tokens
         self.meter = Meter()
-        self._admission = Admission(_limit(config, engine), len(self.keys))
+        self.admission = Admission(_limit(config, engine), len(self.keys))
         self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         self._readers, self._writers = Threads("reader"), Threads("writer")
         self._engine = AsyncEngine(engine)
@@ -97,7 +97,7 @@ class Service:
     @property
     def held(self) -> Need:
         """What the requests that are in flight take up."""
-        return self._admission.held
+        return self.admission.held
 
     def snapshot(self) -> Snapshot:
         return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.held.sequences)
@@ -117,7 +117,7 @@ class Service:
         """is_typed: see ``typed``. client: the number of its API key. Raises ApiError and RequestError."""
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
-        self._admission.check(least_need(request, self.config, self.max_model_len), client, num_prompts)
+        self.admission.check(least_need(request, self.config, self.max_model_len), client, num_prompts)
         return await self._readers.run(
             request.num_characters, asked_of, request, self.config, self.text, is_typed, client
         )
@@ -243,7 +243,7 @@ class Service:
     def _admitted(self, asked: Asked) -> Iterator[None]:
         """Hold what a request needs while it is in flight, and count how it ended. Raises as Admission.check does."""
         arrived_at = time.monotonic()
-        with self._admission.admit(need_of(asked, self.max_model_len), asked.client, len(asked.prompts)):
+        with self.admission.admit(need_of(asked, self.max_model_len), asked.client, len(asked.prompts)):
             try:
                 yield
             finally:

@@ -104,9 +104,9 @@ class Server:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self.log.open("w"))
 
-    def ask(self, method, path, body=None):
+    def ask(self, method, path, body=None, headers=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, None if body is None else json.dumps(body))
+        connection.request(method, path, None if body is None else json.dumps(body), headers or {})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
 
