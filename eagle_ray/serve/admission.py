@@ -42,7 +42,11 @@ class Need:
         return self.sequences <= room.sequences and self.tokens <= room.tokens
 
     def __str__(self) -> str:
-        return f"{self.sequences} sequences and {self.tokens} tokens"
+        return f"{_counted(self.sequences, 'sequence')} and {_counted(self.tokens, 'token')}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Admission:
@@ -99,7 +103,7 @@ class Admission:
             wait = self._estimated_wait_s(need - room)
             raise ApiError(
                 429,
-                f"the queue is full: the request needs {need}, and {room} are free for it. Try again in {wait} s.",
+                f"the queue is full: this request needs {need}, and there is room for {room}. Try again in {wait} s.",
                 code="queue_full",
                 retry_after_s=wait,
             )

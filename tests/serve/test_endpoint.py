@@ -54,6 +54,7 @@ def test_what_users_are_given_is_valid():
     [application] = deployed["applications"]
     assert application["import_path"] == "eagle_ray.serve.deployment:application"
     assert load_serve_config(None, env={}, overrides=application["args"]).serving.replicas.max == 2
+    assert demo.serving.max_queued_tokens == "auto" and demo.serving.api_keys_file is None
 
 
 def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
