@@ -5,7 +5,7 @@ as one of VISITS, by chance: they read streams to the end or slowly, leave in th
 log-probabilities, with prompts that fill the context, or for what is refused; now and then so many at once that the
 queue is full. Meanwhile private memory, open files and threads of the server's processes are sampled.
 
-The clients have two API keys, so that the queue is shared; a burst fits only if few sequences are queued.
+The clients have two API keys, so that the queue is shared. A burst fits only if few sequences are queued.
 
 At the end it holds, or the exit code is 1:
     no process grows: the median slope between all pairs of samples after warm-up (Theil and Sen's) is at most

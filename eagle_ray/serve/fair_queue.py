@@ -1,9 +1,9 @@
-"""FairQueue: who goes to the engine next, if clients with several API keys wait.
+"""FairQueue: which client's sequence the engine gets next, if clients with several API keys wait.
 
 The engine serves first come, first served. So it is given few sequences more than it has slots; the others wait here,
-those of each client in a queue of its own. The client that was served the fewest tokens goes first. This is the virtual
-token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), charged with the prompt and
-max_tokens when a sequence goes, and set right when it ends.
+those of each client in a queue of its own. The client that was served the fewest tokens is next. This is the virtual
+token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A sequence is charged with its
+prompt and max_tokens when it starts, and what it did not use is credited when it ends.
 
     >>> queue = FairQueue(num_clients=2, num_places=5)
     >>> async with queue.turn(client=1, tokens=300) as turn:
@@ -32,7 +32,7 @@ class FairQueue:
         self._num_free = num_places
         self._served = [0] * num_clients  # tokens, per client
         self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first
-        self._last_served = 0  # the counter of the client that went last, before it was charged
+        self._last_served = 0  # the counter of the client that was last given a place, before it was charged
 
     @asynccontextmanager
     async def turn(self, client: int, tokens: int) -> AsyncIterator[Turn]:
@@ -54,14 +54,14 @@ class FairQueue:
         try:
             await place
         except asyncio.CancelledError:
-            if self._waiting[client].pop(place, None) is None:  # it was given a place in the same moment
+            if self._waiting[client].pop(place, None) is None:  # cancelled just after it was given its place
                 self._served[client] -= tokens
                 self._num_free += 1
                 self._dispatch()
             raise
 
     def _catch_up(self, client: int) -> None:
-        """Take the credit of a client that did not wait: time without requests is not paid back."""
+        """Raise the counter of a client that did not wait: time without requests earns no credit."""
         if not self._waiting[client]:
             others = [self._served[i] for i, waiting in enumerate(self._waiting) if waiting]
             self._served[client] = max(self._served[client], min(others, default=self._last_served))

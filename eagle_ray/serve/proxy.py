@@ -1,9 +1,9 @@
 """What Ray Serve's proxy itself answers, in OpenAI's form: a replica that died, none there, none in time.
 
 Serve calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must be set in the environment in
-which Ray is started. The proxy has no API keys: for a route of its own that tells something, it asks a replica whether
-the client's key is good. ``/-/healthz`` stays open: probes of Kubernetes and of load balancers have no key, and it says
-`success` and no more.
+which Ray is started. The proxy has no API keys: before it lists Serve's applications under ``/-/routes``, it asks a
+replica whether the client's key is good. ``/-/healthz`` needs no key: the probes of Kubernetes and of load balancers have
+none, and its answer is `success` and nothing else.
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy.middlewares ray start --head
 """
