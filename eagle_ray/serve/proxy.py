@@ -2,8 +2,8 @@
 
 Serve calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must be set in the environment in
 which Ray is started. The proxy has no API keys: before it lists Serve's applications under ``/-/routes``, it asks a
-replica whether the client's key is good. ``/-/healthz`` needs no key: the probes of Kubernetes and of load balancers have
-none, and its answer is `success` and nothing else.
+replica whether the client's key is good. ``/-/healthz`` needs no key: the probes of Kubernetes and of load balancers
+have none, and its answer is `success` and nothing else.
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy.middlewares ray start --head
 """
