@@ -53,12 +53,14 @@ class Admission:
     """Count what is in flight, of one replica. Use it on one event loop.
 
     limit: what may be in flight together, running and queued. num_clients: API keys; with several of them the room is
-    shared, so that a client which floods the server leaves some to the others.
+    shared, so that a client which floods the server leaves some to the others. longest: tokens of the longest sequence;
+    a client that holds nothing gets one of those if it is free, however small its share.
     """
 
-    def __init__(self, limit: Need, num_clients: int = 1):
+    def __init__(self, limit: Need, num_clients: int = 1, longest: int = 1):
         self.limit = limit
         self._is_shared = num_clients > 1
+        self._longest = longest
         self._held: defaultdict[int, Need] = defaultdict(Need)  # by client
         self._releases: deque[tuple[float, Need]] = deque(maxlen=NUM_RELEASES)
 
@@ -116,6 +118,9 @@ class Admission:
         # own + x <= MAX_SHARE * (free - x), solved for x
         sequences = (MAX_SHARE * free.sequences - own.sequences) // (MAX_SHARE + 1)
         tokens = (MAX_SHARE * free.tokens - own.tokens) // (MAX_SHARE + 1)
+        if own == Need():
+            sequences = max(sequences, min(1, free.sequences))
+            tokens = max(tokens, min(self._longest, free.tokens))
         return Need(max(0, sequences), max(0, tokens))
 
     def _estimated_wait_s(self, missing: Need) -> int:

@@ -74,7 +74,7 @@ class Service:
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
         self.num_spec_tokens = engine.num_spec_tokens
         self.meter = Meter()
-        self.admission = Admission(_limit(config, engine), len(self.keys))
+        self.admission = Admission(_limit(config, engine), len(self.keys), self.max_model_len)
         self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         self._readers, self._writers = Threads("reader"), Threads("writer")
         self._engine = AsyncEngine(engine)

@@ -136,6 +136,15 @@ def test_a_key_that_floods_leaves_room_to_others():
     assert never.value.status == 400
 
 
+def test_the_smallest_server_takes_the_longest_sequence_of_any_key():
+    """One slot, no queue: a share of three quarters would refuse everything."""
+    admission = Admission(Need(1, 64), num_clients=2, longest=64)
+    for client in (0, 1):
+        with admission.admit(Need(1, 64), client), pytest.raises(ApiError) as full:
+            admission.check(Need(1, 10), client=1 - client)
+        assert full.value.status == 429
+
+
 def test_the_wait_is_estimated_from_how_fast_requests_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("eagle_ray.serve.admission.time.monotonic", lambda: now[0])
