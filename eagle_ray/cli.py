@@ -26,6 +26,7 @@ from eagle_ray import __version__
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.stops import INTERRUPTED, STOPS, outcome_of
+from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 COMMANDS = "demo | run | validate | submit | status | report | compare | export | serve | bench | doctor"
 METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
@@ -198,8 +199,8 @@ def _temperatures(text: str) -> list[float]:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = [-1.0]
-    if not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of 0 or more, such as 0,1")
+    if not all(0 <= value <= MAX_TEMPERATURE for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 0 to {MAX_TEMPERATURE:g}, such as 0,1")
     return list(dict.fromkeys(values))
 
 

@@ -33,7 +33,7 @@ from eagle_ray.data.lock import lock_output
 from eagle_ray.data.origins import check_origins
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
-from eagle_ray.data.parts import as_stored, columns_of, has_column, tables
+from eagle_ray.data.parts import as_stored, columns_of, has_column, next_schema, tables
 from eagle_ray.data.patience import outlasting_outages
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
@@ -49,7 +49,7 @@ from eagle_ray.data.record import (
     output_of,
     read_record,
 )
-from eagle_ray.data.schema import differing, output_schema
+from eagle_ray.data.schema import differing, lacking
 from eagle_ray.data.stops import (
     DONE,
     INTERRUPTED,
@@ -250,7 +250,12 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) ->
 def _check_columns(plan: InputPlan, run: Run) -> None:
     """Rows of a new input file stand beside the old ones: they have the same columns, or no reader reads them all."""
     there = columns_of(run.data)
-    if there.names and (columns := differing(there, as_stored(output_schema(plan.passthrough)))):
+    if unread := plan.row_settings.intersection(lacking(there)):
+        raise OutputMismatch(
+            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
+            "Choose another output.path, or --overwrite."
+        )
+    if there.names and (columns := differing(there, as_stored(next_schema(run.data, plan.passthrough)))):
         raise OutputMismatch(
             f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: choose another "
             "output.path, or --overwrite"

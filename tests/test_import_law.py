@@ -12,6 +12,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 LEVEL = {
     "errors": 0,
     "chat_templates": 0,
+    "sampling_limits": 0,
     "config": 1,
     "kernels": 1,
     "datastore": 2,

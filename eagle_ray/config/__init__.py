@@ -18,6 +18,7 @@ from eagle_ray.config.job import (
     check_row_sampling,
     config_hash,
     recorded,
+    upgrade_config,
 )
 from eagle_ray.config.load import load_config, load_serve_config
 from eagle_ray.config.serve import ServeConfig, ServingConfig
@@ -44,4 +45,5 @@ __all__ = [
     "load_config",
     "load_serve_config",
     "recorded",
+    "upgrade_config",
 ]

@@ -16,13 +16,13 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-import pyarrow.parquet as pq
 import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.data.cluster import check_alive
 from eagle_ray.data.display import Facts, display
 from eagle_ray.data.interrupts import interrupt, is_interrupted
+from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.patience import hurry
 from eagle_ray.data.progress import Progress
 from eagle_ray.data.record import PROGRESS, Run
@@ -183,6 +183,6 @@ class SavedRows:
     def count(self) -> int:
         for file in self.directory.glob(self.pattern):
             if file not in self.rows:
-                with file.open() as opened:
-                    self.rows[file] = pq.read_metadata(opened).num_rows
+                with open_parquet(file) as parquet:
+                    self.rows[file] = parquet.metadata.num_rows
         return sum(self.rows.values())

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.data.fingerprints import fingerprints, what_changed
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.ledger import own_files
@@ -227,9 +227,9 @@ def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig) ->
     """A resume must ask for the same completions."""
     if (found := old.get("format_version")) != FORMAT_VERSION:
         raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
-    new = config.model_dump(mode="json")
-    if keys := changed_keys(old["config"], new):
-        changes = "".join(f"\n  {key}: was {_at(old['config'], key)!r}, now {_at(new, key)!r}" for key in keys)
+    before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
+    if keys := changed_keys(before, new):
+        changes = "".join(f"\n  {key}: was {_at(before, key)!r}, now {_at(new, key)!r}" for key in keys)
         raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
 
 

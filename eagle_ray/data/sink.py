@@ -31,7 +31,12 @@ NO_PARTITIONS = Partitions()
 
 @dataclass(frozen=True)
 class AtomicParquetSink(Datasink[None]):
-    """ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come."""
+    """Write rows as Parquet files.
+
+    Attributes:
+        schema: the columns of the files: some or all of the rows' columns.
+        ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come.
+    """
 
     run: Run
     schema: pa.Schema
@@ -49,7 +54,7 @@ class AtomicParquetSink(Datasink[None]):
 
     def _write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
-        filled = [unbundled(table).cast(self.schema) for table in tables if table.num_rows]
+        filled = [unbundled(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):

@@ -15,7 +15,7 @@ from typing import Any
 from eagle_ray.report import figures
 from eagle_ray.report.plots import percent, spark
 from eagle_ray.report.style import STYLE
-from eagle_ray.report.table import ABSENT, number
+from eagle_ray.report.table import ABSENT, number, rounding_words
 from eagle_ray.report.timeline import OTHERS
 
 Counts = dict[str, Any]
@@ -223,7 +223,7 @@ def _verified(summary: dict[str, Any]) -> str:
     words = f"{same} of {rows} stored outputs are plain decoding's, token for token."
     if not differing:
         return _section("Verified", "", words)
-    header = ["row", "sample", "first differing token", "stored", "plain", "gap", "near-tie"]
+    header = ["row", "sample", "first differing token", "stored", "plain", "gap", "rounding"]
     words += " Gap: by how much plain decoding preferred its own token, in logits."
     return _section("Verified", _table(header, [_difference(d) for d in differing[:MOST_DIFFERENCES]]), words)
 
@@ -237,7 +237,7 @@ def _difference(difference: dict[str, Any]) -> list[str]:
         "end" if token is None else str(token),
         "end" if plain_token is None else str(plain_token),
         ABSENT if difference["gap"] is None else f"{difference['gap']:.2g}",
-        "yes" if difference["near_tie"] else "no",
+        rounding_words(difference),
     ]
 
 

@@ -41,12 +41,18 @@ def run_table(summary: dict[str, Any]) -> str:
 
 
 def difference_line(row: dict[str, Any]) -> str:
-    """One row of which plain decoding made something else."""
-    tie = ", which it nearly tied with its own" if row["near_tie"] else ""
+    """Return one line about a row whose output is not plain decoding's."""
     return (
         f"id {row['request_id']} sample {row['sample_index']} differs from plain decoding at output token "
-        f"{row['position']}: {row['token']}{tie}; plain decoding gives {row['plain_token']}"
+        f"{row['position']}: {row['token']}; plain decoding gives {row['plain_token']} ({rounding_words(row)})"
     )
+
+
+def rounding_words(row: dict[str, Any]) -> str:
+    """Say whether rounding explains where a row differs from plain decoding, and how."""
+    if not row["near_tie"]:
+        return "not explained by rounding"
+    return "edge of top-k, top-p or min-p" if row.get("cause") == "cut" else "near-tie"
 
 
 def comparison_table(comparison: dict[str, Any], by: str) -> str:
@@ -158,8 +164,11 @@ def _verification(found: dict[str, Any] | None) -> str:
     """Whether outputs are plain decoding's (report.verify_rows)."""
     if not found or not found["rows"]:
         return ""
-    ties = sum(row["near_tie"] for row in found["differing"])
-    others = f"; of the others {ties} part at a near tie" if found["differing"] else ""
+    others = ""
+    if found["differing"]:
+        num_cuts = sum(row.get("cause") == "cut" for row in found["differing"])
+        num_ties = sum(row["near_tie"] for row in found["differing"]) - num_cuts
+        others = f"; of the others {num_ties} part at a near-tie, {num_cuts} at the edge of top-k, top-p or min-p"
     return f"verified: {number(found['identical'])} of {number(found['rows'])} rows are plain decoding's{others}"
 
 
