@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ MOST_CPU_WORKERS = 8  # each loads a copy of the models
 ROUNDING = 1e-6  # three thirds of a GPU are one
 GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
+ASK_GCS_EVERY_S = 5.0
+LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOCAL_OPTIONS = {
     "include_dashboard": False,
@@ -150,6 +153,39 @@ def check_alive() -> None:
                 f"Ray's own process {name} has ended (was it killed, or out of memory?): the same command goes on from "
                 f"what is there; its logs are in {node.get_logs_dir_path()}"
             )
+
+
+def gcs_address() -> str | None:
+    """Where the connected cluster's GCS answers, None for a Ray Client, which does not see it."""
+    node = ray._private.worker._global_node
+    return node.gcs_address if node else None
+
+
+class GcsWatch:
+    """Notices that a cluster elsewhere is lost: its GCS, which holds it together, has stopped to answer.
+
+    Ray itself says nothing for a minute, and then ends this process with exit code 1.
+    """
+
+    def __init__(self, address: str | None):
+        self._address = address
+        self._answered_at = self._asked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raises ClusterError after LOST_AFTER_S without an answer. Asks every ASK_GCS_EVERY_S."""
+        if self._address is None or time.monotonic() - self._asked_at < ASK_GCS_EVERY_S:
+            return
+        self._asked_at = time.monotonic()
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
+            self._answered_at = time.monotonic()
+        except OSError as error:
+            if time.monotonic() - self._answered_at > LOST_AFTER_S:
+                raise ClusterError(
+                    f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
+                    f"({error}). Run the same command again to resume, on this cluster or another."
+                ) from None
 
 
 def plan_workers(

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.data.cluster import check_alive
+from eagle_ray.data.cluster import GcsWatch, check_alive, gcs_address
 from eagle_ray.data.display import Facts, display
 from eagle_ray.data.interrupts import interrupt, is_interrupted
 from eagle_ray.data.parquet_file import open_parquet
@@ -69,6 +69,7 @@ class ProgressLines:
         self._saved = SavedRows(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._started, self._ready_at = time.monotonic(), None
+        self._gcs = GcsWatch(gcs_address())
         self._reason: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
 
@@ -107,6 +108,7 @@ class ProgressLines:
         """The workers' progress, once their notes are passed on and the job is still worth going on with."""
         try:
             check_alive()
+            self._gcs.check()
             progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
         except ClusterError as error:
             self._stop(error)
