@@ -77,4 +77,6 @@ def test_a_cluster_that_is_lost_is_exit_5_in_one_line(make_job, tmp_path):
         cluster.head_node.all_processes["gcs_server"][0].process.kill()
         _, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 5, err
-    assert f"the Ray cluster at {config.execution.ray_address} is lost" in err.splitlines()[-1] and "Traceback" not in err
+    assert (
+        f"the Ray cluster at {config.execution.ray_address} is lost" in err.splitlines()[-1] and "Traceback" not in err
+    )

@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
+from eagle_ray.config import ConfigError
 from eagle_ray.data.bundles import bundled
 from eagle_ray.data.pipeline import _write
 from eagle_ray.data.record import RUN, Run
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
-from eagle_ray.data.stops import ClusterError, Overtaken
+from eagle_ray.data.stops import Overtaken
 from eagle_ray.data.storage import Location, write_json
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -67,5 +68,5 @@ def test_what_the_system_refuses_is_one_line_with_the_file(ray_session, tmp_path
     sink = make_sink(tmp_path)
     (tmp_path / "data").rmdir()
     (tmp_path / "data").touch()
-    with pytest.raises(ClusterError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* from what is there$"):
+    with pytest.raises(ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* from what is there$"):
         _write(ray.data.from_arrow(block("a")), sink)
