@@ -37,6 +37,7 @@ SETTINGS = {
     "execution.actors": 2,
     "execution.slots": 1,  # one sequence at a time: a row's decoding time is its own
     "output.if_exists": "overwrite",
+    "report.html": False,  # the demo writes its own, once both runs are compared
     "logging.progress_every_s": 5.0,
 }
 BUSY = (

@@ -26,6 +26,7 @@ from eagle_ray.data.stamp import Stamp
 from eagle_ray.data.storage_errors import NoAnswer, NotFound, StorageError
 
 __all__ = [
+    "BeforePublish",
     "Location",
     "NoAnswer",
     "NotFound",
