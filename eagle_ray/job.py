@@ -47,7 +47,7 @@ from eagle_ray.data.record import (
 )
 from eagle_ray.data.schema import differing, lacking
 from eagle_ray.data.stops import Incomplete, JobStopped, OutputMismatch, Overtaken, TooManyErrors
-from eagle_ray.data.storage import BeforePublish, Location, object_in, parquet_bytes, write_json
+from eagle_ray.data.storage import Location, object_in, parquet_bytes, write_json
 from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
@@ -135,6 +135,7 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
             _settle(config, plan, run, asked)
             there = object_in(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
             summary = there | sum_up(run) | _checks(config, plan, run, asked, there)
+            run.check_current()  # checks take minutes, and an output that was deleted meanwhile is not made again
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             (run.output / SUCCESS).write_whole(b"", run.check_current)
@@ -146,16 +147,17 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
 def _report(run: Run, summary: dict[str, Any]) -> None:
     """Write the report of a finished run. A failure is only logged: the rows and their numbers are complete."""
     place = (run.output / REPORT).shown
+    run.check_current()
     try:
-        write_report(run.output, summary, run.check_current)
+        write_report(run.output, summary)
         log.info("report in %s", place)
     except OSError as error:
         log.warning("%s could not be written: %s. eagle-ray report writes it later", place, error.strerror or error)
 
 
-def write_report(output: Location, summary: dict[str, Any], before_publish: BeforePublish = None) -> None:
+def write_report(output: Location, summary: dict[str, Any]) -> None:
     """Write ``report.html`` from a summary and the run's record."""
-    (output / REPORT).write_whole(page(summary, read_record(output)).encode(), before_publish)
+    (output / REPORT).write_whole(page(summary, read_record(output)).encode())
 
 
 def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:

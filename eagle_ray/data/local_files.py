@@ -120,8 +120,6 @@ def check_writable(directory: str) -> None:
 
 def _publish(path: str, data: bytes, before_publish: BeforePublish, give_name: Callable[[str, str], None]) -> Stamp:
     directory, name = os.path.split(path)
-    if before_publish is not None and not os.path.isdir(directory):
-        before_publish()  # a directory that was deleted together with its run is not made again
     make_directory(directory)
     temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")
     try:

@@ -136,7 +136,8 @@ class ProgressLines:
     def _write(self, facts: Facts) -> None:
         """Write the progress file. A failure is logged once the job is done: a failed write of rows says more."""
         try:
-            write_json(self._run.output / PROGRESS, facts, self._run.check_current)
+            self._run.check_current()  # first: an output that was deleted is not made again
+            write_json(self._run.output / PROGRESS, facts)
             self._unwritten = ""
         except JobStopped as error:
             self._stop(error)

@@ -56,6 +56,7 @@ class AtomicParquetSink(Datasink[None]):
 
     def _publish(self, file: Location, data: bytes) -> None:
         """Create the file. A refused write names the file here: Ray replaces the path of an OSError."""
+        self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
         try:
             file.create(data, self.run.check_current)
         except StorageError:  # names its object

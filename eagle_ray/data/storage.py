@@ -26,7 +26,6 @@ from eagle_ray.data.stamp import Stamp
 from eagle_ray.data.storage_errors import NoAnswer, NotFound, StorageError
 
 __all__ = [
-    "BeforePublish",
     "Location",
     "NoAnswer",
     "NotFound",
