@@ -44,7 +44,10 @@ BUSY = (
     "slower than plain decoding? The two jobs ran one after the other: on a machine that is busy with other things "
     "that says little; eagle-ray compare -c configs/demo.yaml measures in turns"
 )
-LEGEND = "tau: tokens per pass of the target; tokens/s: of one sequence after its first token, one at a time per worker"
+LEGEND = (
+    "tau: tokens per pass of the target; tokens/s: of one sequence after its first token, one at a time per worker\n"
+    "95 % interval: of the speed-up, from the spread between the rows"
+)
 SHOWN = ("chat", "code")  # categories of which a completion is printed
 SHOWN_CHARACTERS = 600
 

@@ -51,6 +51,7 @@ from eagle_ray.data.storage import Location, object_in, parquet_bytes, write_jso
 from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
+from eagle_ray.report.speed_up import SpeedUp
 from eagle_ray.report.summary import summarise, summary_json
 from eagle_ray.report.table import difference_line, run_table
 from eagle_ray.report.timeline import timeline
@@ -237,6 +238,8 @@ def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked, there: d
     from eagle_ray.data.checks import checked
 
     found = checked(config, plan, run, asked.ids, wanted)
+    if turns := found.get("baseline_rows", {}).pop("turns", None):
+        found["baseline_rows"] |= SpeedUp.of(turns).as_json()
     for row in found.get("verify_rows", {}).get("differing", []):
         log.warning("%s", difference_line(row))
     return found

@@ -15,7 +15,7 @@ from typing import Any
 from eagle_ray.report import figures
 from eagle_ray.report.plots import percent, spark
 from eagle_ray.report.style import STYLE
-from eagle_ray.report.table import ABSENT, number, rounding_words
+from eagle_ray.report.table import ABSENT, INTERVAL, interval_text, interval_words, number, rounding_words
 from eagle_ray.report.timeline import OTHERS
 
 Counts = dict[str, Any]
@@ -182,7 +182,8 @@ def _measured(summary: dict[str, Any]) -> str:
     rows = [["with drafts", number(speeds["tokens_per_s"])], ["without", number(speeds["plain_tokens_per_s"])]]
     words = (
         f"{number(speeds['rows'])} rows of {number(speeds['output_tokens'])} tokens, decoded both ways by one worker "
-        f"in {speeds['slots']} slots, in turns: <b>{number(speeds['speed_up'], 2)} times</b> as fast with drafts."
+        f"in {speeds['slots']} slots, in turns: <b>{number(speeds['speed_up'], 2)} times</b> as fast with drafts, "
+        f"{interval_words(speeds)}."
     )
     return _section("Against plain decoding", _table(header, rows), words)
 
@@ -194,7 +195,7 @@ def _compared(summary: dict[str, Any]) -> str:
         return ""
     groups = baseline["groups"] | {"all": baseline["total"]}
     rows = [_speed_up(name, speeds) for name, speeds in groups.items()]
-    header = [summary["by"] or "", "rows", "tokens/s", "plain tokens/s", "speed-up"]
+    header = [summary["by"] or "", "rows", "tokens/s", "plain tokens/s", "speed-up", INTERVAL]
     words = (
         "Tokens per second of one row after its first token. "
         f"{number(baseline['identical'])} of {number(baseline['total']['rows'])} outputs are the same, token for token."
@@ -210,6 +211,7 @@ def _speed_up(name: str, speeds: dict[str, Any]) -> list[str]:
         number(speeds["decode_tokens_per_s"]),
         number(speeds["baseline_decode_tokens_per_s"]),
         times if times == ABSENT else f"{times}x",
+        times if times == ABSENT else interval_text(speeds),
     ]
 
 
