@@ -291,9 +291,17 @@ def _figure(svg: str | None, words: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Cells], left: Sequence[int] = (0,), total: Cells | None = None) -> str:
-    """Cells are HTML. left: columns aligned left; the others are numbers. total: a last line, of all the others."""
-    marks = [' class="left"' if i in left else "" for i in range(len(header))]
-    head = "".join(f"<th{mark}>{escape(cell)}</th>" for mark, cell in zip(marks, header, strict=True))
+    """Return a table that becomes a block of labelled values per row on a narrow screen.
+
+    Args:
+        rows: cells of HTML.
+        left: columns aligned left; the others are numbers.
+        total: a last line, of all the others.
+    """
+    places = [' class="left"' if i in left else "" for i in range(len(header))]
+    labels = [f' data-label="{escape(cell)}"' if cell else "" for cell in header]
+    marks = [place + label for place, label in zip(places, labels, strict=True)]
+    head = "".join(f"<th{place}>{escape(cell)}</th>" for place, cell in zip(places, header, strict=True))
     body = "".join(f"<tr>{_cells(marks, row)}</tr>" for row in rows)
     last = "" if total is None else f'<tr class="sum">{_cells(marks, total)}</tr>'
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}{last}</tbody></table></div>'
