@@ -6,7 +6,6 @@ The message names the object and the endpoint. A local file raises the system's 
     True
 """
 
-
 import errno
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
