@@ -31,6 +31,7 @@ LEVEL = {
     "report": 8,
     "job": 9,
     "validate": 9,
+    "memory_limit": 9,
     "demo": 10,
     "endpoint": 10,
     "review": 10,
