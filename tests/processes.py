@@ -37,7 +37,7 @@ class Watched:
         while process.poll() is None and not condition():
             assert time.monotonic() < deadline, "it did not come to pass"
             self.look(process)
-            time.sleep(0.1)
+            time.sleep(0.5)
 
     def owners(self, *parts: str) -> list[str]:
         """Return those of the parts that occur in the title of a process that listens."""

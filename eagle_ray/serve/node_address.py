@@ -50,12 +50,12 @@ class AtNodeAddress:
 def bind_grpc_servers(node_address: str) -> None:
     """Make each grpc.aio server that this process opens from now on listen on the node's address or on loopback.
 
-    Raises ImportError or AttributeError if this grpcio has no such servers; the replica then does not start.
+    Raises ImportError or KeyError if this grpcio has no such servers; the replica then does not start.
     """
     from grpc.aio._server import Server  # the class behind grpc.aio.server() and Serve's own servers
 
     for name in GRPC_METHODS:
-        setattr(Server, name, _at_node(getattr(Server, name), node_address))
+        setattr(Server, name, _at_node(vars(Server)[name], node_address))
 
 
 def _at_node(add_port: Callable[..., int], node_address: str) -> Callable[..., int]:

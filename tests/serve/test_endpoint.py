@@ -23,6 +23,7 @@ from eagle_ray.serve.board import SILENT_S, Board
 from eagle_ray.serve.deployment import Shape, shape_of
 from eagle_ray.serve.snapshot import Snapshot, added_up
 from tests.data.nodes import cluster_of, parent_of
+from tests.processes import Watched, descendants
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -135,11 +136,22 @@ def replicas():
     ]
 
 
-def descendants(pid):
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [*children, *(pid for child in children for pid in descendants(child))]
+def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkeypatch):
+    """The replicas' gRPC servers too, which Ray opens on [::]: they unpickle what they receive."""
+    watched = Watched()
+    monkeypatch.setenv(*watched.environment.popitem())
+    server = Server(tmp_path, replicas=2)
+    try:
+        server.until_ready()
+        assert server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 4})[0] == 200
+        watched.look(server.process)
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=90)
+    assert watched.beyond_loopback() == {}
+    owners = ["gcs_server", "raylet", "ServeController", "ProxyActor", "ServeReplica:eagle-ray:engine"]
+    assert watched.owners(*owners, "ServeReplica:eagle-ray:board") == [*owners, "ServeReplica:eagle-ray:board"]
+    assert len(watched.seen["ray::ServeReplica:eagle-ray:engine"]) == 4  # two each: Ray's own and the gRPC server's
 
 
 @pytest.mark.slow
