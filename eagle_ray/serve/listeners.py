@@ -1,7 +1,7 @@
 """List the network sockets on which processes accept connections or datagrams, from /proc.
 
-    >>> listeners({os.getpid()})
-    {Listener(pid=4711, protocol='tcp', address='127.0.0.1', port=8000)}
+>>> listeners({os.getpid()})
+{Listener(pid=4711, protocol='tcp', address='127.0.0.1', port=8000)}
 """
 
 from __future__ import annotations

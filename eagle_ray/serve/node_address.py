@@ -42,7 +42,8 @@ class AtNodeAddress:
             ports = ", ".join(sorted(str(listener) for listener in opened))
             raise RuntimeError(
                 f"Ray Serve {ray.__version__}: the replica listens on {ports}, beyond its node's address "
-                f"{self._node_address}. Use the Ray version in infra/constraints.txt, without direct ingress or HAProxy."
+                f"{self._node_address}. Install the Ray of infra/constraints.txt, and unset Serve's variables for "
+                "direct ingress and HAProxy."
             )
         self._is_checked = True
 

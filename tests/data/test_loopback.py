@@ -55,7 +55,7 @@ def test_a_local_ray_is_kept_on_loopback_whatever_the_environment_says(monkeypat
 def test_a_local_ray_on_another_address_is_ended_and_refused(monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    with pytest.raises(ClusterError, match="Ray listens on 10.9.8.7 instead of 127.0.0.1"):
+    with pytest.raises(ClusterError, match=r"Ray listens on 10\.9\.8\.7 instead of 127\.0\.0\.1"):
         _check_loopback("10.9.8.7")
     _check_loopback("127.0.0.1")
     assert ended == [True]

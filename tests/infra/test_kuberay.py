@@ -152,12 +152,13 @@ def policy_of(manifest: Path) -> dict[str, Any]:
 
 
 def selects(selector: dict[str, Any], template: dict[str, Any]) -> bool:
-    return set(selector) == {"matchLabels"} and selector["matchLabels"].items() <= template["metadata"]["labels"].items()
+    labels = template["metadata"]["labels"]
+    return set(selector) == {"matchLabels"} and selector["matchLabels"].items() <= labels.items()
 
 
 def ports_for(policy: dict[str, Any], peer: dict[str, Any] | None) -> set[int] | None:
     """Return the ports open to a peer by name, None for all; the peer None is everything else."""
-    rules = [rule for rule in policy["ingress"] if (peer in rule["from"] if peer and "from" in rule else "from" not in rule)]
+    rules = [rule for rule in policy["ingress"] if "from" not in rule or peer in rule["from"]]
     if any("ports" not in rule for rule in rules):
         return None
     return {port["port"] for rule in rules for port in rule["ports"]}
@@ -181,7 +182,8 @@ def test_pods_accept_connections_only_from_each_other_beside_named_ports(manifes
 
 def test_only_the_jobs_submitter_and_the_operator_reach_its_dashboard():
     submitter = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": rayjob()["metadata"]["name"]}}}
-    (rule,) = [rule for rule in policy_of(RAYJOB)["ingress"] if {"protocol": "TCP", "port": DASHBOARD} in rule.get("ports", [])]
+    dashboard = {"protocol": "TCP", "port": DASHBOARD}
+    (rule,) = [rule for rule in policy_of(RAYJOB)["ingress"] if dashboard in rule.get("ports", [])]
     assert rule["from"] == [OPERATOR, submitter]
 
 
