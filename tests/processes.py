@@ -26,9 +26,9 @@ class Watched:
     def environment(self) -> dict[str, str]:
         return dict([self._mark.split("=")])
 
-    def look(self, process: subprocess.Popen) -> None:
-        """Add what listens now."""
-        pids = {process.pid, *descendants(process.pid), *self._marked()}
+    def look(self, pid: int) -> None:
+        """Add what listens now, of a process and of all that it started."""
+        pids = {pid, *descendants(pid), *self._marked()}
         for listener in listeners(pids):
             self.seen.setdefault(title_of(listener.pid), set()).add(listener)
 
@@ -36,7 +36,7 @@ class Watched:
         deadline = time.monotonic() + seconds
         while process.poll() is None and not condition():
             assert time.monotonic() < deadline, "it did not come to pass"
-            self.look(process)
+            self.look(process.pid)
             time.sleep(0.5)
 
     def owners(self, *parts: str) -> list[str]:

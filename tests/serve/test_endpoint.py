@@ -144,7 +144,7 @@ def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkey
     try:
         server.until_ready()
         assert server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 4})[0] == 200
-        watched.look(server.process)
+        watched.look(server.process.pid)
     finally:
         server.process.terminate()
         server.process.wait(timeout=90)
