@@ -39,9 +39,9 @@ class Watched:
             self.look(process.pid)
             time.sleep(0.5)
 
-    def owners(self, *parts: str) -> list[str]:
-        """Return those of the parts that occur in the title of a process that listens."""
-        return [part for part in parts if any(part in title for title in self.seen)]
+    def listeners_of(self, part: str) -> set[Listener]:
+        """Return the listeners of the processes whose title contains the part."""
+        return {listener for title, some in self.seen.items() if part in title for listener in some}
 
     def beyond_loopback(self) -> dict[str, list[str]]:
         found = {title: [str(one) for one in some if not one.is_loopback] for title, some in self.seen.items()}

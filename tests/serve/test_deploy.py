@@ -63,8 +63,7 @@ def test_it_is_deployed_changed_without_losing_a_request_and_deleted(tmp_path_fa
         watched = Watched()
         watched.look(os.getpid())
         assert watched.beyond_loopback() == {}  # the head's node address is 127.0.0.1
-        replicas = ["ServeReplica:eagle-ray:engine", "ServeReplica:eagle-ray:board"]
-        assert watched.owners(*replicas) == replicas
+        assert watched.listeners_of("ServeReplica:eagle-ray:engine")
 
         answers, over = [], threading.Event()
 
