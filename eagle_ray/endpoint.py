@@ -7,6 +7,7 @@ It stands beside the command line, above the rooms it joins: ``data`` joins or s
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -19,6 +20,7 @@ from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.data.ray_environment import LOCAL, prepare
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.job import show_log
+from eagle_ray.serve.keys import ApiKeys, read_keys
 
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -33,6 +35,9 @@ def run_endpoint(config: ServeConfig) -> int:
     show_log(config.logging.level)
     serving = config.serving
     _check_free(serving.host, serving.port)
+    keys = read_keys(serving.api_keys_file)
+    if not keys and not _is_loopback(serving.host):
+        log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
     from eagle_ray.pair import check_pair  # torch, seconds
 
     check_pair(config.model, config.speculative)
@@ -44,7 +49,7 @@ def run_endpoint(config: ServeConfig) -> int:
 
     connect(address)
     try:
-        _serve(config, threads_wanted(os.environ))
+        _serve(config, keys, threads_wanted(os.environ))
     finally:
         if address == LOCAL:
             import ray
@@ -53,7 +58,7 @@ def run_endpoint(config: ServeConfig) -> int:
     return 0
 
 
-def _serve(config: ServeConfig, most_threads: int | None) -> None:
+def _serve(config: ServeConfig, keys: ApiKeys, most_threads: int | None) -> None:
     import ray
     from ray import serve
 
@@ -67,10 +72,10 @@ def _serve(config: ServeConfig, most_threads: int | None) -> None:
     try:
         with _patience(f"loading {config.model.target}"):
             try:
-                serve.run(application_of(config, shape), name=config.name)
+                serve.run(application_of(config, keys, shape), name=config.name)
             except RuntimeError as error:
                 raise ClusterError(f"the replicas did not start: {' '.join(str(error).split())}") from error
-        log.info(_welcome(config))
+        log.info(_welcome(config, has_keys=len(keys) > 0))
         while True:
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
@@ -98,16 +103,23 @@ def _patience(words: str) -> Iterator[None]:
         saying.join()
 
 
-def _welcome(config: ServeConfig) -> str:
+def _welcome(config: ServeConfig, has_keys: bool) -> str:
     """Where it answers, and a command that shows it."""
     serving = config.serving
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(serving.host, serving.host)
     url = f"http://[{host}]:{serving.port}" if ":" in host else f"http://{host}:{serving.port}"
-    key = "-H 'Authorization: Bearer API_KEY' " if serving.api_keys else ""
+    key = "-H 'Authorization: Bearer API_KEY' " if has_keys else ""
     return (
         f"ready: {url} is a page to try it, {url}/v1 for clients, until Ctrl-C\n"
         f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{EXAMPLE}'"
     )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_free(host: str, port: int) -> None:

@@ -30,7 +30,7 @@ from eagle_ray.data.lock import lock_output
 from eagle_ray.data.origins import check_origins
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
-from eagle_ray.data.parts import as_stored, columns_of, has_column, tables
+from eagle_ray.data.parts import as_stored, columns_of, has_column, next_schema, tables
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
     DATA,
@@ -45,12 +45,13 @@ from eagle_ray.data.record import (
     output_of,
     read_record,
 )
-from eagle_ray.data.schema import differing, output_schema
+from eagle_ray.data.schema import differing, lacking
 from eagle_ray.data.stops import Incomplete, JobStopped, OutputMismatch, Overtaken, TooManyErrors
 from eagle_ray.data.storage import Location, object_in, parquet_bytes, write_json
 from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
+from eagle_ray.report.speed_up import SpeedUp
 from eagle_ray.report.summary import summarise, summary_json
 from eagle_ray.report.table import difference_line, run_table
 from eagle_ray.report.timeline import timeline
@@ -135,17 +136,28 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
             _settle(config, plan, run, asked)
             there = object_in(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
             summary = there | sum_up(run) | _checks(config, plan, run, asked, there)
+            run.check_current()  # checks take minutes, and an output that was deleted meanwhile is not made again
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             (run.output / SUCCESS).write_whole(b"", run.check_current)
         if config.report.html:
-            write_report(run.output, summary)
-            log.info("report in %s", (run.output / REPORT).shown)
+            _report(run, summary)
     return summary
 
 
+def _report(run: Run, summary: dict[str, Any]) -> None:
+    """Write the report of a finished run. A failure is only logged: the rows and their numbers are complete."""
+    place = (run.output / REPORT).shown
+    run.check_current()
+    try:
+        write_report(run.output, summary)
+        log.info("report in %s", place)
+    except OSError as error:
+        log.warning("%s could not be written: %s. eagle-ray report writes it later", place, error.strerror or error)
+
+
 def write_report(output: Location, summary: dict[str, Any]) -> None:
-    """``report.html``, of the run's record as it stands."""
+    """Write ``report.html`` from a summary and the run's record."""
     (output / REPORT).write_whole(page(summary, read_record(output)).encode())
 
 
@@ -178,7 +190,12 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) ->
 def _check_columns(plan: InputPlan, run: Run) -> None:
     """Rows of a new input file stand beside the old ones: they have the same columns, or no reader reads them all."""
     there = columns_of(run.data)
-    if there.names and (columns := differing(there, as_stored(output_schema(plan.passthrough)))):
+    if unread := plan.row_settings.intersection(lacking(there)):
+        raise OutputMismatch(
+            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
+            "Choose another output.path, or --overwrite."
+        )
+    if there.names and (columns := differing(there, as_stored(next_schema(run.data, plan.passthrough)))):
         raise OutputMismatch(
             f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: choose another "
             "output.path, or --overwrite"
@@ -221,6 +238,8 @@ def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked, there: d
     from eagle_ray.data.checks import checked
 
     found = checked(config, plan, run, asked.ids, wanted)
+    if turns := found.get("baseline_rows", {}).pop("turns", None):
+        found["baseline_rows"] |= SpeedUp.of(turns).as_json()
     for row in found.get("verify_rows", {}).get("differing", []):
         log.warning("%s", difference_line(row))
     return found

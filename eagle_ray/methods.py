@@ -96,12 +96,11 @@ def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
 
 
 def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
-    return _drafter(speculative, target, head, Calibration(speculative.max_depth, target.device))
+    return _drafter(speculative, target, head, _calibration(speculative, target))
 
 
 def _path(speculative: SpeculativeConfig, target: Target, heads: Weights) -> PathDrafter:
-    calibration = Calibration(speculative.max_depth, target.device)
-    return PathDrafter(heads, target, calibration, _coupling(speculative, target))
+    return PathDrafter(heads, target, _calibration(speculative, target), _coupling(speculative, target))
 
 
 def _sequoia(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
@@ -109,7 +108,9 @@ def _sequoia(speculative: SpeculativeConfig, target: Target, head: Weights) -> E
     return _drafter(speculative, target, head, RankAcceptance(speculative.max_depth, width, target.device))
 
 
-def _drafter(speculative: SpeculativeConfig, target: Target, head: Weights, calibration: Calibration) -> EagleDrafter:
+def _drafter(
+    speculative: SpeculativeConfig, target: Target, head: Weights, calibration: Calibration | None
+) -> EagleDrafter:
     """speculative.draft_vocab is for a head that reads the target's lm_head."""
     token_ids = None
     if speculative.draft_vocab is not None and isinstance(head, EagleHead):
@@ -120,8 +121,13 @@ def _drafter(speculative: SpeculativeConfig, target: Target, head: Weights, cali
     )
 
 
+def _calibration(speculative: SpeculativeConfig, target: Target) -> Calibration | None:
+    """Return None where speculative.ranking leaves the head's own probabilities as they are."""
+    return None if speculative.ranking == "published" else Calibration(speculative.max_depth, target.device)
+
+
 def _coupling(speculative: SpeculativeConfig, target: Target) -> Coupling | None:
-    return Coupling(speculative.max_depth, target.device) if speculative.coupled else None
+    return Coupling(speculative.max_depth, target.device) if speculative.ranking == "coupled" else None
 
 
 def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticPlanner:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, upgrade_config
 from eagle_ray.config.methods import needs
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, own_files
@@ -141,7 +141,7 @@ def _found_there(output: Location, config: JobConfig) -> str:
         return _new_there(output, config)
     if config.output.if_exists == "fail":
         raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
-    if keys := changed_keys(record["config"], config.model_dump(mode="json")):
+    if keys := changed_keys(upgrade_config(record["config"]), config.model_dump(mode="json")):
         raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
     Ledger.read(output / DATA)
     return f"a run would resume run {record['run_id']}"

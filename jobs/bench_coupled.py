@@ -88,9 +88,7 @@ def cell(shape: TreeShape, rows: list[dict], params: SamplingParams, slots: int)
     """A line per category and one for all, then how many outputs are plain decoding's."""
     started = time.monotonic()
     oracle = answer(build(SpeculativeConfig(method="none"), slots), rows, params)
-    published = build(shape.settings(coupled=False), slots)
-    published.engine.drafter.ranking.calibration = None  # the ranking of EAGLE-2 as it was published
-    plain = answer(published, rows, params)
+    plain = answer(build(shape.settings("published"), slots), rows, params)
     coupled = answer(build(shape.settings(), slots), rows, params)
     place = f"| {params.temperature:g} | {params.top_p:g} |"
     for category in [*dict.fromkeys(row["category"] for row in rows), "all"]:

@@ -133,7 +133,7 @@ class Lane:
     @classmethod
     def of(cls, models: Models, way: SpeculativeConfig, slots: int) -> Lane:
         made = models.engine(way, slots)
-        if way.method == "none" or not way.coupled:
+        if way.method == "none" or way.ranking != "coupled":
             return cls(made, made.planner, False)
         return cls(models.engine(fixed_tree(*LARGEST), slots), made.planner, True)
 
@@ -173,28 +173,28 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     if "best" in args.ways:
         ways["best"] = best_fixed(args, models, batch)
     if "published" in args.ways:
-        ways["published"] = best_fixed(args, models, batch, coupled=False)
+        ways["published"] = best_fixed(args, models, batch, ranking="published")
     return {name: ways[name] for name in WAYS if name in args.ways or name == "plain"}
 
 
-def fixed_tree(max_nodes: int, max_depth: int, top_k: int) -> SpeculativeConfig:
-    """The same for every sequence at every step, as EAGLE-2 was published."""
-    return SpeculativeConfig(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
+def fixed_tree(max_nodes: int, max_depth: int, top_k: int, ranking: str = "coupled") -> SpeculativeConfig:
+    """Return settings that draft the same tree for every sequence at every step."""
+    bounds = dict(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k)
+    return SpeculativeConfig(**bounds, budget="uniform", ranking=ranking)
 
 
-def best_fixed(args: argparse.Namespace, models: Models, batch: int, coupled: bool = True) -> SpeculativeConfig:
-    """The fastest of TREES and of none, on the tuning prompts. coupled: or else with nodes ranked as EAGLE-2 does."""
+def best_fixed(args: argparse.Namespace, models: Models, batch: int, ranking: str = "coupled") -> SpeculativeConfig:
+    """Return the fastest of TREES, with this ranking of nodes, and of plain decoding on the tuning prompts."""
     most = MOST_TUNED_ROWS[torch.device(args.device).type]
     trees = {name: TREES[name] for name in args.trees if batch * (TREES[name][0] + 1) <= most}
     ways = {"plain": SpeculativeConfig(method="none")}
-    ways |= {name: fixed_tree(*tree).model_copy(update={"coupled": coupled}) for name, tree in trees.items()}
+    ways |= {name: fixed_tree(*tree, ranking) for name, tree in trees.items()}
     lanes = {name: Lane.of(models, way, batch) for name, way in ways.items()}
     samples, _ = steady(args, replace(models, prompts=models.tuning), lanes, TUNING_ROUNDS, TUNING_S, 0)
     rates = {name: sum(taken[1:], taken[0]).decoded_per_second for name, taken in samples.items()}
     best = max(rates, key=rates.__getitem__)
     told = ", ".join(f"{name} {rate / rates['plain']:.2f}" for name, rate in rates.items())
-    ranking = "" if coupled else ", ranked as published"
-    print(f"tuned for batch {batch}{ranking}: {best} of {told}", file=sys.stderr, flush=True)
+    print(f"tuned for batch {batch}, ranking {ranking}: {best} of {told}", file=sys.stderr, flush=True)
     return ways[best]
 
 

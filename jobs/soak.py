@@ -5,6 +5,8 @@ as one of VISITS, by chance: they read streams to the end or slowly, leave in th
 log-probabilities, with prompts that fill the context, or for what is refused; now and then so many at once that the
 queue is full. Meanwhile private memory, open files and threads of the server's processes are sampled.
 
+The clients have two API keys, so that the queue is shared. A burst fits only if few sequences are queued.
+
 At the end it holds, or the exit code is 1:
     no process grows: the median slope between all pairs of samples after warm-up (Theil and Sen's) is at most
     --slope MB a minute, where it ran for LEAST_MINUTES; files and threads are no more at the end than when warm, but
@@ -28,6 +30,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ import aiohttp
 from served import ROOT, Served
 
 from eagle_ray.data.interrupts import interruptible
+from eagle_ray.serve.keys import ENV_NAME
 from eagle_ray.training.prompts import read_prompts
 
 PROMPTS = ROOT / "eagle_ray" / "assets" / "prompts.jsonl"
@@ -46,8 +50,9 @@ SAY_EVERY_S = 60.0
 SAMPLE_EVERY_S = 2.0
 AGAIN_S = 0.5  # after a 429, on average
 FEW = 8  # files and threads that may come and go
-BURST = 48  # sequences of one request: more than slots and queue hold, once a few are there
 QUEUE = 40
+BURST = 30  # sequences of one request: slots and queue hold 48, of which one of several keys gets 36 at most
+KEYS = ("soak-one", "soak-two")
 DONE = b"data: [DONE]"
 JSON = {"Content-Type": "application/json"}
 REFUSED = {  # a body, and the status it deserves
@@ -56,6 +61,7 @@ REFUSED = {  # a body, and the status it deserves
     b'{"prompt": "Hi", "temperature": -1}': 400,
     b'{"prompt": "Hi", "tools": [1]}': 400,
     b'{"prompt": "Hi", "model": "none"}': 404,
+    b'{"prompt": ["Hi", "Ho"], "n": 100}': 400,
     json.dumps({"prompt": [5] * 5000}).encode(): 400,
     b'{"prompt": "' + b"x" * (9 << 20) + b'"}': 413,
 }
@@ -63,15 +69,19 @@ REFUSED = {  # a body, and the status it deserves
 
 @dataclass
 class Crowd:
-    """The clients. wrong: what should not have been, in words."""
+    """The clients. sessions: one for each API key. wrong: what should not have been, in words."""
 
-    session: aiohttp.ClientSession
+    sessions: list[aiohttp.ClientSession]
     url: str
     chance: random.Random
     prompts: list[dict]
     visits: Counter = field(default_factory=Counter)
     statuses: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        return self.chance.choice(self.sessions)
 
     async def come_and_go(self, until: float) -> None:
         while time.monotonic() < until:
@@ -228,8 +238,13 @@ def slope(samples: list[Sample]) -> float:
 async def soaked(served: Served, args: argparse.Namespace) -> tuple[Crowd, dict[str, list[Sample]]]:
     until, samples = time.monotonic() + args.minutes * 60, defaultdict(list)
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        crowd = Crowd(session, served.url, random.Random(args.seed), read_prompts(PROMPTS))
+    async with AsyncExitStack() as stack:
+        sessions = []
+        for key in KEYS:
+            headers, connector = {"Authorization": f"Bearer {key}"}, aiohttp.TCPConnector(limit=0)
+            session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
+            sessions.append(await stack.enter_async_context(session))
+        crowd = Crowd(sessions, served.url, random.Random(args.seed), read_prompts(PROMPTS))
         clients = [crowd.come_and_go(until) for _ in range(args.clients)]
         await asyncio.gather(watch(served, until, samples, crowd), *clients)
     return crowd, samples
@@ -254,7 +269,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what the clients do (0)")
     parser.add_argument("--out", type=Path, default=Path("runs/soak.json"))
     args = parser.parse_args()
-    with Served(["--set", f"serving.max_queued={QUEUE}"]) as served:
+    with Served(["--set", f"serving.max_queued={QUEUE}"], {ENV_NAME: ",".join(KEYS)}) as served:
         served.until_ready()
         crowd, samples = asyncio.run(soaked(served, args))
         left, metrics = left_over(served), served.metrics()

@@ -85,8 +85,12 @@ def test_a_file_of_the_other_kind_is_told_by_its_sections():
 @pytest.mark.parametrize(
     ("setting", "allowed"),
     [
-        ("sampling.temperature=-1", "a number, 0 (greedy) or more, got -1"),
-        ("sampling.temperature=hot", "a number, 0 (greedy) or more, got 'hot'"),
+        ("sampling.temperature=-1", "a number between 0 (greedy) and 100, got -1"),
+        ("sampling.temperature=hot", "a number between 0 (greedy) and 100, got 'hot'"),
+        ("sampling.temperature=1e308", "a number between 0 (greedy) and 100, got 1e+308"),
+        ("sampling.temperature=100.5", "a number between 0 (greedy) and 100, got 100.5"),
+        ("sampling.temperature=.inf", "got inf"),
+        ("input.on_unknown=ignore", "refuse, warn or carry, got 'ignore'"),
         ("sampling.temperature=.nan", "got nan"),
         ("sampling.max_tokens=true", "an integer, 1 or more, got True"),
         ("sampling.top_p=0", "above 0, at most 1"),
@@ -243,11 +247,18 @@ def test_a_configuration_survives_json_and_cannot_be_changed():
 @pytest.mark.parametrize(
     "setting",
     ["name=b", "execution.actors=2", "execution.slots=3", "execution.kv_tokens=4096", "logging.level=debug",
-     "input.path=b", "input.limit=3", "output.path=b", "output.if_exists=fail", "output.compression=gzip"],
+     "input.path=b", "input.limit=3", "input.on_unknown=carry", "output.path=b", "output.if_exists=fail",
+     "output.compression=gzip"],
 )  # fmt: skip
 def test_a_resume_may_change_what_decides_no_token(setting):
     assert config_hash(load(setting)) == config_hash(load())
     assert changed_keys(load().model_dump(mode="json"), load(setting).model_dump(mode="json")) == []
+
+
+def test_a_run_recorded_before_a_key_existed_has_the_same_configuration():
+    recorded = load().model_dump(mode="json")
+    del recorded["input"]["on_unknown"]
+    assert changed_keys(recorded, load().model_dump(mode="json")) == []
 
 
 @pytest.mark.parametrize(
@@ -266,6 +277,8 @@ def test_a_row_obeys_the_rules_of_the_job():
         "stop": ["x"],
         "seed": -5,
     }
+    with pytest.raises(ValueError, match=r"column 'temperature' must be a number between 0 .* and 100, got 1e\+308"):
+        check_row_sampling({"temperature": 1e308})
     with pytest.raises(ValueError, match="column 'n' must be a number of samples per row, 1 to 1024, got 1025"):
         check_row_sampling({"n": 1025})
     with pytest.raises(ValueError, match="column 'max_tokens' must be an integer, 1 or more, got 0"):
@@ -288,3 +301,24 @@ def test_the_example_shows_every_key_at_its_default():
 def test_reading_a_configuration_loads_nothing_heavy():
     code = "import eagle_ray.cli, eagle_ray.data.input.plan, sys; print(*{'torch', 'ray', 'jinja2'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    ("sets", "ranking"),
+    [
+        ([], "coupled"),
+        (["speculative.budget=uniform"], "published"),
+        (["speculative.budget=uniform", "speculative.ranking=coupled"], "coupled"),
+        (["speculative.coupled=false"], "calibrated"),
+        (["speculative.budget=uniform", "speculative.coupled=true"], "coupled"),
+    ],
+)
+def test_a_uniform_budget_ranks_as_published_unless_told_otherwise(sets, ranking):
+    config = load_config(None, sets=[*sets, "input.path=a.jsonl", "output.path=o"], env={})
+    assert config.speculative.ranking == ranking
+
+
+def test_both_spellings_of_the_ranking_at_once_are_refused():
+    sets = ["speculative.ranking=published", "speculative.coupled=true", "input.path=a.jsonl", "output.path=o"]
+    with pytest.raises(ConfigError, match=r"speculative\.coupled: unknown key"):
+        load_config(None, sets=sets, env={})

@@ -12,6 +12,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 LEVEL = {
     "errors": 0,
     "chat_templates": 0,
+    "sampling_limits": 0,
     "config": 1,
     "kernels": 1,
     "datastore": 2,
@@ -30,6 +31,7 @@ LEVEL = {
     "report": 8,
     "job": 9,
     "validate": 9,
+    "memory_limit": 9,
     "demo": 10,
     "endpoint": 10,
     "review": 10,

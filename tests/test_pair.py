@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.methods import make_drafter
 from eagle_ray.models.path_checkpoint import save_path_heads
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.pair import build_pair, check_pair, cost_parts, limits_of
+from eagle_ray.models.target import Target
+from eagle_ray.pair import build_pair, check_pair, cost_parts, limits_of, load_causal_lm, load_draft
 from tests.conftest import PAIR
 from tests.toy import LLAMA, llama
 
@@ -115,12 +117,24 @@ def test_a_missing_head_is_asked_for():
         check(None)
 
 
-@pytest.mark.parametrize("coupled", [True, False])
-def test_drafts_are_coupled_unless_told_otherwise(coupled):
-    said = {} if coupled else {"coupled": False}
-    speculative = SpeculativeConfig(max_depth=3, top_k=2, budget="uniform", **said)
-    ranking = build_pair(ModelConfig(max_model_len=64), speculative, slots=1).engine.drafter.ranking
-    assert (ranking.coupling is not None) == coupled and ranking.calibration is not None
+@pytest.mark.parametrize(
+    ("settings", "is_calibrated", "is_coupled"),
+    [
+        ({}, True, True),
+        ({"budget": "uniform"}, False, False),
+        ({"ranking": "published"}, False, False),
+        ({"ranking": "calibrated"}, True, False),
+        ({"budget": "uniform", "ranking": "coupled"}, True, True),
+        ({"budget": "uniform", "coupled": False}, True, False),
+        ({"budget": "uniform", "coupled": True}, True, True),
+    ],
+)
+def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
+    model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
+    causal_lm = load_causal_lm(model, slots=1)
+    drafter = make_drafter(speculative, Target(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
+    ranking = drafter.ranking
+    assert (ranking.calibration is not None, ranking.coupling is not None) == (is_calibrated, is_coupled)
 
 
 def target_that_says(tmp_path: Path, **config: object) -> ModelConfig:

@@ -19,12 +19,13 @@ from torch import nn
 
 from eagle_ray.benchmark.contexts import in_context
 from eagle_ray.benchmark.device import release
-from eagle_ray.benchmark.identity import NEAR_TIE, Identity, at_edge, compare, first_difference, margin
+from eagle_ray.benchmark.identity import Identity, compare, first_difference
 from eagle_ray.benchmark.rig import LARGEST, Rig, Way
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.kernels.availability import CHOICE, use_triton
+from eagle_ray.speculative.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
 
 SLOTS, LONGEST, TOKENS = 8, 640, 48
@@ -114,10 +115,10 @@ def _edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]])
             both.append(pick(logits, sampling, rows, rows).tolist())
     found = Identity()
     for i, (mine, other) in enumerate(zip(*both, strict=True)):
-        row = logits[i : i + 1].cpu()
-        is_tie = mine != other and margin(row, params[i], i) <= NEAR_TIE
-        is_edge = mine != other and not is_tie and at_edge(row, params[i], (mine, other))
-        found += Identity(1, mine == other, is_tie, is_edge)
+        cause = None
+        if mine != other:
+            cause = rounding_cause(logits[i], params[i], i, other, mine, NEAR_TIE[torch.float32])
+        found += Identity(1, mine == other, cause == "tie", cause == "cut")
     return Check(title, found.is_explained, f"{_told(found)}, picks of random logits")
 
 
@@ -143,7 +144,7 @@ def _compared(
     wanted: Outputs,
 ) -> Check:
     """In fp32 all but near-ties are equal; in bf16 a difference is only counted."""
-    noise, tie = outputs.noise(wanted), NEAR_TIE
+    noise, tie = outputs.noise(wanted), NEAR_TIE[torch.float32]
     if dtype != torch.float32:
         tie = max(tie, 2 * noise)
     found = compare(model, prompts, outputs.ids, wanted.ids, params, tie)
@@ -152,7 +153,7 @@ def _compared(
 
 
 def _told(found: Identity) -> str:
-    edges = f", {found.num_edges} at top-p's edge" if found.num_edges else ""
+    edges = f", {found.num_edges} at the edge of top-k, top-p or min-p" if found.num_edges else ""
     return f"{found.num_equal} of {found.num_compared} outputs equal, {found.num_near_ties} near-ties{edges}"
 
 

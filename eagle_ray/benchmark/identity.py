@@ -5,26 +5,26 @@ Does not know engines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from eagle_ray.engine import reference
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, process
+from eagle_ray.speculative.near_tie import NEAR_TIE, rounding_cause
+from eagle_ray.speculative.sampling import SamplingParams
 
-NEAR_TIE = 1e-4  # one row against many moves fp32 logits by up to 2e-5
-EDGE = 1e-5  # of probability: what sums in fp32 over a large vocabulary, and logits that differ by 2e-5, may be off by
 GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Counts of outputs. num_near_ties: of those that differ, at a place where the top two logits were nearly equal.
+    """How many outputs were compared, and why the others differ.
 
-    num_edges: of the others that differ, where a token stood so near to top-p's edge that rounding keeps or drops it.
+    Attributes:
+        num_near_ties: outputs that first differ where both tokens' scores were nearly equal.
+        num_edges: outputs that first differ where a token crosses the edge of top-k, top-p or min-p.
     """
 
     num_compared: int = 0
@@ -52,7 +52,7 @@ def compare(
     outputs: list[list[int]],
     plain: list[list[int]],
     params: list[SamplingParams] | None = None,
-    near_tie: float = NEAR_TIE,
+    near_tie: float = NEAR_TIE[torch.float32],
 ) -> Identity:
     """Each prompt's output beside plain decoding's, as far as both go; empty ones are not compared.
 
@@ -63,9 +63,9 @@ def compare(
         place = first_difference(ids, wanted)
         if place is not None:
             logits = next_logits(model, prompt + wanted[:place])
-            is_tie = margin(logits, sampling, len(prompt) + place) <= near_tie
-            is_edge = not is_tie and at_edge(logits, sampling, (ids[place], wanted[place]))
-            identity += Identity(1, 0, is_tie, is_edge)
+            tokens = wanted[place], ids[place]
+            cause = rounding_cause(logits[0], sampling, len(prompt) + place, *tokens, near_tie)
+            identity += Identity(1, 0, cause == "tie", cause == "cut")
         elif ids and wanted:
             identity += Identity(1, 1)
     return identity
@@ -82,18 +82,3 @@ def next_logits(model: nn.Module, ids: list[int]) -> Float[Tensor, "1 V"]:
     tokens = torch.tensor([ids], device=model.device)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
     return model.get_output_embeddings()(hidden).cpu()
-
-
-def margin(logits: Float[Tensor, "1 V"], params: SamplingParams, position: int) -> float:
-    """How far the best token's score leads the second best: logits, with the noise where it is sampled."""
-    return reference.margin(logits, BatchSampling.of([params]), position)
-
-
-def at_edge(logits: Float[Tensor, "1 V"], params: SamplingParams, tokens: tuple[int, ...]) -> bool:
-    """Whether top-p keeps or drops one of the tokens by less than EDGE of probability: see kernels/pick.py."""
-    if not (params.temperature > 0 and params.top_p < 1):
-        return False
-    before = BatchSampling.of([replace(params, top_p=1.0, min_p=0.0)])
-    ascending, order = process(logits, before, torch.tensor([0]))[0].double().sort(stable=True)
-    reached = ascending.softmax(-1).cumsum(-1)[order.argsort()]
-    return bool(((reached[list(tokens)] - (1 - params.top_p)).abs() < EDGE).any())

@@ -32,7 +32,7 @@ PLAIN, PUBLISHED, OURS = "plain", "eagle2", "ours"
 FIXED_TREES = ("eagle1", "sequoia")  # over the same head
 WITHOUT_VALUE, WITHOUT_RERANKING = "eagle2-without-value", "eagle2-without-reranking"
 Adjust = Callable[[Engine, SpeculativeConfig], None]
-AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "coupled": False}
+AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +119,18 @@ def weights_of(ways: Iterable[Way], model: ModelConfig, causal_lm: nn.Module) ->
     return found
 
 
-def _uncalibrated(engine: Engine, speculative: SpeculativeConfig) -> None:
-    """The ranking of EAGLE-2 as it was published."""
-    engine.drafter.ranking.calibration = None
-
-
 def _without_value(engine: Engine, speculative: SpeculativeConfig) -> None:
-    _uncalibrated(engine, speculative)
     engine.drafter.builder = OwnConfidence
 
 
 def _without_reranking(engine: Engine, speculative: SpeculativeConfig) -> None:
-    _uncalibrated(engine, speculative)
     engine.planner = ExpandedPlanner(speculative.max_depth, speculative.top_k)
 
 
 SPECIAL: dict[str, tuple[dict[str, object], Adjust | None]] = {
     PLAIN: ({"method": "none", "budget": "uniform"}, None),
-    "eagle1": (AS_PUBLISHED | {"method": "eagle1"}, _uncalibrated),
-    PUBLISHED: (AS_PUBLISHED, _uncalibrated),
+    "eagle1": (AS_PUBLISHED | {"method": "eagle1"}, None),
+    PUBLISHED: (AS_PUBLISHED, None),
     WITHOUT_VALUE: (AS_PUBLISHED, _without_value),
     WITHOUT_RERANKING: (AS_PUBLISHED, _without_reranking),
     OURS: ({}, None),

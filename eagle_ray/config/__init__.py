@@ -15,6 +15,7 @@ from eagle_ray.config.job import (
     changed_keys,
     check_row_sampling,
     config_hash,
+    upgrade_config,
 )
 from eagle_ray.config.load import load_config, load_serve_config
 from eagle_ray.config.serve import ServeConfig, ServingConfig
@@ -38,4 +39,5 @@ __all__ = [
     "config_hash",
     "load_config",
     "load_serve_config",
+    "upgrade_config",
 ]

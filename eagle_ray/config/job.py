@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import NEEDS, known_method
+from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -48,7 +49,11 @@ class ColumnsConfig(Section):
 
 
 class InputConfig(Section):
-    """on_bad_row fail: a row that cannot be read keeps the job from starting; what only the target's tokenizer shows,
+    """Where the rows come from, and what to do about rows and columns that cannot be used.
+
+    on_unknown: what to do about a column that is a well-known request parameter, such as frequency_penalty, which rows
+    cannot set here. refuse does not start, warn logs it, and warn and carry treat it as data.
+    on_bad_row fail: a row that cannot be read keeps the job from starting; what only the target's tokenizer shows,
     such as a prompt that is too long, stays an error row (execution.max_error_rate 0 stops there).
     """
 
@@ -62,6 +67,7 @@ class InputConfig(Section):
     passthrough: Literal["all", "none"] | list[Name] = Field(
         default="all", description="all, none or a list of column names"
     )
+    on_unknown: Literal["refuse", "warn", "carry"] = Field(default="refuse", description="refuse, warn or carry")
     limit: PositiveInt | None = Field(default=None, description="a number of rows, 1 or more, or null for all")
     on_bad_row: Literal["error_row", "fail"] = Field(default="error_row", description="error_row or fail")
 
@@ -100,6 +106,9 @@ class SpeculativeConfig(Section):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
 
     A method with a fixed tree (eagle1, sequoia) keeps to those bounds and to top_k, and has no use for a budget.
+    ranking: which values decide the nodes that are expanded and verified, for drafters that read weights. Unset, it is
+    published if the budget is uniform, else coupled. No ranking changes a token. ``coupled: true | false`` is the
+    older spelling of ``ranking: coupled | calibrated``.
     datastore: what method rest draws on. draft_vocab: the tokens that an EAGLE-1/2 head may offer, of which the first
     draft_vocab_size are taken; it then reads those rows of the target's lm_head alone.
     """
@@ -111,7 +120,11 @@ class SpeculativeConfig(Section):
     top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")
     max_nodes: PositiveInt = Field(default=60, description="an integer, 1 or more")
     budget: Literal["global", "uniform"] = Field(default="global", description="global or uniform")
-    coupled: bool = Field(default=True, description="true or false")
+    ranking: Literal["published", "calibrated", "coupled"] = Field(
+        default="coupled",
+        description="published (the head's own probabilities: EAGLE-2 as published), calibrated (corrected online by "
+        "what the target accepts) or coupled (calibrated, and sampled rows with the noise that the target will read)",
+    )
     datastore: Name | None = Field(
         default=None, description="a run directory, a Parquet file of token ids, or null without method rest"
     )
@@ -124,12 +137,29 @@ class SpeculativeConfig(Section):
     )
     stats: Literal["summary", "detailed"] = Field(default="summary", description="summary or detailed")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_ranking(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        coupled = data.get("coupled")
+        if isinstance(coupled, bool) and "ranking" not in data:
+            data["ranking"] = "coupled" if data.pop("coupled") else "calibrated"
+        if "ranking" not in data and data.get("budget") == "uniform":
+            data["ranking"] = "published"
+        return data
+
 
 class SamplingConfig(Section):
-    """How every row is sampled, unless the row says otherwise."""
+    """How every row is sampled, unless the row says otherwise.
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0.0, description="a number, 0 (greedy) or more"
+    The filters apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference implementation applies
+    top_p before top_k.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
+        default=0.0, description=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="a number above 0, at most 1 (off)")
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="an integer, 0 (off) or more")
@@ -214,7 +244,7 @@ class OutputConfig(Section):
 
 
 class ReportConfig(Section):
-    html: bool = Field(default=False, description="true or false")
+    html: bool = Field(default=True, description="true or false")
     baseline_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
     verify_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
 
@@ -260,6 +290,7 @@ _NOT_COMPARED = (
     "report",
     "input.path",
     "input.limit",
+    "input.on_unknown",
     "output.path",
     "output.if_exists",
     "output.compression",
@@ -270,6 +301,17 @@ def config_hash(config: JobConfig) -> str:
     """16 hex digits over what a resume compares: two jobs with the same hash may share an output directory."""
     compared = _compared(config.model_dump(mode="json"))
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def upgrade_config(dump: dict) -> dict:
+    """Return the dump that an older release wrote with this release's keys; a key that it lacks gets its default.
+
+    A dump that this release cannot read is returned unchanged.
+    """
+    try:
+        return JobConfig.model_validate(dump).model_dump(mode="json")
+    except ValidationError:
+        return dump
 
 
 def changed_keys(old: dict, new: dict) -> list[str]:

@@ -72,9 +72,22 @@ def load_serve_config(
     overrides: Mapping[str, Any] | None = None,
 ) -> ServeConfig:
     """The same for an endpoint."""
-    config = with_local_paths(_validated(ServeConfig, _settings(path, sets, env, overrides)))
+    settings = _settings(path, sets, env, overrides)
+    _refuse_keys(settings)
+    config = with_local_paths(_validated(ServeConfig, settings))
     check_models(config)
     return config
+
+
+def _refuse_keys(settings: list[Setting]) -> None:
+    """Raise ConfigError, without the value, for an API key in the configuration."""
+    for setting in settings:
+        if {"api_key", "api_keys"} & set(setting.key.split(".")):
+            raise ConfigError(
+                "serving.api_keys: API keys are not read from the configuration, which command lines, logs and Ray's "
+                "dashboard show. Put one key a line into a file and set serving.api_keys_file, or set the environment "
+                "variable EAGLE_RAY_API_KEYS."
+            )
 
 
 def _settings(

@@ -19,7 +19,6 @@ from eagle_ray.config.job import (
     LoggingConfig,
     ModelConfig,
     Name,
-    Names,
     PositiveFloat,
     PositiveInt,
     SamplingConfig,
@@ -31,17 +30,21 @@ from eagle_ray.config.job import (
 class ServingConfig(EnginesConfig):
     """Where requests come in, and what answers them.
 
-    api_keys: who may ask under /v1; empty is everybody. replicas: engines; auto is one for each GPU, or one on the CPU;
-    a range grows and shrinks with the requests in flight, once they have been more than the slots, or less, for
-    scale_up_after_s and scale_down_after_s.
-    max_queued: sequences that may wait for a slot of a replica before it answers 429. drain_s: how long a replica that
-    is told to end goes on with what it has begun.
+    api_keys_file: the keys that clients must send, beside those of the environment's EAGLE_RAY_API_KEYS; without either
+    the endpoint is open. Keys are no configuration: command lines, logs and Ray's dashboard show configurations.
+    replicas: engines; auto is one for each GPU, or one on the CPU; a range grows and shrinks with the requests in
+    flight, once they have been more than the slots, or less, for scale_up_after_s and scale_down_after_s.
+    max_queued, max_queued_tokens: sequences, and their prompts' tokens and max_tokens together, that a replica may hold
+    beyond its slots and its KV cache before it answers 429; auto is eight times the tokens of the KV cache.
+    drain_s: how long a replica that is told to end goes on with what it has begun.
     """
 
     host: Name = Field(default="127.0.0.1", description="an address of this machine, such as 127.0.0.1 or 0.0.0.0")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=8000, description="a port, 1 to 65535")
     model_name: Name | None = Field(default=None, description="the model's name to clients, or null for model.target")
-    api_keys: Names = Field(default=[], description="a list of texts, none of them empty")
+    api_keys_file: Name | None = Field(
+        default=None, description="a file with one API key a line (# begins a comment), or null"
+    )
     replicas: Literal["auto"] | PositiveInt | ActorRange = Field(
         default="auto", description="auto, a number, 1 or more, or {min: A, max: B} with A at most B"
     )
@@ -52,6 +55,9 @@ class ServingConfig(EnginesConfig):
     scale_down_after_s: PositiveFloat = Field(default=300.0, description="a number of seconds, above 0")
     max_queued: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=256, description="a number of sequences, 0 or more"
+    )
+    max_queued_tokens: Literal["auto"] | Annotated[int, Field(ge=0, lt=2**53)] = Field(
+        default="auto", description="auto or a number of tokens, 0 or more"
     )
     max_body_bytes: PositiveInt = Field(default=8 << 20, description="a number of bytes, 1 or more")
     drain_s: PositiveFloat = Field(default=30.0, description="a number of seconds, above 0")

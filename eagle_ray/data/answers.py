@@ -107,7 +107,9 @@ def _sampled(sequence: Sequence) -> Row:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_tokens": sequence.max_tokens,
+        "ignore_eos": sampling.ignore_eos,
         "seed": sampling.seed,
     }
 

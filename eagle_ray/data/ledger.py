@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from eagle_ray.data.ids import DIGEST, Digests, among, digests, repeated
+from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.data.stops import OutputDamaged, OutputMismatch
@@ -72,8 +72,8 @@ class Ledger:
 
 def without_ids(file: Location, ids: Digests) -> pa.Table:
     """The file's rows but for these ids, which are sorted."""
-    with file.open() as opened:
-        table = pq.read_table(opened, partitioning=None)
+    with open_parquet(file) as parquet:
+        table = parquet.read()
     return table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), ids)))
 
 
@@ -97,8 +97,8 @@ def own_files(data: Location) -> list[Location]:
 def _is_own(file: Location) -> bool:
     """By its schema's version; a damaged file by its name."""
     try:
-        with file.open() as opened:
-            return VERSION_KEY in (pq.read_schema(opened).metadata or {})
+        with open_parquet(file) as parquet:
+            return VERSION_KEY in (parquet.schema_arrow.metadata or {})
     except StorageError:
         raise
     except (pa.ArrowException, OSError):
@@ -114,7 +114,7 @@ def _rows_by_id(file: Location) -> tuple[Digests, np.ndarray]:
 def _columns_in(file: Location, columns: list[str]) -> pa.Table:
     """These columns of one file. Raises OutputMismatch, and OutputDamaged where it cannot be read."""
     try:
-        with file.open() as opened, pq.ParquetFile(opened) as parquet:
+        with open_parquet(file) as parquet:
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
             if version != SCHEMA_VERSION:
                 raise OutputMismatch(

@@ -10,12 +10,14 @@ A file is named after the attempt and the task that made it, and may stand in di
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.partitions import types_in, with_columns
+from eagle_ray.data.schema import lacking, output_schema
 from eagle_ray.data.storage import Location, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
@@ -39,7 +41,7 @@ def part_files(data: Location) -> list[Location]:
 def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
     """These columns of every file, one file after the other; those that its directories name included."""
     for file in part_files(data):
-        with file.open() as opened, pq.ParquetFile(opened) as parquet:
+        with open_parquet(file) as parquet:
             named = types_in(parquet.schema_arrow)
             kept = parquet.read(columns=[name for name in columns if name not in named.names])
         whole = with_columns(kept, pa.schema([named.field(n) for n in columns if n in named.names]), file.text)
@@ -49,11 +51,17 @@ def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
 def columns_of(data: Location) -> pa.Schema:
     """The columns of the files, those that their directories name at the end; every file of a run has the same."""
     for file in part_files(data)[:1]:
-        with file.open() as opened:
-            schema = pq.read_schema(opened)
+        with open_parquet(file) as parquet:
+            schema = parquet.schema_arrow
         named = types_in(schema)
         return pa.schema([*(field for field in schema if field.name not in named.names), *named])
     return pa.schema([])
+
+
+def next_schema(data: Location, passthrough: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
+    schema, absent = output_schema(passthrough), lacking(columns_of(data))
+    return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
 
 
 def as_stored(schema: pa.Schema) -> pa.Schema:

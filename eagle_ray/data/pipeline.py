@@ -21,10 +21,10 @@ from eagle_ray.data.cluster import Workers, nodes, plan_workers, threads_wanted
 from eagle_ray.data.ids import Digests
 from eagle_ray.data.input.plan import InputPlan
 from eagle_ray.data.partitions import Partitions
+from eagle_ray.data.parts import next_schema
 from eagle_ray.data.progress import start_progress
 from eagle_ray.data.progress_lines import Limits, ProgressLines
 from eagle_ray.data.record import Run
-from eagle_ray.data.schema import output_schema
 from eagle_ray.data.sink import AtomicParquetSink
 from eagle_ray.data.source import read_requests
 from eagle_ray.data.stops import ClusterError, JobStopped
@@ -52,7 +52,8 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_ro
     limits = Limits(config.execution.max_error_rate, max_starts)
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
     partitions = Partitions.of(config.output.partition_by, plan.carried)
-    sink = AtomicParquetSink(run, output_schema(plan.passthrough), ids_per_file, config.output.compression, partitions)
+    schema = next_schema(run.data, plan.passthrough)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions)
     batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading(config.model.target, workers))

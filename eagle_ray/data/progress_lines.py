@@ -16,16 +16,16 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-import pyarrow.parquet as pq
 import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.data.cluster import check_alive
 from eagle_ray.data.display import Facts, display
 from eagle_ray.data.interrupts import interrupt, is_interrupted
+from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.progress import Progress
-from eagle_ray.data.record import PROGRESS, Run
-from eagle_ray.data.stops import ClusterError, TooManyErrors
+from eagle_ray.data.record import PROGRESS, RUN, Run
+from eagle_ray.data.stops import ClusterError, JobStopped, TooManyErrors
 from eagle_ray.data.storage import Location, write_json
 
 log = logging.getLogger("eagle_ray")
@@ -58,8 +58,8 @@ class ProgressLines:
     """While it is open: something to look at, and ``_progress.json`` every few seconds.
 
     A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
-    keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, and ClusterError where workers
-    die again and again.
+    keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, ClusterError where workers
+    die again and again, and OutputDamaged or Overtaken once ``_run.json`` is deleted or names another attempt.
     """
 
     def __init__(self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits):
@@ -69,6 +69,7 @@ class ProgressLines:
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._started, self._ready_at = time.monotonic(), None
         self._reason: Exception | None = None
+        self._unwritten = ""  # why the latest progress file could not be written
         self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
 
     def __enter__(self) -> ProgressLines:
@@ -80,6 +81,8 @@ class ProgressLines:
         self._thread.join()
         if self._reason is not None:
             raise self._reason from None
+        if self._unwritten and error is None:
+            log.warning("%s cannot be written: %s", PROGRESS, self._unwritten)
 
     def _work(self) -> None:
         next_file = self._started
@@ -105,9 +108,14 @@ class ProgressLines:
         """The workers' progress, once their notes are passed on and the job is still worth going on with."""
         try:
             check_alive()
+            if self._run.output.is_local:  # on S3 a request: only where the progress file is written
+                self._run.check_current()
             progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
-        except ClusterError as error:
+        except JobStopped as error:
             self._stop(error)
+            return None
+        except OSError as error:  # the rows matter, not this
+            log.debug("%s cannot be read now: %s", RUN, error)
             return None
         except ray.exceptions.RayError:  # an ending cluster, or one that is too busy: the next look will tell
             return None
@@ -126,10 +134,16 @@ class ProgressLines:
             log.debug("the files cannot be counted now: %s", error)
 
     def _write(self, facts: Facts) -> None:
+        """Write the progress file. A failure is logged once the job is done: a failed write of rows says more."""
         try:
+            self._run.check_current()  # first: an output that was deleted is not made again
             write_json(self._run.output / PROGRESS, facts)
+            self._unwritten = ""
+        except JobStopped as error:
+            self._stop(error)
         except OSError as error:  # the rows matter, not this
-            log.warning("%s cannot be written: %s", PROGRESS, error)
+            self._unwritten = str(error)
+            log.debug("%s cannot be written: %s", PROGRESS, error)
 
     def _facts(self, progress: Progress) -> Facts:
         """Everything that is said, and ``_progress.json`` with it."""
@@ -181,6 +195,6 @@ class SavedRows:
     def count(self) -> int:
         for file in self.directory.glob(self.pattern):
             if file not in self.rows:
-                with file.open() as opened:
-                    self.rows[file] = pq.read_metadata(opened).num_rows
+                with open_parquet(file) as parquet:
+                    self.rows[file] = parquet.metadata.num_rows
         return sum(self.rows.values())

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, upgrade_config
 from eagle_ray.data.fingerprints import fingerprints, what_changed
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.ledger import own_files
@@ -31,6 +31,7 @@ from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.process import Process
 from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, OutputMismatch, Overtaken
 from eagle_ray.data.storage import Location, json_bytes, read_json
+from eagle_ray.data.storage_errors import DISK_FULL, remedy_of
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
 SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
@@ -57,10 +58,18 @@ class Run:
         return self.output / DATA
 
     def check_current(self) -> None:
-        """Raises Overtaken unless ``_run.json`` still names this attempt."""
+        """Check that ``_run.json`` still names this attempt.
+
+        Raises OutputDamaged if the file is gone, Overtaken if it names another attempt.
+        """
         record = read_record(self.output)
-        if record is None or (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
-            found = "nothing" if record is None else f"run {record['run_id']} attempt {record['attempt']}"
+        if record is None:
+            raise OutputDamaged(
+                f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
+                "run the command again to start from the first row."
+            )
+        if (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
+            found = f"run {record['run_id']} attempt {record['attempt']}"
             raise Overtaken(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
 
 
@@ -91,7 +100,8 @@ def naming_output(output: Location) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-        raise ConfigError(f"output.path: cannot write to {error.filename or output}: {reason}") from error
+        hint = f". {remedy_of(error)}" if error.errno in DISK_FULL else ""
+        raise ConfigError(f"output.path: cannot write to {error.filename or output}: {reason}{hint}") from error
 
 
 def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
@@ -208,9 +218,9 @@ def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig) ->
     """A resume must ask for the same completions."""
     if (found := old.get("format_version")) != FORMAT_VERSION:
         raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
-    new = config.model_dump(mode="json")
-    if keys := changed_keys(old["config"], new):
-        changes = "".join(f"\n  {key}: was {_at(old['config'], key)!r}, now {_at(new, key)!r}" for key in keys)
+    before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
+    if keys := changed_keys(before, new):
+        changes = "".join(f"\n  {key}: was {_at(before, key)!r}, now {_at(new, key)!r}" for key in keys)
         raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
 
 

@@ -21,7 +21,8 @@ from eagle_ray.errors import RequestError
 from eagle_ray.speculative.sampling import SamplingParams, sample_seed
 from eagle_ray.text import Text
 
-OWN_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "logprobs")  # n, seed and stop are no SamplingParams
+# The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos", "logprobs")
 Row = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 

@@ -27,15 +27,17 @@ def _required(name: str, type_: pa.DataType) -> pa.Field:
     return pa.field(name, type_, nullable=False)
 
 
-# Optional columns of the input that override `sampling` for their row.
+# Optional columns of the input that override `sampling` and `seed` for their row: every key that `sampling` has.
 SAMPLING_FIELDS: tuple[pa.Field, ...] = (
     pa.field("temperature", pa.float64()),
     pa.field("top_p", pa.float64()),
     pa.field("top_k", pa.int64()),
+    pa.field("min_p", pa.float64()),
     pa.field("max_tokens", pa.int64()),
     pa.field("n", pa.int64()),
     pa.field("seed", pa.int64()),
     pa.field("stop", pa.list_(pa.string())),
+    pa.field("ignore_eos", pa.bool_()),
     pa.field("logprobs", pa.bool_()),
 )
 
@@ -80,7 +82,9 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("temperature", pa.float64()),
     pa.field("top_p", pa.float64()),
     pa.field("top_k", pa.int64()),
+    pa.field("min_p", pa.float64()),
     pa.field("max_tokens", pa.int64()),
+    pa.field("ignore_eos", pa.bool_()),
     pa.field("seed", pa.int64()),
     # provenance
     pa.field("target_model", pa.string()),
@@ -123,6 +127,8 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("worker_id", pa.string()),
 )
 
+# Columns that a run begun by an earlier version lacks in its files. It is resumed without them.
+ADDED = ("min_p", "ignore_eos")
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
@@ -134,6 +140,12 @@ def request_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
 def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
     """The schema of every output file. Raises ConfigError where a passthrough column's name is taken."""
     return pa.schema([*OUTPUT_FIELDS, *_free(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
+
+
+def lacking(there: pa.Schema) -> list[str]:
+    """Return the ADDED columns that the files of a run lack. An input column of such a name stands after worker_id."""
+    own = there.names[: there.names.index("worker_id")] if "worker_id" in there.names else ADDED
+    return [name for name in ADDED if name not in own]
 
 
 def differing(there: pa.Schema, wanted: pa.Schema) -> list[str]:

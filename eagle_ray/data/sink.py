@@ -23,13 +23,19 @@ from eagle_ray.data.parts import part_name
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.data.storage import Location, StorageError, parquet_bytes
+from eagle_ray.data.storage_errors import remedy_of
 
 NO_PARTITIONS = Partitions()
 
 
 @dataclass(frozen=True)
 class AtomicParquetSink(Datasink[None]):
-    """ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come."""
+    """Write rows as Parquet files.
+
+    Attributes:
+        schema: the columns of the files: some or all of the rows' columns.
+        ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come.
+    """
 
     run: Run
     schema: pa.Schema
@@ -40,7 +46,7 @@ class AtomicParquetSink(Datasink[None]):
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         """Called in a Ray task. Raises Overtaken where a newer attempt owns the output, ClusterError for a full one."""
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
-        filled = [unbundled(table).cast(self.schema) for table in tables if table.num_rows]
+        filled = [unbundled(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):
@@ -49,14 +55,15 @@ class AtomicParquetSink(Datasink[None]):
                 self._publish(file, parquet_bytes(rows, self.compression))
 
     def _publish(self, file: Location, data: bytes) -> None:
-        """What the system refuses names the file here: Ray puts words of its own in the place of an OSError's path."""
+        """Create the file. A refused write names the file here: Ray replaces the path of an OSError."""
+        self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
         try:
             file.create(data, self.run.check_current)
         except StorageError:  # names its object
             raise
         except OSError as error:
-            reason = error.strerror or error
-            raise ClusterError(f"cannot write {file}: {reason}: the same command goes on from what is there") from None
+            self.run.check_current()  # if the output was deleted, that is the reason
+            raise ClusterError(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
 
     @property
     def min_rows_per_write(self) -> int:

@@ -11,7 +11,6 @@ OSError; on S3 a StorageError, within a time limit. Does not know what the files
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable
@@ -172,9 +171,9 @@ class Location:
 
 def parquet_bytes(table: pa.Table, compression: str) -> bytes:
     """A whole file, made in memory first."""
-    buffer = io.BytesIO()
+    buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression=compression)
-    return buffer.getvalue()
+    return buffer.getvalue().to_pybytes()
 
 
 def write_json(file: Location, value: Any, before_publish: BeforePublish = None) -> None:

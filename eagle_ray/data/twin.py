@@ -30,11 +30,10 @@ from eagle_ray.engine.graphs import Graphs
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.target import Prompts
+from eagle_ray.speculative.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, process
 
 ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
-NEAR_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""Scores that are this close may change places: one row against many moves fp32 logits by up to 2e-5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,12 @@ class ChosenRow:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    tokens: int = 0
-    seconds: float = 0.0
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def of_all(cls, turns: list[Speed]) -> Speed:
+        return cls(sum(turn.tokens for turn in turns), sum(turn.seconds for turn in turns))
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,17 +71,21 @@ class Twin:
         self._plain = Engine(self._target, NoDrafter(), never, pair.engine.max_model_len, 0, graphs=graphs)
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
-        """Output tokens per second of all slots together, with drafts and without, prompts included."""
+        """Return output tokens per second of all slots together, with drafts and without, prompts included.
+
+        turns: of each turn the tokens and seconds with drafts, and those without.
+        """
         engines = [self._drafting, self._plain]
-        speeds = {engine: Speed() for engine in engines}
+        turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
         turn = ROWS_PER_SLOT * self._config.execution.slots
         for engine in engines:
             self._decode(engine, rows[:turn])
         for start in range(0, len(rows), turn):
             for engine in engines:
-                speeds[engine] = self._timed(engine, rows[start : start + turn], speeds[engine])
+                turns[engine].append(self._timed(engine, rows[start : start + turn]))
             engines.reverse()
-        drafted, plain = speeds[self._drafting], speeds[self._plain]
+        both = turns[self._drafting], turns[self._plain]
+        drafted, plain = map(Speed.of_all, both)
         return {
             "rows": len(rows),
             "slots": self._config.execution.slots,
@@ -86,6 +93,7 @@ class Twin:
             "tokens_per_s": drafted.tokens_per_s,
             "plain_tokens_per_s": plain.tokens_per_s,
             "speed_up": drafted.tokens_per_s / plain.tokens_per_s,
+            "turns": [(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(*both, strict=True)],
         }
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
@@ -95,11 +103,11 @@ class Twin:
         differing = [difference for difference in found if difference is not None]
         return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
 
-    def _timed(self, engine: Engine, rows: list[ChosenRow], so_far: Speed) -> Speed:
+    def _timed(self, engine: Engine, rows: list[ChosenRow]) -> Speed:
         started = time.monotonic()
         sequences = self._decode(engine, rows)
         seconds = time.monotonic() - started
-        return Speed(so_far.tokens + sum(len(s.output_ids) for s in sequences), so_far.seconds + seconds)
+        return Speed(sum(len(s.output_ids) for s in sequences), seconds)
 
     def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
         """Each row's sequence, finished, in order."""
@@ -115,19 +123,23 @@ class Twin:
         return sequences_of(row.request, self._config, self._text)[row.sample_index]
 
     def _difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
-        """The first token in which the stored output is not plain decoding's; None for equal ones.
+        """Return the first token in which the stored output is not plain decoding's; None for equal outputs.
 
         gap: by how much plain decoding preferred its own token, in logits, or in scores with the noise of a sample.
+        near_tie: whether rounding alone explains the difference; cause: how it does, as rounding_cause returns it.
         """
         stored, wanted = row.output_ids, plain.output_ids
         if stored == wanted:
             return None
         shorter = min(len(stored), len(wanted))
         place = next((i for i in range(shorter) if stored[i] != wanted[i]), shorter)
-        gap = None
+        gap = cause = None
         if place < shorter:
-            scores = self._scores(plain.prompt_ids + wanted[:place], plain.sampling)
-            gap = (scores[wanted[place]] - scores[stored[place]]).item()
+            ids, tokens = plain.prompt_ids + wanted[:place], (wanted[place], stored[place])
+            logits = self._next_logits(ids)
+            first, second = scores_of(logits, plain.sampling, len(ids))[list(tokens)].tolist()
+            gap = first - second
+            cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
         return {
             "request_id": row.request["request_id"],
             "sample_index": row.sample_index,
@@ -135,19 +147,24 @@ class Twin:
             "token": stored[place] if place < len(stored) else None,
             "plain_token": wanted[place] if place < len(wanted) else None,
             "gap": gap if gap is not None and math.isfinite(gap) else None,
-            "near_tie": gap is not None and gap <= NEAR_TIE[self._target.dtype],
+            "near_tie": cause is not None,
+            "cause": cause,
         }
 
     @torch.inference_mode()
-    def _scores(self, ids: list[int], params: SamplingParams) -> Float[Tensor, " V"]:
-        """What the token after these ids is picked by."""
+    def _next_logits(self, ids: list[int]) -> Float[Tensor, " V"]:
+        """Return the target's logits for the token after these ids."""
         blocks, device = self._target.cache.blocks, self._target.device
         blocks.reserve(0, len(ids))
         logits = self._target.prefill(Prompts.of([0], [ids], device)).logits
         blocks.free(0)
-        sampling = BatchSampling.of([params], device)
-        if not sampling.any_sampled:
-            return logits[0].float()
-        position, row = torch.tensor([len(ids)], device=device), torch.tensor([0], device=device)
-        token_ids = torch.arange(logits.shape[-1], device=device)
-        return (process(logits, sampling, row) + gumbel_noise(sampling.seed, position, token_ids))[0]
+        return logits[0].cpu()
+
+
+def scores_of(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:
+    """Return what the token at `position` is chosen by: logits, or the processed logits of a sample with its noise."""
+    if params.is_greedy:
+        return logits.float()
+    sampling, row = BatchSampling.of([params]), torch.tensor([0])
+    noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))
+    return (process(logits[None], sampling, row) + noise)[0]

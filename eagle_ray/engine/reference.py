@@ -9,20 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, pick, process
+from eagle_ray.speculative.near_tie import NEAR_TIE, reachable_tokens
+from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
 
 
 @dataclass(frozen=True, slots=True)
 class PlainOutput:
-    """Output ids, EOS included; margins[i]: how far the chosen token's score, noise added, led the second best.
+    """One decoded prompt.
 
-    Outputs of two exact implementations may part only where the margin is within floating-point error.
+    Attributes:
+        ids: output ids, EOS included.
+        reachable: for each output id, the tokens that floating-point error could have made it. Outputs of two exact
+            implementations may first differ only in one of these.
     """
 
     ids: list[int]
-    margins: list[float]
+    reachable: list[frozenset[int]]
 
 
 @torch.inference_mode()
@@ -31,25 +35,16 @@ def decode_plainly(
 ) -> PlainOutput:
     """Decode one prompt with a transformers causal LM whose attention is transformers' own (eager or sdpa)."""
     sampling = BatchSampling.of([params])
-    ids, margins, cache = list(prompt_ids), [], None
+    ids, reachable, cache = list(prompt_ids), [], None
     chunk = torch.tensor([ids])
     while len(ids) - len(prompt_ids) < params.max_tokens:
         out = model(chunk, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1]
         token = pick(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])).item()
-        margins.append(margin(logits, sampling, len(ids)))
+        tokens = reachable_tokens(logits[0], params, len(ids), NEAR_TIE[torch.float32])
+        reachable.append(frozenset(tokens.nonzero().flatten().tolist()))
         ids.append(token)
         if token in eos_ids and not params.ignore_eos:
             break
         chunk = torch.tensor([[token]])
-    return PlainOutput(ids[len(prompt_ids) :], margins)
-
-
-def margin(logits: Tensor, sampling: BatchSampling, position: int) -> float:
-    """How far the best score leads the second best, noise included. logits: [1, V], of the token at `position`."""
-    scores = logits.float()
-    if sampling.any_sampled:
-        noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(logits.shape[-1]))
-        scores = process(logits, sampling, torch.tensor([0])) + noise
-    first, second = scores[0].topk(2).values.tolist()
-    return first - second
+    return PlainOutput(ids[len(prompt_ids) :], reachable)

@@ -36,6 +36,7 @@ ROPES = {  # what each way of stretching positions must say
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
+UNSUPPORTED = ("norm_output", "fc_norm", "norm_before_fc")  # switches of EAGLE-3.1 that change what a head computes
 MOST_NAMED = 8  # tensors of each fault
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
 Named = TypeVar("Named")
@@ -52,6 +53,7 @@ def fitting_head(
     """
     raw = _flat(raw)
     _check_numbers(raw)
+    _check_switches(raw)
     try:
         with torch.device("meta"):
             head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, as_ours(shapes), target)
@@ -118,6 +120,17 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
     wrong += [key for key in OPTIONAL if key in raw and not _counts(raw[key])]
     if wrong:
         raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
+
+
+def _check_switches(raw: Mapping[str, Any]) -> None:
+    """Refuse a head whose config switches on a computation that this release would leave out."""
+    section = raw.get("eagle_config")
+    settings = {**raw, **(section if isinstance(section, dict) else {})}
+    if switched_on := [key for key in UNSUPPORTED if settings.get(key)]:
+        raise ValueError(
+            f"its config.json switches on {', '.join(switched_on)} (EAGLE-3.1), which this release cannot compute. "
+            "Use an EAGLE-1, 2 or 3 head"
+        )
 
 
 def _check_heads(raw: Mapping[str, Any]) -> None:

@@ -78,7 +78,8 @@ def _interval(interval: dict[str, Any], form: str, unit: str = "") -> str:
 
 
 def _same(identity: dict[str, Any]) -> str:
-    """All, or how many; a near-tie is a place where plain decoding's two best tokens were nearly equal."""
+    """Return how many outputs are plain decoding's, and how many of the others rounding explains."""
     differing = identity["num_compared"] - identity["num_equal"]
     same = f"{identity['num_equal']} of {identity['num_compared']}"
-    return f"{same}, {identity['num_near_ties']} near-ties" if differing else same
+    edges = f", {identity['num_edges']} at a filter's edge" if identity["num_edges"] else ""
+    return f"{same}, {identity['num_near_ties']} near-ties{edges}" if differing else same

@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 ABSENT = "-"
+TOO_FEW = "too few rows"
+INTERVAL = "95 % interval"
 MOST_DIFFERENCES = 10
 
 
@@ -28,6 +30,18 @@ def number(value: float | None, digits: int = 0) -> str:
     return ABSENT if value is None else f"{value:,.{digits}f}"
 
 
+def interval_text(speeds: dict[str, Any]) -> str:
+    """Return the interval of a speed-up as [low, high], or that there were too few rows for one."""
+    interval = speeds.get("speed_up_interval")
+    return TOO_FEW if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def interval_words(measured: dict[str, Any]) -> str:
+    """Return the interval, or the lack of one, as the end of a sentence."""
+    text = interval_text(measured)
+    return f"{text} for an interval" if text == TOO_FEW else f"{INTERVAL} {text}"
+
+
 def run_table(summary: dict[str, Any]) -> str:
     """A run at a glance: a line per group and one for all of it, then what its drafts and its errors were."""
     header = [summary["by"] or "", "rows", "errors", "tokens", "tau", "nodes/step", "tokens/s of a row"]
@@ -41,26 +55,32 @@ def run_table(summary: dict[str, Any]) -> str:
 
 
 def difference_line(row: dict[str, Any]) -> str:
-    """One row of which plain decoding made something else."""
-    tie = ", which it nearly tied with its own" if row["near_tie"] else ""
+    """Return one line about a row whose output is not plain decoding's."""
     return (
         f"id {row['request_id']} sample {row['sample_index']} differs from plain decoding at output token "
-        f"{row['position']}: {row['token']}{tie}; plain decoding gives {row['plain_token']}"
+        f"{row['position']}: {row['token']}; plain decoding gives {row['plain_token']} ({rounding_words(row)})"
     )
+
+
+def rounding_words(row: dict[str, Any]) -> str:
+    """Say whether rounding explains where a row differs from plain decoding, and how."""
+    if not row["near_tie"]:
+        return "not explained by rounding"
+    return "edge of top-k, top-p or min-p" if row.get("cause") == "cut" else "near-tie"
 
 
 def comparison_table(comparison: dict[str, Any], by: str) -> str:
     """A run beside plain decoding: a line per group and one for all of it."""
-    header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up"]
+    header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up", INTERVAL]
     groups = comparison["groups"] | {"all": comparison["total"]}
     return render(header, [_comparison_line(name, speeds) for name, speeds in groups.items()])
 
 
 def side_by_side_table(numbers: dict[str, Any]) -> str:
     """Two runs over the same rows: a line per group and one for all, then where their outputs part."""
-    header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A"]
+    header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A", INTERVAL]
     groups = {name or "(none)": pair for name, pair in numbers["groups"].items()} | {"all": numbers["total"]}
-    table = render(header, [_pair_line(name, pair["a"], pair["b"]) for name, pair in groups.items()])
+    table = render(header, [_pair_line(name, pair) for name, pair in groups.items()])
     rows, differing = numbers["rows"], numbers["differing"]
     same = (
         f"{number(numbers['identical'])} of the {number(rows['both'])} rows that both have are token for token the same"
@@ -70,17 +90,18 @@ def side_by_side_table(numbers: dict[str, Any]) -> str:
     return "\n".join([table, "", same, *shown, *more])
 
 
-def _pair_line(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    fast_a, fast_b = a["decode_tokens_per_s"], b["decode_tokens_per_s"]
+def _pair_line(name: str, pair: dict[str, Any]) -> list[str]:
+    a, b, speed_up = pair["a"], pair["b"], pair["speed_up"]
     return [
         name,
         number(a["rows"]),
         number(b["rows"]),
         number(a["mean_acceptance_length"], 2),
         number(b["mean_acceptance_length"], 2),
-        number(fast_a),
-        number(fast_b),
-        f"{fast_b / fast_a:.2f}x" if fast_a and fast_b else ABSENT,
+        number(a["decode_tokens_per_s"]),
+        number(b["decode_tokens_per_s"]),
+        f"{speed_up:.2f}x" if speed_up else ABSENT,
+        interval_text(pair) if speed_up else ABSENT,
     ]
 
 
@@ -100,6 +121,7 @@ def _comparison_line(name: str, speeds: dict[str, Any]) -> list[str]:
         number(speeds["decode_tokens_per_s"]),
         number(speeds["baseline_decode_tokens_per_s"]),
         f"{number(speed_up, 2)}x" if speed_up else ABSENT,
+        interval_text(speeds) if speed_up else ABSENT,
     ]
 
 
@@ -149,8 +171,9 @@ def _baseline(measured: dict[str, Any] | None) -> str:
     if not measured or not measured["rows"]:
         return ""
     return (
-        f"speed-up: {measured['speed_up']:.2f}x over plain decoding, {number(measured['tokens_per_s'])} against "
-        f"{number(measured['plain_tokens_per_s'])} tokens/s of one worker ({number(measured['rows'])} rows both ways)"
+        f"speed-up: {measured['speed_up']:.2f}x over plain decoding, {interval_words(measured)}\n"
+        f"  {number(measured['tokens_per_s'])} against {number(measured['plain_tokens_per_s'])} tokens/s of one worker "
+        f"({number(measured['rows'])} rows both ways)"
     )
 
 
@@ -158,8 +181,11 @@ def _verification(found: dict[str, Any] | None) -> str:
     """Whether outputs are plain decoding's (report.verify_rows)."""
     if not found or not found["rows"]:
         return ""
-    ties = sum(row["near_tie"] for row in found["differing"])
-    others = f"; of the others {ties} part at a near tie" if found["differing"] else ""
+    others = ""
+    if found["differing"]:
+        num_cuts = sum(row.get("cause") == "cut" for row in found["differing"])
+        num_ties = sum(row["near_tie"] for row in found["differing"]) - num_cuts
+        others = f"; of the others {num_ties} part at a near-tie, {num_cuts} at the edge of top-k, top-p or min-p"
     return f"verified: {number(found['identical'])} of {number(found['rows'])} rows are plain decoding's{others}"
 
 

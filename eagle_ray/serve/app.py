@@ -9,7 +9,6 @@ by whoever builds it.
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -26,7 +25,6 @@ from eagle_ray.serve.body import ClientLeft, read_body
 from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.pages import page_routes
-from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.service import Service
 from eagle_ray.serve.snapshot import Snapshot, prometheus_text
@@ -72,7 +70,7 @@ class Door:
 
     def __init__(self, service: Service, publish: Publish):
         self._service, self._publish = service, publish
-        self._keys = [key.encode() for key in service.config.serving.api_keys]
+        self._keys = service.keys
 
     async def chat(self, request: Request) -> Response:
         return await self._complete(request, ChatRequest)
@@ -81,31 +79,35 @@ class Door:
         return await self._complete(request, CompletionRequest)
 
     async def _complete(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        read = self._service.read(await self._body(request, kind), is_typed(request.headers))
+        client = self._client(request)
+        read = self._service.read(await self._body(request, kind), is_typed(request.headers), client)
         asked = await _while_there(request.receive, read)
         if not asked.request.stream:
-            return JSONResponse(await _while_there(request.receive, self._service.answer(asked)))
+            return _json(await _while_there(request.receive, self._service.answer(asked)))
         events = self._service.events(asked)
-        return EventStream(await _while_there(request.receive, anext(events)), events)
+        try:
+            return EventStream(await _while_there(request.receive, anext(events)), events)
+        except BaseException:  # cancelled after the first event came, it would hold its place until it is collected
+            await events.aclose()
+            raise
 
     async def models(self, request: Request) -> Response:
-        self._check_key(request)
+        self._client(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_key(request)
+        self._client(request)
         self._service.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        ids = await self._service.tokens(await self._body(request, TokenizeRequest))
-        return JSONResponse({"count": len(ids), "max_model_len": self._service.max_model_len, "tokens": ids})
+        return _json(await self._service.tokens(await self._body(request, TokenizeRequest)))
 
     async def detokenize(self, request: Request) -> Response:
-        return JSONResponse({"prompt": await self._service.spelled(await self._body(request, DetokenizeRequest))})
+        return _json(await self._service.spelled(await self._body(request, DetokenizeRequest)))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        self._check_key(request)
+        self._client(request)
         return JSONResponse(self._service.text.described())
 
     async def health(self, request: Request) -> Response:
@@ -150,17 +152,22 @@ class Door:
 
     async def _body(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
         """The request, once its key is good."""
-        self._check_key(request)
-        return parse(kind, await read_body(request, self._service.config.serving.max_body_bytes))
+        self._client(request)
+        return await self._service.parse(kind, await read_body(request, self._service.config.serving.max_body_bytes))
 
-    def _check_key(self, request: Request) -> None:
+    def _client(self, request: Request) -> int:
+        """Return the number of the client's key; 0 if there are no keys. Raises ApiError for an unknown key."""
         if not self._keys:
-            return
+            return 0
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        spelled = key.strip().encode(), key.strip().encode("latin-1")  # clients write ü as Latin-1 or as UTF-8
-        known = [hmac.compare_digest(mine, other) for mine in spelled for other in self._keys]
-        if scheme.lower() != "bearer" or not any(known):
+        client = self._keys.find(key.strip().encode(), key.strip().encode("latin-1"))  # clients write ü in either way
+        if scheme.lower() != "bearer" or client is None:
             raise ApiError(401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key")
+        return client
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 class EventStream(Response):

@@ -17,6 +17,7 @@ from typing import Any
 from eagle_ray.config import ServeConfig
 from eagle_ray.engine.sequence import Sequence, StopCheck
 from eagle_ray.errors import RequestError
+from eagle_ray.serve.admission import Need
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.speculative.sampling import SamplingParams, sample_seed
@@ -48,6 +49,7 @@ class Asked:
     """A request, ready for the engine. stop_ids: tokens that end a choice and are not part of its text.
 
     is_typed: whether it is for a text completion whose client's types know no null (``typed``).
+    client: the number of the client's API key.
     """
 
     id: str
@@ -59,6 +61,7 @@ class Asked:
     stops: list[str]
     stop_ids: frozenset[int]
     is_typed: bool = False
+    client: int = 0
 
     @property
     def is_chat(self) -> bool:
@@ -70,7 +73,11 @@ class Asked:
 
 
 def asked_of(
-    request: ChatRequest | CompletionRequest, config: ServeConfig, text: Text | NoText, is_typed: bool = False
+    request: ChatRequest | CompletionRequest,
+    config: ServeConfig,
+    text: Text | NoText,
+    is_typed: bool = False,
+    client: int = 0,
 ) -> Asked:
     """Raises RequestError where it cannot be answered."""
     kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
@@ -91,9 +98,32 @@ def asked_of(
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]
-    return Asked(
-        id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids, is_typed and kind == "cmpl"
-    )
+    is_typed = is_typed and kind == "cmpl"
+    return Asked(id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids, is_typed, client)
+
+
+def num_tokens(sequence: Sequence, max_model_len: int) -> int:
+    """Return the most tokens that a sequence can have, prompt and output."""
+    return min(len(sequence.prompt_ids) + sequence.sampling.max_tokens, max_model_len)
+
+
+def need_of(asked: Asked, max_model_len: int) -> Need:
+    """Return what the request takes up while it is in flight."""
+    return Need(len(asked.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in asked.choices))
+
+
+def least_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Need:
+    """Return what the request takes up at least, before its texts are tokenized: each counts as one token."""
+    max_tokens = _max_tokens(request, config)
+    lengths = [1]
+    if isinstance(request, CompletionRequest):
+        lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in request.prompts]
+    n = request.n or config.sampling.n
+    return Need(n * len(lengths), n * sum(min(length + max_tokens, max_model_len) for length in lengths))
+
+
+def _max_tokens(request: ChatRequest | CompletionRequest, config: ServeConfig) -> int:
+    return config.sampling.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
 
 
 def _prompts(request: ChatRequest | CompletionRequest, text: Text | NoText) -> list[Prompt]:
@@ -112,13 +142,12 @@ def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, ind
     defaults = config.sampling
     own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
     values: dict[str, Any] = defaults.model_dump(include=set(OWN_SAMPLING)) | own
-    max_tokens = defaults.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
     top_k = defaults.top_k if request.top_k is None else max(0, request.top_k)
     try:
         return SamplingParams(
             **values,
             top_k=top_k,
-            max_tokens=max_tokens,
+            max_tokens=_max_tokens(request, config),
             seed=secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
             logprobs=request.tops is not None,
             top_logprobs=request.tops or 0,

@@ -40,6 +40,12 @@ def _head(asked: Asked) -> Json:
     return head(asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
 
 
+def num_logprobs(chunk: Json) -> int:
+    """Return how many log-probabilities a chunk holds, alternatives left out."""
+    found = [choice.get("logprobs") for choice in chunk["choices"]]
+    return sum(len(logprobs.get("tokens") or logprobs.get("content") or ()) for logprobs in found if logprobs)
+
+
 class ChoiceChunks:
     """One choice of a stream. Its texts together are the text it would have without streaming."""
 
@@ -50,6 +56,11 @@ class ChoiceChunks:
         self._num_told = 0
         self._is_begun = False
         self._offset = 0  # characters of the tokens whose log-probabilities were told
+
+    def num_untold(self, count: int) -> int:
+        """Return how many tokens the next chunks show if they go up to `count` output ids; an echo is among them."""
+        echoed = len(self._choice.sequence.prompt_ids) if self._asked.echo and not self._is_begun else 0
+        return echoed + count - self._num_told
 
     def until(self, count: int) -> Iterator[Json]:
         """The chunks that the first `count` output ids bring; the last ones once the sequence is finished."""

@@ -3,7 +3,7 @@
 ``eagle-ray serve`` runs it here; a cluster is given a YAML that names ``application`` (infra/serve/deploy.yaml).
 Autoscaling goes by the requests in flight. Does not know HTTP beyond that an ASGI application answers.
 
-    handle = serve.run(application_of(config, shape), name=config.name)
+    handle = serve.run(application_of(config, keys, shape), name=config.name)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.board import Board
+from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
 from eagle_ray.serve.snapshot import Snapshot, added_up
@@ -47,9 +48,9 @@ class Shape:
 class Replica(AtNodeAddress):
     """A Service in a process of its own. Serve asks check_health and starts it anew where that raises."""
 
-    def __init__(self, config: ServeConfig, threads: int, board: DeploymentHandle):
+    def __init__(self, config: ServeConfig, keys: ApiKeys, threads: int, board: DeploymentHandle):
         super().__init__()
-        self._service = Service.start(config, threads)
+        self._service = Service.start(config, threads, keys)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._board = board
         self._known: dict[str, Snapshot] = {}  # everybody's, as the board last said
@@ -91,11 +92,12 @@ def application(args: dict[str, Any]) -> Application:
     rest = dict(args)
     path = rest.pop("config", None)
     config = load_serve_config(path, env=os.environ, overrides=rest)
+    keys = read_keys(config.serving.api_keys_file)
     resources = ray.cluster_resources()
-    return application_of(config, shape_of(config, resources.get("GPU", 0), resources.get("CPU", 1)))
+    return application_of(config, keys, shape_of(config, resources.get("GPU", 0), resources.get("CPU", 1)))
 
 
-def application_of(config: ServeConfig, shape: Shape) -> Application:
+def application_of(config: ServeConfig, keys: ApiKeys, shape: Shape) -> Application:
     serving = config.serving
     options: dict[str, Any] = {
         "name": "engine",
@@ -117,7 +119,7 @@ def application_of(config: ServeConfig, shape: Shape) -> Application:
             "downscale_delay_s": serving.scale_down_after_s,
         }
     board = serve.deployment(BoardReplica, name="board", ray_actor_options={"num_cpus": 0}).bind()
-    return serve.deployment(serve.ingress()(Replica), **options).bind(config, shape.threads, board)
+    return serve.deployment(serve.ingress()(Replica), **options).bind(config, keys, shape.threads, board)
 
 
 def shape_of(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> Shape:

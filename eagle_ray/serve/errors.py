@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle_ray.errors import EngineError, RequestError
 
-RETRY_AFTER_S = "1"
+RETRY_AFTER_S = 1
 MOST_SHOWN = 1000  # characters of a message
 TYPES = {
     400: "invalid_request_error",
@@ -38,11 +38,22 @@ PARAMS = {
 
 
 class ApiError(Exception):
-    """One request is answered with this status. param: the parameter at fault; code: a short stable name."""
+    """One request is answered with this status.
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    param: the parameter at fault. code: a short stable name. retry_after_s: of 429 and 503.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
+        self._retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
@@ -53,7 +64,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        return {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
+        return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
 
 
 def api_error(error: Exception) -> ApiError:

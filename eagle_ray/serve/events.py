@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from eagle_ray.serve.errors import ApiError
+from eagle_ray.serve.json_parts import json_parts
 
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DONE = "data: [DONE]\n\n"
@@ -17,8 +17,8 @@ DONE = "data: [DONE]\n\n"
 
 def event(body: dict[str, Any]) -> str:
     """Without the characters at which some clients end a line, beside those that JSON escapes itself."""
-    said = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {said.translate(LINE_ENDS)}\n\n"
+    parts = (part.translate(LINE_ENDS) for part in json_parts(body))
+    return f"data: {''.join(parts)}\n\n"
 
 
 def error_event(error: ApiError) -> str:

@@ -1,6 +1,6 @@
 """Meter: what one replica has done, counted as its sequences end.
 
-    >>> meter.answered(sequence)
+    >>> meter.answered(sequence, arrived_at)
     >>> meter.snapshot(engine.counters(), engine.occupancy(), in_flight=0).counters["generation_tokens_total"]
 
 Does not know other replicas, Ray or who asks.
@@ -24,8 +24,8 @@ class Meter:
     def __init__(self):
         self._counts: Counter[str] = Counter()
 
-    def answered(self, sequence: Sequence) -> None:
-        """Count a finished sequence."""
+    def answered(self, sequence: Sequence, arrived_at: float) -> None:
+        """Count a finished sequence. arrived_at: when its request was admitted, by time.monotonic."""
         stats = sequence.stats
         self._add("prompt_tokens", len(sequence.prompt_ids))
         self._add("generation_tokens", len(sequence.output_ids))
@@ -36,8 +36,8 @@ class Meter:
         for place, count in enumerate(stats.accepted_by_depth):
             self._add("spec_decode_num_accepted_tokens_per_pos", count, f'position="{place}"')
         first, end = sequence.first_token_at, sequence.finished_at
-        self._observe("time_to_first_token_seconds", first - sequence.arrived_at)
-        self._observe("e2e_request_latency_seconds", end - sequence.arrived_at)
+        self._observe("time_to_first_token_seconds", first - arrived_at)
+        self._observe("e2e_request_latency_seconds", end - arrived_at)
         if len(sequence.output_ids) > 1:
             self._observe("inter_token_latency_seconds", (end - first) / (len(sequence.output_ids) - 1))
 

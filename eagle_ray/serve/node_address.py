@@ -1,9 +1,9 @@
 """Keep the servers of a Serve replica on its node's address.
 
 Ray 2.60 opens a gRPC server on [::]:0 in each replica, next to the actor calls that carry the requests, and unpickles
-what it receives, so a client that reaches the port can run code there. A deployment class that derives from ``AtNodeAddress``
-moves the server to the node's address (127.0.0.1 if Ray runs on one machine), where Serve looks for it. If a later Ray
-opens the port in another way, the first health check fails and Serve ends the replica.
+what it receives, so a client that reaches the port can run code there. A deployment class that derives from
+``AtNodeAddress`` moves the server to the node's address (127.0.0.1 if Ray runs on one machine), where Serve looks for
+it. If a later Ray opens the port in another way, the first health check fails and Serve ends the replica.
 
     class Replica(AtNodeAddress): ...
 """

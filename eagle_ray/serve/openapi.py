@@ -34,15 +34,15 @@ GETS = {
     "/openapi.json": ("this document", None),
 }
 STREAMS = {"/v1/chat/completions": shapes.ChatChunk, "/v1/completions": shapes.TextChunk}
-OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # to everybody
+OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: probes and scrapers have none
 REFUSALS = {
-    "400": "the request is wrong: param names the parameter",
+    "400": "the request is wrong, or larger than an empty server could hold: param names the parameter",
     "401": "no known API key",
     "404": "no such model",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
     "415": "the body is not application/json",
-    "429": "the queue is full: try again after Retry-After",
+    "429": "the queue lacks room for the request's choices or tokens: try again after Retry-After",
     "500": "a fault of this server",
     "503": "no replica can answer: try again after Retry-After",
 }

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from eagle_ray.sampling_limits import MAX_TEMPERATURE
 from eagle_ray.serve.errors import ApiError, unsupported
 from eagle_ray.serve.fields import Stop, Stops, Text, Texts, TokenId, TokenIds
 from eagle_ray.serve.unbuilt import refuse_in_message, refuse_unbuilt
@@ -79,8 +80,8 @@ class Request(Body):
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description="an integer, 1 or more")
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="a number, 0 (greedy) or more"
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(
+        default=None, description=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="a number above 0, at most 1 (off)"

@@ -1,7 +1,9 @@
 """What Ray Serve's proxy itself answers, in OpenAI's form: a replica that died, none there, none in time.
 
-Serve asks the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must stand in the environment in
-which Ray is started. Does not know replicas: it only sees answers that are not JSON.
+Serve calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must be set in the environment in
+which Ray is started. The proxy has no API keys: before it lists Serve's applications under ``/-/routes``, it asks a
+replica whether the client's key is good. ``/-/healthz`` needs no key: the probes of Kubernetes and of load balancers
+have none, and its answer is `success` and nothing else.
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy.middlewares ray start --head
 """
@@ -15,17 +17,56 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from eagle_ray.serve import http_protocol
 from eagle_ray.serve.errors import ApiError
 from eagle_ray.serve.events import error_event
 
 log = logging.getLogger("eagle_ray")
 HEALTH_ANSWERS_WITHIN_S = 5.0
 UNAVAILABLE = 503
+ROUTES = "/-/routes"  # Serve's list of applications
+GUARDED = "/v1/models"  # a route of a replica that wants a key and costs nothing
 
 
 def middlewares() -> list[Middleware]:
-    """For Ray Serve's proxy."""
-    return [Middleware(ErrorForm)]
+    """Called by Ray Serve in its proxy's process, before the server starts."""
+    http_protocol.install()
+    return [Middleware(KeyForRoutes), Middleware(ErrorForm)]
+
+
+class KeyForRoutes:
+    """Answer ``/-/routes`` only to a client whose key a replica takes."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "")
+        if scope.get("path", "")[len(root) :] == ROUTES:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close"})
+                return
+            refusal = await self._refusal(scope, root + GUARDED)
+            if refusal is not None:
+                for message in refusal:
+                    await send(message)
+                return
+        await self._app(scope, receive, send)
+
+    async def _refusal(self, scope: Scope, path: str) -> list[Message] | None:
+        """Return what a replica says to a client whose key it does not take; None for a good key, or without keys."""
+        messages: list[Message] = []
+        body = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive() -> Message:
+            return body.pop() if body else await asyncio.Future()
+
+        async def collect(message: Message) -> None:
+            messages.append(message)
+
+        asked = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        await self._app({**scope, **asked}, receive, collect)
+        return None if messages and messages[0].get("status") == 200 else messages
 
 
 class ErrorForm:

@@ -1,18 +1,20 @@
 """Service: one engine and its words, behind the requests of many clients.
 
-All of them share the engine's one batch. A full queue refuses at once; whoever leaves gives his slots back at the
-engine's next step. Does not know HTTP or Ray.
+All of them share the engine's one batch. A full queue refuses at once (``admission``), clients with keys of their own
+take turns (``fair_queue``), and a request that is cancelled frees its slots at the engine's next step.
 
-    service = Service.start(config, threads=2)
+    service = Service.start(config, threads=2, keys=ApiKeys.of(["secret"]))
     body = await service.answer(await service.read(request))
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from eagle_ray.config import ServeConfig
@@ -20,14 +22,20 @@ from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import start_pair
+from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.answers import Json, answer_of
-from eagle_ray.serve.asked import Asked, Choice, asked_of
-from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, wants_usage
+from eagle_ray.serve.asked import Asked, Choice, asked_of, least_need, need_of, num_tokens
+from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, num_logprobs, wants_usage
 from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.events import DONE, error_event, event
+from eagle_ray.serve.fair_queue import FairQueue
+from eagle_ray.serve.json_parts import json_bytes
+from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.meter import Meter
 from eagle_ray.serve.no_text import NoText
+from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import (
+    AnyRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -39,31 +47,45 @@ from eagle_ray.serve.typed import without_nulls
 from eagle_ray.text import Text
 
 LONG = 1 << 16  # characters; a tenth of a second's tokenizing
+SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
+QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Said = "Json | Exception | None"
+
+
+class Threads:
+    """Two threads for work on texts, one of them for long ones: megabytes take seconds and delay only each other."""
+
+    def __init__(self, name: str):
+        self._short = ThreadPoolExecutor(1, f"eagle-ray-{name}")
+        self._long = ThreadPoolExecutor(1, f"eagle-ray-long-{name}")
+
+    async def run(self, size: int, work: Callable[..., Result], *args: Any) -> Result:
+        """Return what the work returns; the event loop goes on meanwhile. size: characters or tokens."""
+        return await asyncio.get_running_loop().run_in_executor(self._long if size > LONG else self._short, work, *args)
 
 
 class Service:
     """Takes the engine over. close() ends it."""
 
-    def __init__(self, config: ServeConfig, engine: Engine, text: Text | None):
+    def __init__(self, config: ServeConfig, engine: Engine, text: Text | None, keys: ApiKeys | None = None):
         self.config, self.text = config, text or NoText()
+        self.keys = keys or ApiKeys()
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
         self.num_spec_tokens = engine.num_spec_tokens
         self.meter = Meter()
-        self._room = engine.scheduler.num_slots + config.serving.max_queued
-        self._num_in_flight = 0
-        self._reader = ThreadPoolExecutor(1, "eagle-ray-reader")
-        self._long_reader = ThreadPoolExecutor(1, "eagle-ray-long-reader")  # megabytes hold up their like alone
+        self.admission = Admission(_limit(config, engine), len(self.keys), self.max_model_len)
+        self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
+        self._readers, self._writers = Threads("reader"), Threads("writer")
         self._engine = AsyncEngine(engine)
 
     @classmethod
-    def start(cls, config: ServeConfig, threads: int) -> Service:
+    def start(cls, config: ServeConfig, threads: int, keys: ApiKeys | None = None) -> Service:
         """Load the pair. Raises ConfigError and EngineError as build_pair does."""
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
         pair = start_pair(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads)
-        return cls(config, pair.engine, pair.text)
+        return cls(config, pair.engine, pair.text, keys)
 
     @property
     def is_alive(self) -> bool:
@@ -72,8 +94,13 @@ class Service:
     def close(self) -> None:
         self._engine.close()
 
+    @property
+    def held(self) -> Need:
+        """What the requests that are in flight take up."""
+        return self.admission.held
+
     def snapshot(self) -> Snapshot:
-        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self._num_in_flight)
+        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.held.sequences)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for another model than the one that is here; no name is this one."""
@@ -82,46 +109,66 @@ class Service:
                 404, f"there is no model {name!r} here; there is {self.config.model_name!r}", "model", "model_not_found"
             )
 
-    async def read(self, request: ChatRequest | CompletionRequest, is_typed: bool = False) -> Asked:
-        """is_typed: see ``typed``. Raises ApiError and RequestError."""
-        self.check_model(request.model)
-        self._check_room()
-        return await self._aside(request.num_characters, asked_of, request, self.config, self.text, is_typed)
+    async def parse(self, kind: type[AnyRequest], body: bytes) -> AnyRequest:
+        """Return the request in a body. Raises ApiError."""
+        return parse(kind, body) if len(body) <= LONG else await self._readers.run(len(body), parse, kind, body)
 
-    async def tokens(self, request: TokenizeRequest) -> list[int]:
-        """The ids of a prompt, or of a conversation as it is answered. Raises ApiError and RequestError."""
+    async def read(self, request: ChatRequest | CompletionRequest, is_typed: bool = False, client: int = 0) -> Asked:
+        """is_typed: see ``typed``. client: the number of its API key. Raises ApiError and RequestError."""
+        self.check_model(request.model)
+        num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+        self.admission.check(least_need(request, self.config, self.max_model_len), client, num_prompts)
+        return await self._readers.run(
+            request.num_characters, asked_of, request, self.config, self.text, is_typed, client
+        )
+
+    async def tokens(self, request: TokenizeRequest) -> bytes:
+        """Return the ids of a prompt, or of a conversation as it is answered. Raises ApiError and RequestError."""
         self.check_model(request.model)
         if request.messages is None:
-            return await self._aside(len(request.prompt), self.text.encode, request.prompt, request.add_special_tokens)
-        messages = [message.plain() for message in request.messages]
-        return await self._aside(num_characters(request.messages), self.text.encode_chat, messages)
+            size, encode = len(request.prompt), partial(self.text.encode, request.prompt, request.add_special_tokens)
+        else:
+            messages = [message.plain() for message in request.messages]
+            size, encode = num_characters(request.messages), partial(self.text.encode_chat, messages)
 
-    async def spelled(self, request: DetokenizeRequest) -> str:
-        """The text of token ids. Raises ApiError."""
+        def make() -> bytes:
+            ids = encode()
+            return json_bytes({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
+
+        return await self._readers.run(size, make)
+
+    async def spelled(self, request: DetokenizeRequest) -> bytes:
+        """Return the text of token ids. Raises ApiError."""
         self.check_model(request.model)
-        if (most := max(request.tokens, default=0)) >= self.vocab_size:
-            raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
-        return await self._aside(len(request.tokens), self.text.spell, request.tokens)
 
-    async def _aside(self, size: int, work: Callable[..., Result], *what: Any) -> Result:
-        """Tokenize in a thread of its own: megabytes take seconds, in which everybody else goes on.
+        def make() -> bytes:
+            if (most := max(request.tokens, default=0)) >= self.vocab_size:
+                raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
+            return json_bytes({"prompt": self.text.spell(request.tokens)})
 
-        size: characters or tokens; what is long waits for what is long only.
+        return await self._readers.run(len(request.tokens), make)
+
+    async def answer(self, asked: Asked) -> bytes:
+        """Return the body with all choices, or with none: one that fails ends the others.
+
+        Raises ApiError, RequestError and EngineError.
         """
-        reader = self._long_reader if size > LONG else self._reader
-        return await asyncio.get_running_loop().run_in_executor(reader, work, *what)
-
-    async def answer(self, asked: Asked) -> Json:
-        """All choices, or none: one that fails ends the others. Raises ApiError, RequestError, EngineError."""
         with self._admitted(asked):
-            tasks = [asyncio.ensure_future(self._engine.generate(choice.sequence)) for choice in asked.choices]
+            tasks = [asyncio.ensure_future(self._generate(asked, choice.sequence)) for choice in asked.choices]
             try:
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
-            body = await asyncio.to_thread(answer_of, asked, self.text)  # log-probabilities of thousands take seconds
-            return without_nulls(body) if asked.is_typed else body
+            return await self._writers.run(_num_values(asked), self._body_of, asked)
+
+    def _body_of(self, asked: Asked) -> bytes:
+        body = answer_of(asked, self.text)
+        return json_bytes(without_nulls(body) if asked.is_typed else body)
+
+    async def _generate(self, asked: Asked, sequence: Sequence) -> None:
+        async with self._turn(asked, sequence):
+            await self._engine.generate(sequence)
 
     async def events(self, asked: Asked) -> AsyncIterator[str]:
         """The stream's events, in the order in which the engine brings them. Raises as answer does, before the first.
@@ -144,7 +191,7 @@ class Service:
                     if item is not None:
                         is_begun = True
                         item = item if num_left > 1 or wants_usage(asked) else self._with_metrics(asked, item)
-                        yield event(without_nulls(item) if asked.is_typed else item)
+                        yield await self._event(without_nulls(item) if asked.is_typed else item)
                 if wants_usage(asked):
                     yield event(last_chunk(asked))
                 yield DONE
@@ -156,12 +203,36 @@ class Service:
         """Put one choice's chunks into the queue, and None or its error behind them."""
         chunks = ChoiceChunks(asked, choice, self.text)
         try:
-            async for count in self._engine.stream(choice.sequence):
-                for chunk in chunks.until(count):
-                    said.put_nowait(chunk)
+            async with self._turn(asked, choice.sequence), aclosing(self._engine.stream(choice.sequence)) as counts:
+                async for count in counts:
+                    for chunk in await self._chunks(asked, chunks, count):
+                        said.put_nowait(chunk)
             said.put_nowait(None)
         except Exception as error:  # the one who reads raises it, or tells the client
             said.put_nowait(error)
+
+    async def _chunks(self, asked: Asked, chunks: ChoiceChunks, count: int) -> list[Json]:
+        """Return the chunks up to `count` output ids; log-probabilities of a long echo are made in a thread."""
+        num_new = chunks.num_untold(count) * (1 + (asked.request.tops or 0))
+        if asked.request.tops is None or num_new <= SHORT:
+            return list(chunks.until(count))
+        return await self._writers.run(num_new, lambda: list(chunks.until(count)))
+
+    async def _event(self, chunk: Json) -> str:
+        size = num_logprobs(chunk)
+        return event(chunk) if size <= SHORT else await self._writers.run(size, event, chunk)
+
+    @asynccontextmanager
+    async def _turn(self, asked: Asked, sequence: Sequence) -> AsyncIterator[None]:
+        """The time that a sequence may spend at the engine: at once, unless clients with several keys share it."""
+        if self._fair_queue is None:
+            yield
+            return
+        async with self._fair_queue.turn(asked.client, num_tokens(sequence, self.max_model_len)) as turn:
+            try:
+                yield
+            finally:
+                turn.used = sequence.num_tokens
 
     def _with_metrics(self, asked: Asked, chunk: Json) -> Json:
         """The last chunk of the last choice says how the drafts fared, where no usage follows."""
@@ -170,22 +241,38 @@ class Service:
 
     @contextmanager
     def _admitted(self, asked: Asked) -> Iterator[None]:
-        """Room for all choices of a request while they are in flight. Raises ApiError where the queue is full."""
-        self._check_room()
-        sequences = [choice.sequence for choice in asked.choices]
-        self._num_in_flight += len(sequences)
-        try:
-            yield
-        finally:
-            self._num_in_flight -= len(sequences)
-            self._count(sequences)
+        """Hold what a request needs while it is in flight, and count how it ended. Raises as Admission.check does."""
+        arrived_at = time.monotonic()
+        with self.admission.admit(need_of(asked, self.max_model_len), asked.client, len(asked.prompts)):
+            try:
+                yield
+            finally:
+                self._count([choice.sequence for choice in asked.choices], arrived_at)
 
-    def _check_room(self) -> None:
-        if self._num_in_flight >= self._room:
-            raise ApiError(429, f"{self._num_in_flight} sequences are in flight: try again", code="queue_full")
-
-    def _count(self, sequences: list[Sequence]) -> None:
+    def _count(self, sequences: list[Sequence], arrived_at: float) -> None:
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
         for sequence in finished:
-            self.meter.answered(sequence)
+            self.meter.answered(sequence, arrived_at)
         self.meter.aborted(len(sequences) - len(finished))
+
+
+def _limit(config: ServeConfig, engine: Engine) -> Need:
+    """Return what may be in flight together: the engine full, and the queue behind it."""
+    blocks = engine.target.cache.blocks
+    num_cached = blocks.num_blocks * blocks.size
+    queued = config.serving.max_queued_tokens
+    num_queued = QUEUED_PER_CACHED_TOKEN * num_cached if queued == "auto" else queued
+    return Need(engine.scheduler.num_slots + config.serving.max_queued, num_cached + num_queued)
+
+
+def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:
+    """Let a few sequences more than there are slots wait at the engine: a slot that is freed is taken at once."""
+    return FairQueue(num_clients, num_slots + num_slots // 4 + 1) if num_clients > 1 else None
+
+
+def _num_values(asked: Asked) -> int:
+    """Return about how many tokens, alternatives included, an answer shows."""
+    shown = sum(
+        choice.sequence.num_tokens if asked.echo else len(choice.sequence.output_ids) for choice in asked.choices
+    )
+    return shown * (1 + (asked.request.tops or 0))

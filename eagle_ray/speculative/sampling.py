@@ -11,7 +11,6 @@ Does not know trees, models or who asks.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.sampling_limits import MAX_TEMPERATURE
 from eagle_ray.speculative.replay import Padded
 from eagle_ray.speculative.upload import upload
 
@@ -34,7 +34,9 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 class SamplingParams:
     """How one sequence's tokens are chosen. Raises ValueError naming the field whose value is none of those.
 
-    temperature: 0 (below GREEDY_BELOW) is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    temperature: at most MAX_TEMPERATURE; 0 (below GREEDY_BELOW) is greedy. top_k: 0 is off. top_p: 1 is off.
+    min_p: 0 is off. They apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference
+    implementation applies top_p before top_k.
     max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
     seed: any 64-bit integer, the key of this sequence's noise.
     ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.
@@ -54,7 +56,8 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        self._require("temperature", (int, float), lambda x: 0 <= x <= sys.float_info.max, "a finite number, 0 or more")
+        limit = MAX_TEMPERATURE
+        self._require("temperature", (int, float), lambda x: 0 <= x <= limit, f"a number between 0 and {limit:g}")
         self._require("top_p", (int, float), lambda x: 0 < x <= 1, "a number above 0 and at most 1")
         self._require("top_k", int, lambda x: 0 <= x < 2**63, "an integer, 0 (off) or more")
         self._require("min_p", (int, float), lambda x: 0 <= x <= 1, "a number between 0 and 1")

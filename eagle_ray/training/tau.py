@@ -28,10 +28,10 @@ class TreeShape:
     max_depth: int
     top_k: int
 
-    def settings(self, coupled: bool = True) -> SpeculativeConfig:
-        """This tree for every sequence at every step."""
+    def settings(self, ranking: str = "coupled") -> SpeculativeConfig:
+        """Return settings that draft this tree for every sequence at every step."""
         bounds = dict(max_nodes=self.max_nodes, max_depth=self.max_depth, top_k=self.top_k)
-        return SpeculativeConfig(**bounds, budget="uniform", coupled=coupled)
+        return SpeculativeConfig(**bounds, budget="uniform", ranking=ranking)
 
     def __str__(self) -> str:
         return f"{self.max_nodes} nodes, {self.max_depth} levels, top-{self.top_k}"

@@ -1,6 +1,7 @@
 """Whose an output directory is: attempts, fencing, the lock, and what a resume may not change."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from eagle_ray.data.lock import lock_output
 from eagle_ray.data.record import RUN, Run, noting_outcome, open_run, output_of
 from eagle_ray.data.schema import output_schema
 from eagle_ray.data.stops import OutputBusy, OutputDamaged, OutputMismatch, Overtaken
-from eagle_ray.data.storage import Location, read_json
+from eagle_ray.data.storage import Location, read_json, write_json
+from eagle_ray.validate import validate
 from tests.conftest import token_rows
 
 HOLD = """
@@ -75,6 +77,15 @@ def test_a_resume_names_every_changed_key(make_job):
     assert "sampling.temperature: was 0.0, now 0.7" in str(error.value)
     assert "seed: was 0, now 4" in str(error.value)
     assert "slots" not in str(error.value)
+
+
+def test_a_record_that_lacks_a_newer_key_is_the_same_job_to_run_and_validate(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    del record["config"]["input"]["on_unknown"], record["config"]["speculative"]["ranking"]
+    (here(first.output) / RUN).write_text(json.dumps(record))
+    assert f"would resume run {first.run_id}" in validate(make_job())
+    assert start(make_job()).attempt == 2
 
 
 def test_a_changed_input_file_is_refused_and_a_new_one_is_added(make_job, tmp_path):
@@ -174,3 +185,25 @@ def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
     with pytest.raises(ZeroDivisionError), noting_outcome(run):
         (here(run.output) / RUN).write_text("{")
         raise ZeroDivisionError
+
+
+def test_a_run_of_an_older_release_is_resumed_although_its_record_lacks_keys(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    speculative = record["config"]["speculative"]
+    del speculative["ranking"]
+    speculative["coupled"] = True  # the older spelling
+    write_json(first.output / RUN, record)
+
+    assert start(make_job()).attempt == 2
+
+
+def test_an_older_spelling_of_another_setting_is_still_another_configuration(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    del record["config"]["speculative"]["ranking"]
+    record["config"]["speculative"]["coupled"] = False
+    write_json(first.output / RUN, record)
+
+    with pytest.raises(OutputMismatch, match=r"speculative\.ranking: was 'calibrated', now 'coupled'"):
+        start(make_job())

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray import cli
@@ -123,3 +124,39 @@ def test_checks_are_made_anew_for_new_rows(checks, tmp_path):
     assert cli.main([*command[:-1], "7"]) == 0
     summary = json.loads((tmp_path / "out" / "_summary.json").read_text())
     assert summary["total"]["rows"] == 7 and len(made) == 2
+
+
+def as_an_earlier_version_left_it(output: Path) -> None:
+    """Take out what a run begun before rows could set min_p and ignore_eos does not have."""
+    record = json.loads((output / "_run.json").read_text())
+    del record["config"]["input"]["on_unknown"]
+    (output / "_run.json").write_text(json.dumps(record))
+    for file in (output / "data").glob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(["min_p", "ignore_eos"]), file)
+
+
+def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(job, tmp_path):
+    assert cli.main(["run", *job, "--limit", "3"]) == 0
+    as_an_earlier_version_left_it(tmp_path / "out")
+    assert cli.main(["run", *job, "--limit", "6"]) == 0
+    assert len(table(tmp_path / "out")) == 6
+    columns = {tuple(pq.read_schema(file).names) for file in (tmp_path / "out" / "data").glob("*.parquet")}
+    [names] = columns
+    assert not {"min_p", "ignore_eos"} & set(names)
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_rows_made_without_their_min_p_are_not_mixed_with_rows_made_with_it(job, tmp_path, capsys, carried):
+    """An earlier version carried min_p through as data, or left it out with input.passthrough."""
+    path = tmp_path / "in.jsonl"
+    rows = [json.loads(line) | {"min_p": 0.2} for line in path.read_text().splitlines()]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert cli.main(["run", *job, "--limit", "3"]) == 0
+    values = [pq.read_table(file)["min_p"] for file in sorted((tmp_path / "out" / "data").glob("*.parquet"))]
+    as_an_earlier_version_left_it(tmp_path / "out")
+    for file, column in zip(sorted((tmp_path / "out" / "data").glob("*.parquet")), values, strict=True):
+        if carried:
+            pq.write_table(pq.read_table(file).append_column("min_p", column), file)
+    assert cli.main(["run", *job, "--limit", "3"]) == 0  # nothing is missing
+    assert cli.main(["run", *job, "--limit", "6"]) == 6
+    assert "did not read the input's min_p. Choose another output.path" in capsys.readouterr().err

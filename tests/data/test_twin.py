@@ -92,4 +92,4 @@ def test_the_gap_is_how_far_plain_decodings_token_led(make_job, monkeypatch, tem
     assert found["gap"] == pytest.approx(lead, abs=1e-4) and not found["near_tie"]
     monkeypatch.setitem(module.NEAR_TIE, torch.float32, lead + 1e-3)
     [found] = Twin(job, threads=1).verify([wrong])["differing"]
-    assert found["near_tie"]
+    assert found["near_tie"] and found["cause"] == "tie"

@@ -11,8 +11,10 @@ from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.record import Run
 from eagle_ray.data.schema import request_schema, table_of
 from eagle_ray.data.storage import Location
-from eagle_ray.data.worker import Worker
+from eagle_ray.data.worker import Worker, pair_of
+from eagle_ray.engine.sequence import Sequence
 from eagle_ray.report.laws import broken_laws
+from eagle_ray.speculative.sampling import SamplingParams
 from tests.conftest import token_rows
 
 
@@ -56,6 +58,44 @@ def test_eagle_and_plain_decoding_give_the_same_ids_when_sampled(make_job):
     drafted = answers(make_job(token_rows(10), **settings))
     plain = answers(make_job(**settings | {"speculative.method": "none"}))
     assert outputs(drafted) == outputs(plain)
+
+
+def test_a_rows_own_settings_are_what_the_engine_is_called_with(make_job):
+    [base] = token_rows(1)
+    own = [
+        {"min_p": 0.0},
+        {"min_p": 0.3},
+        {"min_p": 0.9, "logprobs": True},
+        {"ignore_eos": True},
+        {"temperature": 0.0, "min_p": 0.9},
+        {"top_k": 2, "max_tokens": 5, "logprobs": False},
+    ]
+    settings = {"sampling.temperature": 1.5, "sampling.max_tokens": 24, "sampling.min_p": 0.05}
+    rows = [base | {"id": f"r{i}", "seed": 3} | values for i, values in enumerate(own)]
+    config = make_job(rows, **settings)
+    found = answers(config)
+    engine = pair_of(config, threads=1).engine
+    for values, row in zip(own, found, strict=True):
+        params = SamplingParams(**{"temperature": 1.5, "max_tokens": 24, "min_p": 0.05, "seed": 3} | values)
+        sequence = Sequence("direct", base["prompt_token_ids"], params)
+        engine.add(sequence)
+        while engine.has_work:
+            engine.step()
+        assert row["output_token_ids"] == sequence.output_ids
+        assert (row["min_p"], row["ignore_eos"]) == (params.min_p, params.ignore_eos)
+        assert (row["token_logprobs"] is not None) == params.logprobs
+    assert len({tuple(row["output_token_ids"]) for row in found[:3]}) == 3
+
+
+def test_a_row_that_ignores_the_end_goes_on_past_it(make_job):
+    rows = [row | {"temperature": 1.0, "max_tokens": 400} for row in token_rows(12)]
+    ended = [row for row in answers(make_job(rows)) if row["finish_reason"] == "stop"]
+    assert ended
+    ids = {row["request_id"] for row in ended}
+    longer = answers(make_job([row | {"ignore_eos": True} for row in rows if row["id"] in ids]))
+    assert {row["finish_reason"] for row in longer} == {"length"}
+    for short, long in zip(ended, longer, strict=True):
+        assert long["output_token_ids"][: short["completion_tokens"]] == short["output_token_ids"]
 
 
 def test_neither_order_nor_batching_nor_slots_change_what_is_sampled(make_job):

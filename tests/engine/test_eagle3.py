@@ -85,8 +85,8 @@ def tau(sequences: list[Sequence]) -> float:
 
 
 def test_the_published_layout_gains_and_coupling_knows_the_noise_of_the_drafted_vocabulary():
-    plain, coupled = golden("none"), golden("eagle3", budget="uniform")
-    alone = golden("eagle2", budget="uniform", coupled=False)  # the same tree, whatever the head's generation
+    plain, coupled = golden("none"), golden("eagle3", budget="uniform", ranking="coupled")
+    alone = golden("eagle2", budget="uniform", ranking="calibrated")  # the same tree, whatever the head's generation
     assert [s.output_ids for s in plain] == [s.output_ids for s in coupled] == [s.output_ids for s in alone]
     assert tau(coupled[::2]) > 1.3  # greedy rows; the reference has 1.54 on its own prompts
     assert tau(coupled[1::2]) > tau(alone[1::2]) + 0.05

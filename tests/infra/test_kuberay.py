@@ -131,7 +131,20 @@ def test_every_mount_has_its_volume_and_every_pod_its_metrics(file):
 def test_the_service_is_an_application_of_ours():
     (application,) = yaml.safe_load(documents(RAYSERVICE)[0]["spec"]["serveConfigV2"])["applications"]
     module, _, name = application["import_path"].partition(":")
-    assert callable(getattr(import_module(module), name)) and set(application["args"]) == {"config"}
+    assert callable(getattr(import_module(module), name)) and set(application["args"]) == {"config", "serving"}
+
+
+def test_the_services_api_keys_are_a_secret_on_every_node():
+    """The keys' file lies in a mounted Secret, and the proxies, which list Ray's routes, want a key too."""
+    service = documents(RAYSERVICE)[0]
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    path = Path(application["args"]["serving"]["api_keys_file"])
+    for pod in pods(service):
+        (container,) = pod["containers"]
+        [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == str(path.parent)]
+        [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+        assert volume["secret"]["secretName"] and mount["readOnly"]
+        assert {"eagle_ray.serve.proxy.middlewares"} == {variable["value"] for variable in container["env"]}
 
 
 RAYS_METRICS, DASHBOARD, HTTP = 8080, 8265, 8000

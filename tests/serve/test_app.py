@@ -14,6 +14,7 @@ from eagle_ray.data.schema import request_schema, table_of
 from eagle_ray.data.storage import Location
 from eagle_ray.data.worker import Worker
 from eagle_ray.serve.app import build_app
+from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.service import Service
 from eagle_ray.serve.snapshot import Snapshot, prometheus_text
 from tests.conftest import small_job
@@ -215,7 +216,7 @@ def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
 def test_a_full_queue_refuses_at_once_and_has_room_again(app, service):
     async def main():
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
-            while service._num_in_flight < 16:
+            while service.held.sequences < 16:
                 await asyncio.sleep(0.005)
             refused = [await post(app, TEXT, {"prompt": "a"} | extra) for extra in ({}, {"stream": True})]
         return refused, await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
@@ -246,8 +247,7 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything(app):
 
 def test_api_keys_guard_what_costs_and_nothing_else(service):
     guarded = copy.copy(service)
-    serving = service.config.serving.model_copy(update={"api_keys": ["one", "two", "schlüssel"]})
-    guarded.config = service.config.model_copy(update={"serving": serving})
+    guarded.keys = ApiKeys.of(["one", "two", "schlüssel"])
     app = build_app(guarded)
     for key in ({}, {"Authorization": "Bearer three"}, {"Authorization": "two"}, {"Authorization": "Bearer é"}):
         answer = asyncio.run(post(app, TEXT, {"prompt": "a"}, key))

@@ -55,6 +55,7 @@ def test_what_users_are_given_is_valid():
     [application] = deployed["applications"]
     assert application["import_path"] == "eagle_ray.serve.deployment:application"
     assert load_serve_config(None, env={}, overrides=application["args"]).serving.replicas.max == 2
+    assert demo.serving.max_queued_tokens == "auto" and demo.serving.api_keys_file is None
 
 
 def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
@@ -105,9 +106,9 @@ class Server:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self.log.open("w"))
 
-    def ask(self, method, path, body=None):
+    def ask(self, method, path, body=None, headers=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, None if body is None else json.dumps(body))
+        connection.request(method, path, None if body is None else json.dumps(body), headers or {})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
 

@@ -55,6 +55,7 @@ def test_what_is_no_json_is_refused(app, body):
     [
         (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", "bad_value", "temperature"),
         (b'{"prompt": "a", "temperature": 1e999}', "bad_value", "temperature"),
+        (b'{"prompt": "a", "temperature": 1e308}', "bad_value", "temperature"),
         (b'{"prompt": "a", "n": 100000}', "bad_value", "n"),
         (b'{"prompt": "a", "seed": 18446744073709551616}', "bad_value", "seed"),
         (b'{"prompt": "a", "stop": [' + b'"x",' * 999 + b'"x"]}', "bad_value", "stop"),
@@ -229,10 +230,15 @@ def test_while_a_long_prompt_is_tokenized_others_are_answered(service, monkeypat
 
 
 def test_a_full_queue_does_not_tokenize(app, service, monkeypatch):
-    read = []
-    monkeypatch.setattr(service, "_room", 0)
-    monkeypatch.setattr(service.text, "encode", lambda prompt: read.append(prompt) or [5])
-    refused(asyncio.run(post(app, TEXT, {"prompt": "a"})), 429, "queue_full")
+    async def main():
+        async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
+            await until(lambda: service.held.sequences == 16)
+            read = []
+            monkeypatch.setattr(service.text, "encode", lambda prompt: read.append(prompt) or [5])
+            return await post(app, TEXT, {"prompt": "a"}), read
+
+    answer, read = asyncio.run(main())
+    refused(answer, 429, "queue_full")
     assert not read
 
 
@@ -266,13 +272,13 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
             await until(lambda: scheduler.num_running == 4)
             if phase == "queued":
                 async with exchange(app, "POST", TEXT, json.dumps(body).encode()):
-                    await until(lambda: service._num_in_flight == 5)
-                await until(lambda: service._num_in_flight == 4)
+                    await until(lambda: service.held.sequences == 5)
+                await until(lambda: service.held.sequences == 4)
         if phase != "queued":
             async with exchange(app, "POST", TEXT, json.dumps(body).encode()) as talk:
                 if phase == "unread":
                     talk.reads.clear()
-                await until(lambda: service._num_in_flight == 1)
+                await until(lambda: service.held.sequences == 1)
                 if phase in ("decode", "unread"):
                     steps = engine.counters().num_steps
                     await until(lambda: engine.counters().num_steps > steps + 2)
@@ -280,7 +286,7 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
         await until(lambda: not service._engine._engine.has_work)
         return engine.counters().num_steps - left
 
-    assert asyncio.run(main()) <= 2 and service._num_in_flight == 0 and not service._engine._calls
+    assert asyncio.run(main()) <= 2 and service.held.sequences == 0 and not service._engine._calls
 
 
 def test_an_event_has_no_line_ends_but_its_own():

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from eagle_ray.serve.app import build_app
+from eagle_ray.serve.keys import ApiKeys
 from tests.serve.browser import CHROMIUM, DRIVER, browser, serving
 from tests.serve.client import get, post, request
 from tests.serve.test_app import FRANCE
@@ -184,7 +185,7 @@ def test_stop_ends_the_answer_and_frees_its_slot_and_the_chat_goes_on(page, serv
     assert page.find_element("id", "send").text == "Stop"
     page.find_element("id", "send").click()
     ended(page)
-    until(page, lambda: service._num_in_flight == 0)
+    until(page, lambda: service.held.sequences == 0)
     num_words = len(words(page))
     assert page.find_element("id", "send").text == "Send" and not all_of(page, ".trouble:not([hidden])")
     give(page, max_tokens=4)
@@ -248,8 +249,7 @@ def test_errors_are_said_in_words_and_can_be_tried_again(page, server, app):
 
 def test_a_key_is_asked_for_where_the_server_wants_one(chromium, service):
     guarded = copy.copy(service)
-    serving_config = service.config.serving.model_copy(update={"api_keys": ["secret"]})
-    guarded.config = service.config.model_copy(update={"serving": serving_config})
+    guarded.keys = ApiKeys.of(["secret"])
     with serving(build_app(guarded)) as server:
         chromium.get(server.url)
         until(chromium, lambda: "wants an API key" in text_of(chromium, "#model"))

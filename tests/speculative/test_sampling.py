@@ -5,7 +5,9 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from eagle_ray.sampling_limits import MAX_TEMPERATURE
 from eagle_ray.speculative.sampling import (
+    GREEDY_BELOW,
     BatchSampling,
     SamplingParams,
     as_int64,
@@ -95,11 +97,20 @@ def test_rows_of_one_pass_keep_their_own_parameters():
         assert together[rows].tolist() == alone.tolist()
 
 
-def test_a_tiny_temperature_is_greedy():
+@pytest.mark.parametrize("temperature", [1e-320, 1e-40, 1e-6])
+def test_a_tiny_temperature_is_greedy(temperature):
     logits = torch.randn(50, 97, generator=torch.Generator().manual_seed(4))
     rows = torch.arange(50)
-    picks = pick(logits, BatchSampling.of([SamplingParams(temperature=1e-40, seed=1)]), rows * 0, rows)
+    picks = pick(logits, BatchSampling.of([SamplingParams(temperature=temperature, seed=1)]), rows * 0, rows)
     assert picks.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [GREEDY_BELOW, MAX_TEMPERATURE])
+def test_at_the_bounds_of_the_temperature_scores_are_finite_and_keep_their_order(temperature):
+    logits = 30 * torch.randn(20, 97, generator=torch.Generator().manual_seed(4))
+    scores = process(logits, BatchSampling.of([SamplingParams(temperature=temperature)]), torch.zeros(20).long())
+    assert scores.isfinite().all()
+    assert (scores.gather(1, logits.argsort(-1)).diff() >= 0).all()
 
 
 def test_greedy_ties_go_to_the_lowest_id():
@@ -133,6 +144,8 @@ def test_sample_zero_keeps_the_seed():
         ("max_tokens", 0),
         ("temperature", "1"),
         ("temperature", float("inf")),
+        ("temperature", 1e308),
+        ("temperature", 100.1),
         ("top_p", None),
         ("top_k", 2.5),
         ("top_k", 2**63),

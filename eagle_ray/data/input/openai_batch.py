@@ -15,29 +15,19 @@ from typing import Any, BinaryIO
 
 from eagle_ray.data.input.columns import shown
 from eagle_ray.data.input.jsonl import rows_in_jsonl
+from eagle_ray.data.input.parameters import PARAMETERS, asks_for_something
 from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
 from eagle_ray.errors import RequestError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt"}
-SAMPLING = ("temperature", "top_p", "top_k", "n", "seed", "stop")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
 LENGTHS = ("max_tokens", "max_completion_tokens")
 SAYS_NOTHING = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
 KNOWN = {"model", "logprobs", *SAMPLING, *LENGTHS, *SAYS_NOTHING}
-OFF: dict[str, Any] = {
-    "stream": False,
-    "echo": False,
-    "best_of": 1,
-    "top_logprobs": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "tools": [],
-    "tool_choice": "none",
-}  # what is not built, and the value with which it changes nothing; null always does
+# Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
+OFF: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
 
 
 def rows_in_batch(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> Iterator[tuple[int, At, Row]]:
@@ -49,7 +39,7 @@ def row_of(line: Row) -> Row:
     """The columns of one parsed line. A bad line keeps its id: what is wrong stands in the prompt's place."""
     if isinstance(line, RequestError):
         return line
-    row: Row = {"id": line.get("custom_id"), "url": None, "model": None}
+    row: Row = {"id": _id_of(line), "url": None, "model": None}
     try:
         row["url"] = url = _url_of(line)
         body = _body_of(line, url)
@@ -57,6 +47,13 @@ def row_of(line: Row) -> Row:
         return row | _prompt_of(body, PROMPTS[url]) | _sampling_of(body, url)
     except RequestError as error:
         return row | {"prompt": error}
+
+
+def _id_of(line: Mapping[str, Any]) -> Any:
+    custom_id = line.get("custom_id")
+    if isinstance(custom_id, str) and not custom_id.strip():
+        return RequestError("empty_id", "custom_id is an empty text. Give each line an id of its own.")
+    return custom_id
 
 
 def _url_of(line: Mapping[str, Any]) -> str:
@@ -77,7 +74,8 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     for name, value in body.items():
         if name in (*KNOWN, PROMPTS[url]) or value is None:
             continue
-        if name not in OFF or value != OFF[name]:
+        is_off = value == OFF[name] if name in OFF else name in PARAMETERS and not asks_for_something(name, value)
+        if not is_off:
             raise _unsupported(f"body.{name}", f"{shown(value)} asks for what this system does not do; leave it out")
     return body
 

@@ -26,6 +26,7 @@ from eagle_ray.data.input.files import InputFile, find_files
 from eagle_ray.data.input.place import At, Place
 from eagle_ray.data.input.row import Row, id_of, request_of
 from eagle_ray.data.input.shards import SeeRow, Shard, rows_in, scan
+from eagle_ray.data.input.unread import check_unread
 from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
@@ -34,21 +35,29 @@ TABLE_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class InputPlan:
-    """carried: input columns to pass through and the types under which they are read, in order.
+    """The input as it was scanned.
 
-    ids: of all rows, sorted. has_own_samples: whether rows may say themselves how many samples they want.
+    Attributes:
+        carried: input columns to pass through and the types under which they are read, in order.
+        row_settings: sampling columns with which rows may override `sampling` and `seed`.
+        ids: of all rows, sorted.
     """
 
     files: tuple[InputFile, ...]
     shards: tuple[Shard, ...]
     columns: RequestColumns
     carried: tuple[tuple[str, pa.DataType], ...]
-    has_own_samples: bool
+    row_settings: frozenset[str]
     ids: Digests = field(compare=False)
 
     @property
     def num_rows(self) -> int:
         return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def has_own_samples(self) -> bool:
+        """Return whether rows may set how many samples they get."""
+        return "n" in self.row_settings
 
     @property
     def for_readers(self) -> InputPlan:
@@ -71,7 +80,8 @@ class InputPlan:
 def plan_input(config: JobConfig) -> InputPlan:
     """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
 
-    With input.on_bad_row fail it raises for the first bad row, too.
+    With input.on_bad_row fail it raises for the first bad row, too. With input.on_unknown refuse it raises for columns
+    that are request parameters which rows cannot set.
     """
     files = find_files(config.input.path, config.input.format)
     columns = _columns(config.input.columns)
@@ -84,10 +94,13 @@ def plan_input(config: JobConfig) -> InputPlan:
         shards += found.shards
     if types:
         _check_columns(config.input.columns, columns, types)
-    carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
     limited = _limited(shards, config.input.limit)
+    set_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
+    check_unread(limited, _not_mapped(set_columns, columns), config.input.on_unknown)
+    carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
     ids = noted.sorted(sum(shard.num_rows for shard in limited))
-    plan = InputPlan(files, limited, columns, carried, "n" in types, ids)
+    row_settings = frozenset(field.name for field in SAMPLING_FIELDS) & frozenset(set_columns)
+    plan = InputPlan(files, limited, columns, carried, row_settings, ids)
     request_schema(plan.passthrough)
     _check_ids(plan, repeated(ids))
     _check_rows(plan, config.input.on_bad_row)
@@ -159,6 +172,12 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
             f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
             f"input.columns.prompt, .messages or .prompt_token_ids; columns: {', '.join(types)}"
         )
+
+
+def _not_mapped(names: Iterable[str], columns: RequestColumns) -> list[str]:
+    """Return the columns that are neither the id nor a prompt: input.columns says what those are."""
+    mapped = {name for path in (columns.id, *columns.prompts.values()) for name in path.names}
+    return [name for name in names if name not in mapped]
 
 
 def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:

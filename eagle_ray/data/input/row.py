@@ -52,7 +52,7 @@ def _check_read(row: Row) -> None:
 
 
 def id_of(row: Row, columns: RequestColumns, place: Place) -> str:
-    """The row's id as a string; its place where the id is absent, null or unusable."""
+    """The row's id as a string; its place where the id is absent, null, empty or unusable."""
     try:
         given = None if isinstance(row, RequestError) else _given_id(row, columns.id)
     except RequestError:
@@ -66,6 +66,12 @@ def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
         raise value
     if isinstance(value, list | dict | bytes) or value != value:  # NaN is nobody
         raise RequestError("bad_type", f"column {path.text!r} must be a text or a number as an id, got {shown(value)}")
+    if isinstance(value, str) and not value.strip():
+        raise RequestError(
+            "empty_id",
+            f"column {path.text!r} is an empty text ({shown(value)}). Give the row an id of its own, or null, which "
+            "makes one from its file and row.",
+        )
     return None if value is None else str(_whole(value))
 
 
@@ -73,7 +79,7 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
     found = {name: path.value_in(row) for name, path in columns.prompts.items()}
     found = {name: value for name, value in found.items() if value is not None}
     if not found:
-        names = " or ".join(repr(path.text) for path in columns.prompts.values())
+        names = " or ".join(_column_and_key(name, path) for name, path in columns.prompts.items())
         raise RequestError("prompt_missing", f"column {names} is absent or null: give the row exactly one prompt")
     if len(found) > 1:
         both = " and ".join(repr(columns.prompts[name].text) for name in found)
@@ -81,6 +87,11 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
     [(name, value)] = found.items()
     parse = {"prompt": _text, "messages": _messages, "prompt_token_ids": _token_ids}[name]
     return {name: parse(value, columns.prompts[name].text)}
+
+
+def _column_and_key(name: str, path: ColumnPath) -> str:
+    """The column in quotes, with the key that names it if that is configured."""
+    return repr(path.text) if path.text == name else f"{path.text!r} (input.columns.{name})"
 
 
 def _text(value: Any, column: str) -> str:
@@ -154,4 +165,4 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(value: Any) -> Any:
     """3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.carried import CELLS, JSON, join_into, type_in_parquet, type_of
@@ -26,6 +25,7 @@ from eagle_ray.data.input.openai_batch import rows_in_batch
 from eagle_ray.data.input.parquet import check_unique, dicts_in
 from eagle_ray.data.input.place import FIRST, At
 from eagle_ray.data.input.row import Row
+from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.storage import StorageError
 
 SHARD_ROWS = 512
@@ -115,7 +115,7 @@ def _records(file: InputFile, start: int, at: At) -> Iterator[tuple[int, At, Row
 
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
-    with file.location.open() as opened, pq.ParquetFile(opened) as parquet:
+    with open_parquet(file.location) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
@@ -127,7 +127,7 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileSc
 
 def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
     try:
-        with shard.file.location.open() as opened, pq.ParquetFile(opened) as parquet:
+        with open_parquet(shard.file.location) as parquet:
             for index, row in enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first.row):
                 yield At(index, None), row
     except StorageError:

@@ -168,7 +168,7 @@ def test_prompts_and_sampling_of_every_kind(tmp_path):
     assert [text[name] for name in names] == ["5", 0.5, 3, -1, ["END"], True]
     assert (messages["messages"], messages["stop"]) == ('[{"role": "user", "content": "Hi"}]', ["a", "b"])
     assert (tokens["prompt_token_ids"], tokens["stop"]) == ([1, 2], ["5"])
-    assert "column 'temperature' must be a number, 0 (greedy) or more, got 'hot'" in found[5]["error_message"]
+    assert "column 'temperature' must be a number between 0 (greedy) and 100, got 'hot'" in found[5]["error_message"]
 
 
 @pytest.mark.parametrize("limit", [1, 7, 10, 99])

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from eagle_ray.data.input.openai_batch import OFF
+from eagle_ray.data.input.parameters import NO_OP_VALUES
 from eagle_ray.data.input.plan import plan_input, requests_of
 from tests.conftest import small_job
 
@@ -52,8 +53,9 @@ def test_a_line_of_each_endpoint(requests):
 
 
 def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
-    [row] = requests(line(user="me", metadata={"a": "b"}, temperature=None, suffix=None, **{**OFF, "n": 1}))
-    assert row["error_code"] is None
+    off = OFF | {name: values[0] for name, values in NO_OP_VALUES.items()} | {"tools": [], "logit_bias": {}}
+    [row] = requests(line(user="me", metadata={"a": "b"}, temperature=None, suffix=None, **{**off, "n": 1}))
+    assert row["error_message"] is None
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,14 @@ def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
         (line(url=COMPLETIONS, messages=[USER]), "unsupported_parameter", "body.messages"),
         (line(prompt="Hi"), "unsupported_parameter", "body.prompt"),
         (line(beam="wide"), "unsupported_parameter", "body.beam"),
+        (line(repetition_penalty=1.2), "unsupported_parameter", "body.repetition_penalty"),
+        (line(frequency_penalty=False), "unsupported_parameter", "body.frequency_penalty"),
+        (line(min_tokens=5), "unsupported_parameter", "body.min_tokens"),
+        (line(stop_token_ids=[3]), "unsupported_parameter", "body.stop_token_ids"),
+        (line(guided_json={"type": "object"}), "unsupported_parameter", "body.guided_json"),
+        (line(temperature=1e308), "bad_sampling", "temperature"),
+        (line(min_p=2), "bad_sampling", "min_p"),
+        (line(ignore_eos="yes"), "bad_sampling", "ignore_eos"),
         (line() | {"priority": 1}, "unsupported_parameter", "priority"),
         (line(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "unsupported_parameter", "content[0]"),
         (line(url="/v1/embeddings"), "bad_type", "url must be /v1/chat/completions or"),
@@ -93,6 +103,18 @@ def test_a_bad_line_names_the_parameter_and_keeps_its_id(requests, tmp_path, bad
     assert good["error_code"] is None
     assert (row["request_id"], row["error_code"]) == ("a", code)
     assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, line 2: ") and says in row["error_message"]
+
+
+def test_min_p_and_ignore_eos_of_the_body_are_read(requests):
+    [row] = requests(line(min_p=0.2, ignore_eos=True, top_k=3))
+    assert [row[name] for name in ("min_p", "ignore_eos", "top_k")] == [0.2, True, 3]
+
+
+@pytest.mark.parametrize("custom_id", ["", "  "])
+def test_an_empty_custom_id_is_an_error_row(requests, tmp_path, custom_id):
+    [row] = requests(line(custom_id))
+    assert (row["request_id"], row["error_code"]) == ("in.jsonl:0", "empty_id")
+    assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, line 1: custom_id is an empty text.")
 
 
 def test_lines_that_are_none_and_ids_that_are_missing(requests):

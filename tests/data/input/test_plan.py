@@ -205,6 +205,20 @@ def test_a_configured_column_must_exist_somewhere(tmp_path):
         plan(path, "input.columns.id=a..b")
 
 
+def test_a_row_that_a_configured_path_does_not_reach_names_the_key(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"turns": []}, {"turns": ["Hi"]}])
+    bad, good = requests_of(plan(path, "input.columns.messages=turns[0]"))
+    assert "column 'turns[0]' (input.columns.messages) is absent or null" in bad["error_message"]
+    assert good["error_message"] is None
+
+
+def test_empty_ids_are_error_rows_with_ids_of_their_places(tmp_path):
+    rows = [{"id": "", "prompt": "x"}, {"id": "", "prompt": "y"}, {"id": "c", "prompt": "z"}]
+    the_plan = plan(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert ids(the_plan) == ["a.jsonl:0", "a.jsonl:1", "c"]
+    assert errors(the_plan) == ["empty_id", "empty_id", None]
+
+
 def test_without_any_prompt_column_the_job_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "x"}])
     with pytest.raises(ConfigError, match=r"column prompt, messages or prompt_token_ids.*columns: question"):

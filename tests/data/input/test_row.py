@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from eagle_ray.config import SamplingConfig
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns
 from eagle_ray.data.input.place import At, Place
 from eagle_ray.data.input.plan import PROMPTS
 from eagle_ray.data.input.row import request_of
-from eagle_ray.data.schema import REQUEST, table_of
+from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, table_of
 from eagle_ray.errors import RequestError
 
 COLUMNS = RequestColumns(ColumnPath.of("id"), {name: ColumnPath.of(name) for name in PROMPTS})
@@ -28,7 +29,7 @@ def test_a_prompt_of_each_kind():
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [(81, "81"), ("q-1", "q-1"), (81.0, "81"), (0.5, "0.5"), ("", ""), (None, "sub/a.jsonl:7")],
+    [(81, "81"), ("q-1", "q-1"), (81.0, "81"), (0.5, "0.5"), ("", "sub/a.jsonl:7"), (None, "sub/a.jsonl:7")],
 )
 def test_an_id_becomes_a_string_and_a_missing_one_the_place(given, wanted):
     assert request(id=given, prompt="Hi")["request_id"] == wanted
@@ -71,7 +72,13 @@ def test_messages_may_be_a_list_its_json_or_one_text(messages, wanted):
         ({"prompt_token_ids": [-1]}, "bad_type", "prompt_token_ids[0] must be a token id, an integer from 0, got -1"),
         ({"prompt_token_ids": [2**63]}, "bad_type", "prompt_token_ids[0]"),
         ({"id": ["a"], "prompt": "Hi"}, "bad_type", "column 'id' must be a text or a number"),
-        ({"prompt": "Hi", "temperature": -1}, "bad_sampling", "column 'temperature' must be a number, 0 (greedy)"),
+        ({"prompt": "Hi", "temperature": -1}, "bad_sampling", "column 'temperature' must be a number between 0"),
+        ({"prompt": "Hi", "temperature": 1e308}, "bad_sampling", "between 0 (greedy) and 100, got 1e+308"),
+        ({"prompt": "Hi", "min_p": 1.5}, "bad_sampling", "column 'min_p' must be a number between 0 (off) and 1"),
+        ({"prompt": "Hi", "ignore_eos": 1}, "bad_sampling", "column 'ignore_eos' must be true or false, got 1"),
+        ({"prompt": "Hi", "logprobs": "yes"}, "bad_sampling", "column 'logprobs' must be true or false"),
+        ({"id": "", "prompt": "Hi"}, "empty_id", "column 'id' is an empty text ('' (str)). Give the row an id"),
+        ({"id": " \n", "prompt": "Hi"}, "empty_id", "column 'id' is an empty text"),
         ({"prompt": "Hi", "temperature": "0.5"}, "bad_sampling", "got '0.5'"),
         ({"prompt": "Hi", "max_tokens": 1.5}, "bad_sampling", "column 'max_tokens' must be an integer, 1 or more"),
         ({"prompt": "Hi", "n": 0}, "bad_sampling", "column 'n'"),
@@ -95,10 +102,16 @@ def test_a_row_that_is_no_row_keeps_its_reason():
 
 
 def test_a_rows_own_sampling():
-    good = request(prompt="Hi", temperature=1, top_p=0.5, top_k=0, max_tokens=3.0, n=2, seed=5, stop="END", other=1)
-    own = {name: good[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "stop")}
-    assert own == dict(temperature=1.0, top_p=0.5, top_k=0, max_tokens=3, n=2, seed=5, stop=["END"])
-    assert request(prompt="Hi", temperature=None).get("temperature") is None
+    given = dict(temperature=1, top_p=0.5, top_k=0, min_p=0.1, max_tokens=3.0, n=2, seed=5, stop="END")
+    given |= {"ignore_eos": True, "logprobs": False}
+    good = request(prompt="Hi", other=1, **given)
+    assert {name: good[name] for name in given} == given | {"stop": ["END"]}
+    empty = request(prompt="Hi", **dict.fromkeys(given))
+    assert [empty.get(name) for name in given] == [None] * len(given)
+
+
+def test_a_row_takes_every_key_of_sampling_and_the_seed():
+    assert {field.name for field in SAMPLING_FIELDS} == {*SamplingConfig.model_fields, "seed"}
 
 
 def test_a_seed_keeps_its_64_bits():

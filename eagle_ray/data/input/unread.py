@@ -1,0 +1,68 @@
+"""Find columns that are request parameters which rows cannot set: each would be dropped without a word.
+
+Files are read again only if they have such a column, and only until a row asks for something with it.
+
+    >>> find_unread(plan.shards, ["frequency_penalty", "category"])          # doctest: +SKIP
+    {'frequency_penalty': (Place("a.jsonl", ...), 0.5)}
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+from eagle_ray.config import ConfigError
+from eagle_ray.data.input.parameters import READ, READ_AS, asks_for_something, parameter_named
+from eagle_ray.data.input.place import Place
+from eagle_ray.data.input.shards import Shard, rows_in
+
+log = logging.getLogger("eagle_ray")
+Found = dict[str, tuple[Place, Any]]
+
+
+def check_unread(shards: Iterable[Shard], columns: Iterable[str], on_unknown: str) -> None:
+    """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says."""
+    found = {} if on_unknown == "carry" else find_unread(shards, columns)
+    if found and on_unknown == "refuse":
+        raise ConfigError("\n".join(f"{_problem(*item)}. {_remedy(item[0])}" for item in found.items()))
+    for item in found.items():
+        log.warning("%s. It is treated as data.", _problem(*item))
+
+
+def find_unread(shards: Iterable[Shard], columns: Iterable[str]) -> Found:
+    """Return, for each column of an unread parameter, the first row that asks for something with it, and its value."""
+    wanted = {column: name for column in columns if (name := parameter_named(column)) is not None}
+    found: Found = {}
+    for shard in shards if wanted else ():
+        left = [column for column in wanted if column not in found]
+        if not left:
+            break
+        found |= _found_in(shard, {column: wanted[column] for column in left})
+    return found
+
+
+def _found_in(shard: Shard, wanted: dict[str, str]) -> Found:
+    found: Found = {}
+    for at, row in rows_in(shard, wanted):
+        if not isinstance(row, dict):
+            continue
+        for column, name in wanted.items():
+            if column not in found and asks_for_something(name, row.get(column)):
+                found[column] = (Place(shard.file.name, shard.file.path, at), row[column])
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+def _problem(column: str, first: tuple[Place, Any]) -> str:
+    place, value = first
+    return f"{place}: column {column!r} ({reprlib.repr(value)}) is a request parameter that rows cannot set here"
+
+
+def _remedy(column: str) -> str:
+    name = parameter_named(column)
+    instead = name if name in READ else READ_AS.get(name or "")
+    change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
+    return f"{change}, or treat it as data (input.on_unknown=carry)."

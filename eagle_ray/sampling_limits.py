@@ -1,0 +1,7 @@
+"""Bounds of sampling parameters that the configuration, the HTTP endpoint and the engine share."""
+
+from __future__ import annotations
+
+# A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has steps of 2e-6, so
+# that 100 keeps logits apart that differ by 2e-4. Far above it they round away and only noise is left.
+MAX_TEMPERATURE = 100.0

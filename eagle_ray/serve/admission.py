@@ -1,0 +1,136 @@
+"""Admission: which requests a replica takes, by the sequences and the tokens that each will need.
+
+A request needs a sequence for each prompt and choice, and for each sequence the tokens of its prompt and max_tokens.
+What is taken is held until the request ends, however it ends. What does not fit now is refused with 429, what could
+never fit with 400.
+
+    >>> admission = Admission(Need(sequences=24, tokens=65_536))
+    >>> with admission.admit(Need(sequences=2, tokens=600)):
+    ...     ...
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from eagle_ray.serve.errors import ApiError
+
+MAX_SHARE = 3  # a key holds at most three times what is free: a flood of one key leaves a quarter to the others
+NUM_RELEASES = 64  # recent releases, from which the wait of a refused request is estimated
+MAX_RETRY_AFTER_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request, or several together, take up."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Need) -> Need:
+        return Need(self.sequences + other.sequences, self.tokens + other.tokens)
+
+    def __sub__(self, other: Need) -> Need:
+        return Need(self.sequences - other.sequences, self.tokens - other.tokens)
+
+    def fits(self, room: Need) -> bool:
+        return self.sequences <= room.sequences and self.tokens <= room.tokens
+
+    def __str__(self) -> str:
+        return f"{_counted(self.sequences, 'sequence')} and {_counted(self.tokens, 'token')}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class Admission:
+    """Count what is in flight, of one replica. Use it on one event loop.
+
+    limit: what may be in flight together, running and queued. num_clients: API keys; with several of them the room is
+    shared, so that a client which floods the server leaves some to the others. longest: tokens of the longest sequence;
+    a client that holds nothing gets one of those if it is free, however small its share.
+    """
+
+    def __init__(self, limit: Need, num_clients: int = 1, longest: int = 1):
+        self.limit = limit
+        self._is_shared = num_clients > 1
+        self._longest = longest
+        self._held: defaultdict[int, Need] = defaultdict(Need)  # by client
+        self._releases: deque[tuple[float, Need]] = deque(maxlen=NUM_RELEASES)
+
+    @property
+    def held(self) -> Need:
+        """What all requests in flight need together."""
+        return sum(self._held.values(), Need())
+
+    @contextmanager
+    def admit(self, need: Need, client: int = 0, num_prompts: int = 1) -> Iterator[None]:
+        """Hold what a request needs while the block runs. Raises as check does."""
+        self.check(need, client, num_prompts)
+        self._held[client] += need
+        try:
+            yield
+        finally:
+            self._held[client] -= need
+            self._releases.append((time.monotonic(), need))
+
+    def check(self, need: Need, client: int = 0, num_prompts: int = 1) -> None:
+        """Raise ApiError for a request that does not fit: 400 if it never will, 429 if it does not now."""
+        most = self._room(Need(), Need())
+        if need.sequences > most.sequences:
+            raise ApiError(
+                400,
+                f"{'n' if num_prompts == 1 else 'prompt'}: the request makes {need.sequences} choices, and this server "
+                f"holds at most {most.sequences} of one client at once. Send several smaller requests.",
+                "n" if num_prompts == 1 else "prompt",
+                "too_many_choices",
+            )
+        if need.tokens > most.tokens:
+            raise ApiError(
+                400,
+                f"max_tokens: the request's prompts and max_tokens, over all {need.sequences} choices, are "
+                f"{need.tokens} tokens, and this server holds at most {most.tokens} of one client at once. Lower "
+                "max_tokens or n, or send several smaller requests.",
+                "max_tokens",
+                "too_many_tokens",
+            )
+        room = self._room(self.held, self._held[client])
+        if not need.fits(room):
+            wait = self._estimated_wait_s(need - room)
+            raise ApiError(
+                429,
+                f"the queue is full: this request needs {need}, and there is room for {room}. Try again in {wait} s.",
+                code="queue_full",
+                retry_after_s=wait,
+            )
+
+    def _room(self, held: Need, own: Need) -> Need:
+        """What a client may add. held: by all clients. own: by this one, held included."""
+        free = self.limit - held
+        if not self._is_shared:
+            return free
+        # own + x <= MAX_SHARE * (free - x), solved for x
+        sequences = (MAX_SHARE * free.sequences - own.sequences) // (MAX_SHARE + 1)
+        tokens = (MAX_SHARE * free.tokens - own.tokens) // (MAX_SHARE + 1)
+        if own == Need():
+            sequences = max(sequences, min(1, free.sequences))
+            tokens = max(tokens, min(self._longest, free.tokens))
+        return Need(max(0, sequences), max(0, tokens))
+
+    def _estimated_wait_s(self, missing: Need) -> int:
+        """Seconds until so much is free, if requests go on ending as fast as the last ones did."""
+        if not self._releases:
+            return 1
+        seconds = time.monotonic() - self._releases[0][0]
+        released = sum((need for _, need in self._releases), Need())
+        waits = [
+            seconds * lacking / max(1, gone)
+            for lacking, gone in ((missing.sequences, released.sequences), (missing.tokens, released.tokens))
+        ]
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(max(waits))))

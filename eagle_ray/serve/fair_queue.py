@@ -1,0 +1,77 @@
+"""FairQueue: which client's sequence the engine gets next, if clients with several API keys wait.
+
+The engine serves first come, first served. So it is given few sequences more than it has slots; the others wait here,
+those of each client in a queue of its own. The client that was served the fewest tokens is next. This is the virtual
+token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A sequence is charged with its
+prompt and max_tokens when it starts, and what it did not use is credited when it ends.
+
+    >>> queue = FairQueue(num_clients=2, num_places=5)
+    >>> async with queue.turn(client=1, tokens=300) as turn:
+    ...     turn.used = len((await engine.generate(sequence)).token_ids)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Turn:
+    """One sequence at the engine. used: the tokens that it really took."""
+
+    used: int
+
+
+class FairQueue:
+    """Use it on one event loop. num_places: sequences that may be at the engine together."""
+
+    def __init__(self, num_clients: int, num_places: int):
+        self._num_free = num_places
+        self._served = [0] * num_clients  # tokens, per client
+        self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first
+        self._last_served = 0  # the counter of the client that was last given a place, before it was charged
+
+    @asynccontextmanager
+    async def turn(self, client: int, tokens: int) -> AsyncIterator[Turn]:
+        """Wait for a place and hold it while the block runs. tokens: what the sequence may take at most."""
+        await self._wait(client, tokens)
+        turn = Turn(tokens)
+        try:
+            yield turn
+        finally:
+            self._served[client] += turn.used - tokens
+            self._num_free += 1
+            self._dispatch()
+
+    async def _wait(self, client: int, tokens: int) -> None:
+        place = asyncio.get_running_loop().create_future()
+        self._catch_up(client)
+        self._waiting[client][place] = tokens
+        self._dispatch()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if self._waiting[client].pop(place, None) is None:  # cancelled just after it was given its place
+                self._served[client] -= tokens
+                self._num_free += 1
+                self._dispatch()
+            raise
+
+    def _catch_up(self, client: int) -> None:
+        """Raise the counter of a client that did not wait: time without requests earns no credit."""
+        if not self._waiting[client]:
+            others = [self._served[i] for i, waiting in enumerate(self._waiting) if waiting]
+            self._served[client] = max(self._served[client], min(others, default=self._last_served))
+
+    def _dispatch(self) -> None:
+        """Give the free places to the clients that were served least."""
+        while self._num_free and any(self._waiting):
+            client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._served.__getitem__)
+            place = next(iter(self._waiting[client]))
+            self._last_served = self._served[client]
+            self._served[client] += self._waiting[client].pop(place)
+            self._num_free -= 1
+            place.set_result(None)

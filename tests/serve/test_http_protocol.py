@@ -1,0 +1,67 @@
+"""What reaches no application because it is not HTTP is refused in OpenAI's form, over a real socket."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+import uvicorn
+
+from eagle_ray.serve.http_protocol import MAX_HEADER_BYTES, install
+
+
+async def app(scope, receive, send):
+    while (await receive()).get("more_body"):
+        continue
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": b"fine"})
+
+
+def exchanged(request: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer of a server as Ray Serve's proxy starts it."""
+
+    async def main():
+        install()
+        listening = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level=None, log_config=None))
+        server.install_signal_handlers = lambda: None
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        try:
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(request)
+            answer = await reader.read()
+            writer.close()
+        finally:
+            server.should_exit = True
+            await serving
+        return answer
+
+    head, _, body = asyncio.run(main()).partition(b"\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon here\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * MAX_HEADER_BYTES,
+        b"GET / HTTP/1.1\r\nA: " + b"a" * MAX_HEADER_BYTES,
+    ],
+)
+def test_what_is_not_http_is_refused_in_openais_form(request_bytes):
+    head, body = exchanged(request_bytes)
+    assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "bad_http")
+
+
+def test_what_is_http_is_answered():
+    """A body may be longer than headers may be."""
+    body = b"x" * 3 * MAX_HEADER_BYTES
+    length = str(len(body)).encode()
+    head, answer = exchanged(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n" + body)
+    assert head.startswith(b"HTTP/1.1 200 ") and b"fine" in answer
