@@ -3,9 +3,11 @@
 Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
 torch, ray and transformers are imported only once the configuration is valid.
 
-Exit codes: 0 done (rows with errors included), 2 usage or configuration, 3 row errors with --fail-on-row-errors,
-4 too many row errors, 5 cluster or device or another driver at work on the output, 6 output belongs to another
-configuration, 130 interrupted, resumable.
+Exit codes (``data/stops.py`` has the table): 0 done (rows with errors included), 1 an unknown error, 2 usage or
+configuration, 3 row errors with --fail-on-row-errors, 4 too many row errors, or no row without one, 5 transient
+(storage, cluster, workers or a device failed for now; --keep-going restarts), 6 the output belongs to another job or is
+damaged, or the input changed, 7 busy (another live driver writes the output), 130 interrupted, resumable. ``doctor``
+ends with 5 if it found a problem.
 
     $ eagle-ray run -c configs/demo.yaml --set sampling.temperature=0.8
 """
@@ -23,7 +25,7 @@ from collections.abc import Sequence
 from eagle_ray import __version__
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
 from eagle_ray.data.interrupts import interruptible
-from eagle_ray.data.stops import JobStopped
+from eagle_ray.data.stops import INTERRUPTED, STOPS, TRANSIENT, outcome_of
 from eagle_ray.memory_limit import check_address_space, out_of_memory_words
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Wrong usage raises SystemExit(2), as argparse does."""
     _print_anything()
     args = _parse(argv)
+    args.arguments = list(sys.argv[1:] if argv is None else argv)[1:]  # without the command
     try:
         if warning := check_address_space(args.library):
             print(f"eagle-ray: {warning}", file=sys.stderr)
@@ -44,23 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         return _end_quietly()
-    except ConfigError as error:
-        print(f"eagle-ray: {error}", file=sys.stderr)
-        return 2
-    except JobStopped as error:
-        print(f"eagle-ray: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # storage that does not answer, or refuses
-        print(f"eagle-ray: {error}", file=sys.stderr)
-        return JobStopped.exit_code
-    except KeyboardInterrupt:
-        print("eagle-ray: interrupted", file=sys.stderr)
-        return 130
+    except STOPS as error:
+        outcome = outcome_of(error)
+        print(f"eagle-ray: {'interrupted' if outcome is INTERRUPTED else error}", file=sys.stderr)
+        return outcome.code
     except Exception as error:
         if not (words := out_of_memory_words(error)):
             raise
         print(f"eagle-ray: {words}", file=sys.stderr)
-        return JobStopped.exit_code
+        return TRANSIENT.code
 
 
 def _print_anything() -> None:
@@ -104,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
+    validate.add_argument("--allow-empty", action="store_const", const=True, help="input.allow_empty")
     validate.set_defaults(command=_validate, library="torch", if_exists=None)
 
     submit = commands.add_parser("submit", help="run as a job of a Ray cluster and follow its log")
@@ -174,6 +170,17 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
     parser.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
     parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
+    parser.add_argument(
+        "--allow-empty", action="store_const", const=True, help="input.allow_empty: an input without rows is no error"
+    )
+    parser.add_argument(
+        "--keep-going",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="restart the run while it ends with exit 5 (execution.restarts: how often, and after which wait)",
+    )
+    parser.add_argument("--ending", metavar="FILE", help=argparse.SUPPRESS)  # both are for keep_going's child
+    parser.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_methods_flags(parser: argparse.ArgumentParser) -> None:
@@ -216,7 +223,8 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
         "input.path": args.input,
         "input.limit": args.limit,
         "output.path": args.output,
-        "output.if_exists": args.if_exists,
+        "output.if_exists": "resume" if getattr(args, "restarted", False) else args.if_exists,
+        "input.allow_empty": getattr(args, "allow_empty", None),
     }
     given = {key: value for key, value in flags.items() if value is not None}
     return load_config(args.config, sets=args.sets, overrides=given)
@@ -231,23 +239,22 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.data.submission import check_output_outlives_job
-    from eagle_ray.job import run_job
+    from eagle_ray.job import run_to_end, show_log
+    from eagle_ray.keep_going import end_with_parent, keep_going, write_ending
+    from eagle_ray.on_finish import tell
 
-    check_output_outlives_job(config)
-
-    code = run_job(config, args.retry_errors)
-    if code == 0 and args.fail_on_row_errors and (errors := _num_errors(config)):
-        print(f"eagle-ray: {errors} rows ended in errors (--fail-on-row-errors)", file=sys.stderr)
-        return 3
-    return code
-
-
-def _num_errors(config: JobConfig) -> int:
-    from eagle_ray.data.record import SUMMARY, output_of
-    from eagle_ray.data.storage import read_json
-
-    return read_json(output_of(config) / SUMMARY)["total"]["errors"]
+    if args.keep_going:
+        show_log(config.logging.level)
+        ending = keep_going(args.arguments, config)
+    else:
+        if args.ending:
+            end_with_parent()
+        ending = run_to_end(config, args.retry_errors, args.fail_on_row_errors)
+    if args.ending:
+        write_ending(args.ending, ending)
+    else:
+        tell(config, ending)
+    return ending.outcome.code
 
 
 def _validate(args: argparse.Namespace) -> int:
@@ -262,7 +269,11 @@ def _submit(args: argparse.Namespace) -> int:
     config = _config_of(args)
     from eagle_ray.data.submission import submit
 
-    asked = {"--retry-errors": args.retry_errors, "--fail-on-row-errors": args.fail_on_row_errors}
+    asked = {
+        "--retry-errors": args.retry_errors,
+        "--fail-on-row-errors": args.fail_on_row_errors,
+        "--keep-going": args.keep_going,
+    }
     flags = [flag for flag, is_set in asked.items() if is_set]
     return submit(config, args.address, flags, args.follow)
 

@@ -13,7 +13,9 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -22,8 +24,9 @@ import pyarrow.compute as pc
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.asked import Asked, asked_of, names_of
+from eagle_ray.data.fingerprints import check_unchanged
 from eagle_ray.data.ids import NONE, among
-from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.data.input.plan import InputPlan, check_not_empty, plan_input, requests_of
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.data.ledger import Ledger, error_ids, without_ids
 from eagle_ray.data.lock import lock_output
@@ -31,6 +34,7 @@ from eagle_ray.data.origins import check_origins
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import as_stored, columns_of, has_column, next_schema, tables
+from eagle_ray.data.patience import outlasting_outages
 from eagle_ray.data.ray_environment import prepare
 from eagle_ray.data.record import (
     DATA,
@@ -46,8 +50,21 @@ from eagle_ray.data.record import (
     read_record,
 )
 from eagle_ray.data.schema import differing, lacking
-from eagle_ray.data.stops import Incomplete, JobStopped, OutputMismatch, Overtaken, TooManyErrors
+from eagle_ray.data.stops import (
+    DONE,
+    INTERRUPTED,
+    ROW_ERRORS,
+    STOPS,
+    TOO_MANY_ERRORS,
+    Ending,
+    Incomplete,
+    OutputMismatch,
+    Overtaken,
+    TooManyErrors,
+    WorkerDefect,
+)
 from eagle_ray.data.storage import Location, object_in, parquet_bytes, write_json
+from eagle_ray.data.submission import check_output_outlives_job
 from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
@@ -59,20 +76,47 @@ from eagle_ray.report.timeline import timeline
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
 ERRORS_SHOWN = 3
+RESUME = "the same command goes on from what is there"
 CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
 
 
 def run_job(config: JobConfig, retry_errors: bool = False) -> int:
     """Run the job to its end and print its table; returns the exit code. retry_errors: as for complete."""
+    return run_to_end(config, retry_errors).outcome.code
+
+
+def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> Ending:
+    """Run the job to its end and print its table. fail_on_row_errors: error rows make another outcome of a done job."""
+    began = datetime.now(timezone.utc)
 
     def work() -> str:
+        check_output_outlives_job(config)
         summary, output = complete(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             _show_errors(output, num_errors)
         place = output.shown
         return f"{run_table(summary)}\nrows in {place}/data/*.parquet, these numbers in {place}/{SUMMARY}"
 
-    return exit_code_of(work, config.logging.level)
+    ending = ending_of(work, config.logging.level)
+    rows, errors = _counts(config, ending, began)
+    if ending.outcome is DONE and fail_on_row_errors and errors:
+        ending = Ending(ROW_ERRORS, f"{errors} rows ended in errors (--fail-on-row-errors)")
+        print(f"eagle-ray: {ending.reason}", file=sys.stderr)
+    return replace(ending, rows=rows, errors=errors)
+
+
+def _counts(config: JobConfig, ending: Ending, began: datetime) -> tuple[int | None, int | None]:
+    """Rows and error rows in the output, where this run has counted them and they can be read at once."""
+    with suppress(ConfigError, OSError):
+        output = output_of(config)
+        if ending.outcome in (DONE, TOO_MANY_ERRORS):
+            total = (object_in(output / SUMMARY) or {}).get("total", {})
+            return total.get("rows"), total.get("errors")
+        if output.is_local or not ending.outcome.is_transient:
+            progress = object_in(output / PROGRESS) or {}
+            if progress and datetime.fromisoformat(progress["written_at"]) >= began.replace(microsecond=0):
+                return progress["rows_in_files"], progress["errors"]
+    return None, None
 
 
 def _show_errors(output: Location, num_errors: int) -> None:
@@ -88,25 +132,35 @@ def _error_rows(data: Location) -> Iterator[dict[str, str]]:
 
 
 def exit_code_of(work: Callable[[], str], log_level: str) -> int:
-    """Do the work and print what it returns; what stops it is said in one line and becomes an exit code."""
+    """Do the work as ``ending_of`` does; returns the exit code."""
+    return ending_of(work, log_level).outcome.code
+
+
+def ending_of(work: Callable[[], str], log_level: str) -> Ending:
+    """Do the work and print what it returns; what stops it is said in one line and becomes the ending."""
     show_log(log_level)
     try:
         with interruptible():
             result = work()
-    except ConfigError as error:
-        log.error("eagle-ray: %s", error)
-        return 2
-    except JobStopped as error:
-        log.error("eagle-ray: stopped: %s", error)
-        return error.exit_code
-    except OSError as error:
-        log.error("eagle-ray: stopped: %s: the same command goes on from what is there", error)
-        return JobStopped.exit_code
-    except KeyboardInterrupt:
-        log.error("eagle-ray: interrupted: the same command goes on from what is there")
-        return 130
+    except STOPS as error:
+        log.error("eagle-ray: %s", _line_of(error))
+        return Ending.of(error)
+    except Exception as error:
+        log.exception("eagle-ray: the job ended with an error that it does not know; please report it")
+        return Ending.of(error)
     print(result)
-    return 0
+    return Ending(DONE)
+
+
+def _line_of(error: BaseException) -> str:
+    outcome = Ending.of(error).outcome
+    if isinstance(error, ConfigError):
+        return str(error)
+    if outcome is INTERRUPTED:
+        return f"interrupted: {RESUME}"
+    if isinstance(error, OSError) and outcome.is_transient:
+        return f"stopped: {error}: {RESUME}"
+    return f"stopped: {error}"
 
 
 def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
@@ -119,21 +173,24 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     output = output_of(config)
     check_apart(config.input.path, output)
     plan = plan_input(config)
+    check_not_empty(plan, config)
     Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
     check_not_own(plan.files, output)
     asked = asked_of(plan, config)
     plan = replace(plan, ids=NONE)  # sixteen bytes a row that `asked` has, too
     if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
-    with lock_output(output):
-        run = open_run(config, plan.files)
-        with noting_outcome(run):
+    with lock_output(output) as check_lock:
+        run = replace(open_run(config, plan.files), check_lock=check_lock)
+        with noting_outcome(run), outlasting_outages():
+            check_unchanged(plan.files, {})  # since they were scanned: before their digests were noted
             remove_strays(run)
             if retry_errors:
                 _take_out_errors(config, run, asked)
-            _make_missing(config, plan, run, asked)
-            outlast_writers(run)
-            _settle(config, plan, run, asked)
+            with _checking_input(plan, run):
+                _make_missing(config, plan, run, asked)
+                outlast_writers(run)
+                _settle(config, plan, run, asked)
             there = object_in(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
             summary = there | sum_up(run) | _checks(config, plan, run, asked, there)
             run.check_current()  # checks take minutes, and an output that was deleted meanwhile is not made again
@@ -154,6 +211,21 @@ def _report(run: Run, summary: dict[str, Any]) -> None:
         log.info("report in %s", place)
     except OSError as error:
         log.warning("%s could not be written: %s. eagle-ray report writes it later", place, error.strerror or error)
+
+
+@contextmanager
+def _checking_input(plan: InputPlan, run: Run) -> Iterator[None]:
+    """Raises InputChanged if a file changed meanwhile, in place of what that made of the rows."""
+    try:
+        yield
+    except (ConfigError, Incomplete, WorkerDefect):
+        _check_input(plan, run)
+        raise
+    _check_input(plan, run)
+
+
+def _check_input(plan: InputPlan, run: Run) -> None:
+    check_unchanged(plan.files, (read_record(run.output) or {"inputs": {}})["inputs"])
 
 
 def write_report(output: Location, summary: dict[str, Any]) -> None:
@@ -256,8 +328,13 @@ def sum_up(run: Run) -> dict[str, Any]:
 
 
 def _check_error_rate(counts: dict[str, Any], most: float) -> None:
+    codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
+    if counts["rows"] and counts["errors"] == counts["rows"]:
+        raise TooManyErrors(
+            f"all {counts['rows']} rows are errors ({codes}). Mend their cause, which error_message names, and run the "
+            "same command with --retry-errors."
+        )
     if counts["errors"] > most * counts["rows"]:
-        codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
         raise TooManyErrors(
             f"{counts['errors']} of {counts['rows']} rows are errors ({codes}); execution.max_error_rate is {most:g}"
         )

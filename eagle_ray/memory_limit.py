@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import resource
 
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterUnfit
 
 # Least address space with which a command ended well, measured on 2 cores with the embedded pair: `run` ended well with
 # 3.58 GB and not with 3.07 GB, `compare` of methods with 3.07 GB and not with 2.56 GB, `report` with 0.51 GB, not 0.31.
@@ -27,7 +27,7 @@ OUT_OF_MEMORY = re.compile(
 def check_address_space(library: str) -> str:
     """Return a warning if the limit may be too small for the library, "" if it is ample or absent.
 
-    Raises ClusterError if the limit is below what the library needs.
+    Raises ClusterUnfit if the limit is below what the library needs.
     """
     limit = _limit_gb()
     needed = NEEDED_GB[library]
@@ -35,7 +35,7 @@ def check_address_space(library: str) -> str:
         return ""
     said = f"ulimit -v: this shell limits a process to {limit:.1f} GB of address space, and {library} needs"
     if limit < needed:
-        raise ClusterError(f"{said} {needed} GB. {REMEDY}.")
+        raise ClusterUnfit(f"{said} {needed} GB. {REMEDY}.")
     return f"{said} {needed} GB or more. If memory runs out: {REMEDY[0].lower()}{REMEDY[1:]}."
 
 

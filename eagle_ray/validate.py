@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, upgrade_config
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.methods import needs
-from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.data.input.plan import InputPlan, check_not_empty, plan_input, requests_of
 from eagle_ray.data.ledger import Ledger, own_files
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
@@ -58,6 +58,7 @@ def validate(config: JobConfig) -> str:
     """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
     check_apart(config.input.path, output_of(config))
     plan = plan_input(config)
+    check_not_empty(plan, config)
     Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
     check_not_own(plan.files, output_of(config))
     unseen = out_of_reach(config.model, config.speculative)
@@ -141,7 +142,7 @@ def _found_there(output: Location, config: JobConfig) -> str:
         return _new_there(output, config)
     if config.output.if_exists == "fail":
         raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
-    if keys := changed_keys(upgrade_config(record["config"]), config.model_dump(mode="json")):
+    if keys := changed_keys(upgrade_config(record["config"]), recorded(config)):
         raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
     Ledger.read(output / DATA)
     return f"a run would resume run {record['run_id']}"

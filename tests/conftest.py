@@ -18,7 +18,15 @@ from eagle_ray.config import JobConfig, load_config
 from eagle_ray.data.ray_environment import LOCAL, LOOPBACK, prepare
 
 TESTS = Path(__file__).parent
-WITH_RAY = ("data/", "serve/test_endpoint.py", "test_cli.py", "test_demo.py", "test_export.py", "test_review.py")
+WITH_RAY = (
+    "data/",
+    "serve/test_endpoint.py",
+    "test_cli.py",
+    "test_demo.py",
+    "test_export.py",
+    "test_keep_going.py",
+    "test_review.py",
+)
 WITHOUT_RAY = ("data/input/", "data/test_channel.py", "data/test_twin.py", "data/test_worker")
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time

@@ -142,6 +142,7 @@ def test_a_file_without_a_flag_is_told_its_flag(command, hint, capsys):
 
 def test_an_output_of_another_configuration_is_exit_6(job, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("")
+    job = [*job, "--allow-empty"]
     assert cli.main(["run", *job]) == 0
     assert cli.main(["run", *job, "--resume"]) == 0
     assert cli.main(["run", *job, "--set", "seed=3"]) == 6
@@ -149,6 +150,18 @@ def test_an_output_of_another_configuration_is_exit_6(job, tmp_path, capsys):
     assert "differs in seed" in capsys.readouterr().err
     assert cli.main(["run", *job, "--set", "seed=3", "--overwrite"]) == 0
     assert cli.main(["run", *job, "--set", "output.if_exists=fail"]) == 2
+
+
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_an_empty_input_is_refused_unless_it_is_allowed(job, tmp_path, command, capsys):
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    assert cli.main([command, *job]) == 2
+    said = capsys.readouterr().err
+    assert f"input.path: there is no row in {tmp_path}/rows.jsonl. Give an input" in said and "--allow-empty" in said
+    assert not (tmp_path / "out").exists()
+    assert cli.main([command, *job, "--allow-empty"]) == 0
+    assert cli.main([command, *job, "--set", "input.allow_empty=true"]) == 0
+    assert (tmp_path / "out" / "_SUCCESS").exists() == (command == "run")
 
 
 def test_an_interrupt_is_exit_130(job, monkeypatch, capsys):
@@ -177,7 +190,8 @@ def test_the_job_script_is_the_run_command(job):
 def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command):
     if command == "run":
         (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
-    line = f"{sys.executable} -m eagle_ray.cli {command} {' '.join(job)} --set logging.level=error; echo $? >&2"
+    flags = " ".join([*job, "--allow-empty", "--set", "logging.level=error"])
+    line = f"{sys.executable} -m eagle_ray.cli {command} {flags}; echo $? >&2"
     done = subprocess.run(["bash", "-c", f"({line}) | true"], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stderr == "141\n"
 
@@ -185,6 +199,6 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command)
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_streams_that_the_shell_closed_change_no_exit_code(job, tmp_path, closed):
     (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
-    line = f"{sys.executable} -m eagle_ray.cli run {' '.join(job)} {closed}"
+    line = f"{sys.executable} -m eagle_ray.cli run {' '.join(job)} --allow-empty {closed}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)

@@ -16,6 +16,7 @@ from eagle_ray.config import (
     config_hash,
     load_config,
     load_serve_config,
+    recorded,
 )
 from eagle_ray.config.load import BUILT
 
@@ -301,6 +302,25 @@ def test_the_example_shows_every_key_at_its_default():
 def test_reading_a_configuration_loads_nothing_heavy():
     code = "import eagle_ray.cli, eagle_ray.data.input.plan, sys; print(*{'torch', 'ray', 'jinja2'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_keys_that_a_record_of_an_older_release_lacks_do_not_make_it_another_job():
+    config = load("on_finish.webhook=https://a.b/c")
+    new = config.model_dump(mode="json")
+    old = recorded(load())
+    del old["input"]["allow_empty"], old["execution"]["restarts"]
+    assert "on_finish" not in old and changed_keys(old, new) == []
+
+
+def test_what_on_finish_holds_is_not_recorded_and_not_printed():
+    secret = "https://user:hunter2@hooks.example.com/T0/B1?token=hunter2"
+    config = load(f"on_finish.webhook={secret}", "on_finish.command=tell 'a b' hunter2")
+    assert config.on_finish.command == ["tell", "a b", "hunter2"]
+    assert "hunter2" not in str(recorded(config))
+    for wrong in (f"on_finish.webhook=ftp{secret}", f"on_finish.webhook={secret}  x", "on_finish.command='hunter2"):
+        with pytest.raises(ConfigError, match=r"on_finish\.\w+: must be a") as error:
+            load(wrong)
+        assert "hunter2" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ LEVEL = {
     "training": 8,
     "report": 8,
     "job": 9,
+    "on_finish": 9,
+    "keep_going": 10,
     "validate": 9,
     "memory_limit": 9,
     "demo": 10,

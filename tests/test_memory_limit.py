@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from eagle_ray import cli, memory_limit
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterUnfit
 from eagle_ray.memory_limit import check_address_space, out_of_memory_words
 
 KB = 1024
@@ -24,12 +24,12 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize("limit_kb", [100_000, 300_000, 1_000_000, 2_000_000])
 @pytest.mark.parametrize("command", [["run", "-i", "embedded:prompts", "-o", "OUT"], ["demo", "-o", "OUT"], ["serve"]])
-def test_a_limit_that_is_too_small_is_one_line_and_exit_5(tmp_path, command, limit_kb):
+def test_a_limit_that_is_too_small_is_one_line_and_exit_2(tmp_path, command, limit_kb):
     words = [str(tmp_path / "out") if word == "OUT" else word for word in command]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(limit_kb * KB), *words], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 5, done.stderr
+    assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("eagle-ray: ulimit -v: ") and done.stderr.count("\n") == 1
     assert "Ray needs 3.5 GB. Raise it (ulimit -v unlimited)" in done.stderr
     assert done.stdout == "" and not (tmp_path / "out").exists()
@@ -39,7 +39,7 @@ def test_commands_that_only_read_need_less():
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(300_000 * KB), "report", "x"], capture_output=True, text=True
     )
-    assert done.returncode == 5 and "pyarrow needs 0.5 GB" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "pyarrow needs 0.5 GB" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("limit_gb", "says"), [(None, ""), (7.1, ""), (4.0, "4.0 GB of address space"), (3.4, None)])
@@ -47,7 +47,7 @@ def test_a_limit_is_refused_warned_of_or_ample(monkeypatch, limit_gb, says):
     limit = resource.RLIM_INFINITY if limit_gb is None else int(limit_gb * memory_limit.GB)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     if says is None:
-        with pytest.raises(ClusterError, match=r"3\.4 GB of address space, and Ray needs 3\.5 GB"):
+        with pytest.raises(ClusterUnfit, match=r"3\.4 GB of address space, and Ray needs 3\.5 GB"):
             check_address_space("Ray")
     else:
         assert (says in (said := check_address_space("Ray"))) and bool(said) == bool(says)

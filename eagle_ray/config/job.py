@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import reprlib
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -55,6 +58,7 @@ class InputConfig(Section):
     cannot set here. refuse does not start, warn logs it, and warn and carry treat it as data.
     on_bad_row fail: a row that cannot be read keeps the job from starting; what only the target's tokenizer shows,
     such as a prompt that is too long, stays an error row (execution.max_error_rate 0 stops there).
+    allow_empty: an input without rows is a finished job, not an error.
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
@@ -69,6 +73,7 @@ class InputConfig(Section):
     )
     on_unknown: Literal["refuse", "warn", "carry"] = Field(default="refuse", description="refuse, warn or carry")
     limit: PositiveInt | None = Field(default=None, description="a number of rows, 1 or more, or null for all")
+    allow_empty: bool = Field(default=False, description="true or false")
     on_bad_row: Literal["error_row", "fail"] = Field(default="error_row", description="error_row or fail")
 
 
@@ -212,10 +217,22 @@ class EnginesConfig(Section):
     )
 
 
+class RestartsConfig(Section):
+    """How ``run --keep-going`` restarts a run that ended for a transient reason.
+
+    limit: restarts in a row without a new file in the output. backoff_s: the first wait; each further one is twice as
+    long, up to max_backoff_s, and shortened at random by up to a half.
+    """
+
+    limit: Annotated[int, Field(ge=0)] = Field(default=10, description="a number of restarts, 0 or more")
+    backoff_s: PositiveFloat = Field(default=5.0, description="a number of seconds, above 0")
+    max_backoff_s: PositiveFloat = Field(default=300.0, description="a number of seconds, above 0")
+
+
 class ExecutionConfig(EnginesConfig):
     """Where and how wide the job runs, an engine in each actor; none of it changes what is generated.
 
-    max_error_rate: the share of error rows above which the job stops (exit 4); 1 never stops it.
+    max_error_rate: the share of error rows above which the job stops (exit 4); at 1 it stops only if every row failed.
     """
 
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
@@ -227,9 +244,10 @@ class ExecutionConfig(EnginesConfig):
     rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
     preserve_order: bool = Field(default=False, description="true or false")
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=1.0, description="a share between 0 and 1 (never)"
+        default=1.0, description="a share between 0 and 1 (only if every row is an error)"
     )
     row_timeout_s: PositiveFloat | None = Field(default=None, description="a number of seconds, above 0, or null")
+    restarts: RestartsConfig = RestartsConfig()
 
 
 class OutputConfig(Section):
@@ -257,6 +275,34 @@ class LoggingConfig(Section):
     progress_every_s: PositiveFloat = Field(default=10.0, description="a number of seconds, above 0")
 
 
+def _arguments(value: Any) -> Any:
+    """Split a command line as a shell would; no shell runs it."""
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _http_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
+        raise ValueError("no http or https URL")
+    return url
+
+
+class OnFinishConfig(Section):
+    """Whom to tell how a run ended. It may hold secrets, so it is neither compared nor recorded.
+
+    command: its arguments, run without a shell; the facts are in EAGLE_RAY_* and, as JSON, on its stdin. webhook: the
+    same JSON is sent there by POST. timeout_s: for each of them.
+    """
+
+    command: Annotated[Annotated[list[Name], Field(min_length=1)] | None, BeforeValidator(_arguments)] = Field(
+        default=None, description="a command line, a list of arguments, or null"
+    )
+    webhook: Annotated[str, AfterValidator(_http_url)] | None = Field(
+        default=None, description="an http:// or https:// URL, or null"
+    )
+    timeout_s: PositiveFloat = Field(default=30.0, description="a number of seconds, above 0")
+
+
 class JobConfig(Section):
     """One job. seed: every row without a seed of its own derives its noise from it."""
 
@@ -269,6 +315,7 @@ class JobConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
     output: OutputConfig
     report: ReportConfig = ReportConfig()
+    on_finish: OnFinishConfig = OnFinishConfig()
     logging: LoggingConfig = LoggingConfig()
 
 
@@ -288,13 +335,20 @@ _NOT_COMPARED = (
     "execution",
     "logging",
     "report",
+    "on_finish",
     "input.path",
     "input.limit",
+    "input.allow_empty",
     "input.on_unknown",
     "output.path",
     "output.if_exists",
     "output.compression",
 )
+
+
+def recorded(config: JobConfig) -> dict[str, Any]:
+    """Return what ``_run.json`` keeps of a configuration: all but on_finish, whose URL and arguments may be secret."""
+    return config.model_dump(mode="json", exclude={"on_finish"})
 
 
 def config_hash(config: JobConfig) -> str:

@@ -25,6 +25,7 @@ from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig)
 ENV_PREFIX = "EAGLE_RAY__"
+SECRET = ("on_finish.webhook", "on_finish.command")  # their values are not printed
 COMMANDS = {JobConfig: "run", ServeConfig: "serve"}  # what each kind of file is for
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
@@ -241,6 +242,8 @@ def _wrong_value(root: type[BaseModel], key: str, detail: ErrorDetails, settings
         return f"{key}: missing; it must be {allowed}"
     given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]
     value = given[-1].value if given and given[-1].key == key else detail["input"]
+    if key in SECRET:
+        return f"{key}: must be {allowed}; the value is not shown, as it may hold a secret"
     return f"{key}: must be {allowed}, got {value!r}{_origin(key, settings)}"
 
 

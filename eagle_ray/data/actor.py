@@ -28,7 +28,7 @@ from eagle_ray.data.isolation import Isolation
 from eagle_ray.data.metrics import Metrics
 from eagle_ray.data.progress import Report
 from eagle_ray.data.record import Run
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterError, ModelUnusable
 from eagle_ray.data.worker_process import ProcessEnded, WorkerProcess
 from eagle_ray.errors import EngineError
 
@@ -122,4 +122,6 @@ def _for_the_user(error: Exception) -> Exception:
     """As the driver will raise it: in one line, and of a class that it knows without torch."""
     if isinstance(error, ConfigError):
         return error
-    return ClusterError(f"a worker cannot start: {fault_of(error).line}")
+    fault = fault_of(error)
+    kind = ClusterError if fault.is_transient else ModelUnusable
+    return kind(f"a worker cannot start: {fault.line}")

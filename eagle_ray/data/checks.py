@@ -28,7 +28,7 @@ from eagle_ray.data.ids import DIGEST, Digests, among, digests
 from eagle_ray.data.input.plan import InputPlan, requests_of
 from eagle_ray.data.parts import tables
 from eagle_ray.data.record import Run
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterError, WorkerDefect
 from eagle_ray.data.twin import ChosenRow, Twin
 
 log = logging.getLogger("eagle_ray")
@@ -101,7 +101,9 @@ def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[
     try:
         return ray.get(task.remote(config, chosen, workers.threads))
     except RayTaskError as error:
-        raise ClusterError(f"finished rows could not be checked: {fault_of(error.cause).line}") from error
+        fault = fault_of(error.cause)
+        kind = ClusterError if fault.is_transient else WorkerDefect
+        raise kind(f"finished rows could not be checked: {fault.line}") from error
     except RayError as error:
         raise ClusterError(f"finished rows could not be checked: {type(error).__name__}: the worker died") from error
 

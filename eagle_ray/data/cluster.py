@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,16 +23,18 @@ from urllib.parse import urlsplit
 
 import ray
 
-from eagle_ray.config import ExecutionConfig
+from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.config.job import ActorRange
 from eagle_ray.data.interrupts import check_not_interrupted
 from eagle_ray.data.ray_environment import LOCAL, RAY_JOB
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterError, ClusterUnfit
 
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
 ROUNDING = 1e-6  # three thirds of a GPU are one
 GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
+ASK_GCS_EVERY_S = 5.0
+LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOCAL_OPTIONS = {
@@ -89,12 +92,15 @@ def _check_loopback(node_address: str) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ClusterError where nothing listens at an address that names a port; Ray looks for the others itself."""
+    """Raises ClusterError if nothing listens at an address that names a port, ConfigError if it is no address.
+
+    Ray looks for other addresses itself.
+    """
     try:
         url = urlsplit(address if "://" in address else f"//{address}")
         host, port = url.hostname, url.port
     except ValueError as error:
-        raise ClusterError(f"execution.ray_address: {address!r} is not an address: {error}") from None
+        raise ConfigError(f"execution.ray_address: {address!r} is not an address: {error}") from None
     if host is None or port is None:
         return
     try:
@@ -162,6 +168,39 @@ def check_alive() -> None:
             )
 
 
+def gcs_address() -> str | None:
+    """Where the connected cluster's GCS answers, None for a Ray Client, which does not see it."""
+    node = ray._private.worker._global_node
+    return node.gcs_address if node else None
+
+
+class GcsWatch:
+    """Notices that a cluster elsewhere is lost: its GCS, which holds it together, has stopped to answer.
+
+    Ray itself says nothing for a minute, and then ends this process with exit code 1.
+    """
+
+    def __init__(self, address: str | None):
+        self._address = address
+        self._answered_at = self._asked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raises ClusterError after LOST_AFTER_S without an answer. Asks every ASK_GCS_EVERY_S."""
+        if self._address is None or time.monotonic() - self._asked_at < ASK_GCS_EVERY_S:
+            return
+        self._asked_at = time.monotonic()
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
+            self._answered_at = time.monotonic()
+        except OSError as error:
+            if time.monotonic() - self._answered_at > LOST_AFTER_S:
+                raise ClusterError(
+                    f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
+                    f"({error}). Run the same command again to resume, on this cluster or another."
+                ) from None
+
+
 def plan_workers(
     execution: ExecutionConfig,
     device: str,
@@ -172,7 +211,7 @@ def plan_workers(
     """The cores are shared out among the workers.
 
     num_rows: more actors than rows would be idle. most_threads: of one worker, where the user set it. Raises
-    ClusterError where the job wants GPUs that are not there.
+    ClusterUnfit if no node has such GPUs at all, ClusterError if they are too few: a lost node may come back.
     """
     cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
     gpus = [node.get("GPU", 0) for node in nodes]
@@ -180,7 +219,8 @@ def plan_workers(
     room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
     fewest, most = _range_of(execution, room, cpus)
     if room is not None and fewest > room:
-        raise ClusterError(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
+        kind = ClusterError if room else ClusterUnfit
+        raise kind(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
     share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
     most = max(1, min(most, num_rows))
     return Workers(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
@@ -222,7 +262,7 @@ def threads_wanted(environ: Mapping[str, str]) -> int | None:
 def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
     """auto: one, or an equal share of one where the job names more actors than there are GPUs."""
     if device == "cuda" and not gpus:
-        raise ClusterError(
+        raise ClusterUnfit(
             "model.device is cuda, but the cluster has no GPU: run it on a machine with one, or set it to auto"
         )
     if execution.gpus_per_actor != "auto":

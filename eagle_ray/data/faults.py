@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from eagle_ray.data.stops import outcome_of
+from eagle_ray.data.storage_errors import StorageError
 from eagle_ray.errors import EngineError
 
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
@@ -26,10 +28,17 @@ DEVICE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """line: what happened, and what to do where that is known. is_own: whether another worker may be spared it."""
+    """What a worker's failure comes from.
+
+    Attributes:
+        line: what happened, and what to do where that is known.
+        is_own: whether another worker may be spared it.
+        is_transient: whether the same command may succeed later.
+    """
 
     line: str
     is_own: bool
+    is_transient: bool = False
 
 
 class WorkerFault(EngineError):
@@ -50,10 +59,17 @@ def fault_of(error: Exception) -> Fault:
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
     told = _told(cause)
     if OUT_OF_MEMORY.search(told):
-        return Fault(f"its memory is too small ({told}): {SMALLER}", is_own=True)
+        return Fault(f"its memory is too small ({told}): {SMALLER}", is_own=True, is_transient=True)
     if DEVICE.search(told):
-        return Fault(f"device fault ({told}): {LOOK}", is_own=True)
-    return Fault(_told(error), is_own=False)
+        return Fault(f"device fault ({told}): {LOOK}", is_own=True, is_transient=True)
+    return Fault(_told(error), is_own=False, is_transient=_may_pass(cause))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether storage or network failed for now. A bare OSError, as of a missing model, has no errno."""
+    if isinstance(error, (ConnectionError, TimeoutError, StorageError)):
+        return outcome_of(error).is_transient
+    return isinstance(error, OSError) and error.errno is not None and outcome_of(error).is_transient
 
 
 def _told(error: BaseException) -> str:

@@ -45,6 +45,28 @@ def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
     return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
 
 
+def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:
+    """Raises InputChanged if a local file is no longer the one that was scanned.
+
+    noted: by path. A file whose time alone changed is read again if its digest is noted. Readers check objects of S3
+    themselves: an ETag stands for the content everywhere, a local time only on this machine.
+    """
+    for file in files:
+        if file.location.is_local and (difference := _difference(file, noted.get(file.path, {}))):
+            raise file.changed(difference)
+
+
+def _difference(file: InputFile, noted: Fingerprint) -> str | None:
+    with file.watching():
+        stamp = file.location.stat()
+        if stamp == file.stamp:
+            return None
+        now = stamp.as_json()
+        if "digest" in noted and stamp.size == file.stamp.size:
+            now["digest"] = _digest(file.location)
+    return what_changed(noted | file.stamp.as_json(), now)
+
+
 def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
     """Whether two paths may hold one file, moved or copied: by content where that is noted of both, else by size."""
     alike = (was[key] == now[key] for key in ("digest", "etag") if key in was and key in now)

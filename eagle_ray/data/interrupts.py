@@ -1,6 +1,6 @@
-"""Interrupts: what ends a job from outside, Ctrl-C or a scheduler's SIGTERM, and from within.
+"""Interrupts: what ends a job from outside (Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP), and from within.
 
-All three raise KeyboardInterrupt in the main thread. The first from outside is the last: while the job says its last
+All of them raise KeyboardInterrupt in the main thread. The first from outside is the last: while the job says its last
 words a second one would only cut them short. Does not know what is interrupted.
 
     >>> with interruptible():
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM)
+FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FROM_WITHIN = signal.SIGUSR1
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, and so does ``interrupt``. A SIGINT that the parent ignores stays ignored.
+    """SIGTERM, SIGHUP and ``interrupt`` do what Ctrl-C does. What the parent ignores, as under nohup, stays ignored.
 
     Signals belong to the main thread: in another one nothing changes. After an interrupt from outside the process is
     about to end, and no other one is heard.

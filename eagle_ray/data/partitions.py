@@ -26,7 +26,6 @@ from eagle_ray.config import ConfigError
 from eagle_ray.data.input.carried import JSON
 from eagle_ray.data.input.place import place_of
 from eagle_ray.data.schema import OUTPUT_FIELDS
-from eagle_ray.data.stops import ClusterError
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
 LONGEST_NAME = 255  # bytes; names are percent-encoded, so as many characters
@@ -118,10 +117,10 @@ def _noting_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> 
 
 
 def _directory(name: str, value: str | None) -> str:
-    """name: encoded. Raises ClusterError where no file system has a name of this length."""
+    """name: encoded. Raises ConfigError where no file system has a name of this length."""
     directory = f"{name}={_encoded(value)}"
     if len(directory) > LONGEST_NAME:
-        raise ClusterError(f"{_too_long(unquote(name), value)}: {LEAVE_OUT}")
+        raise ConfigError(f"{_too_long(unquote(name), value)}: {LEAVE_OUT}")
     return directory
 
 

@@ -15,7 +15,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
-from eagle_ray.config import JobConfig
+from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.actor import EngineActor
 from eagle_ray.data.cluster import Workers, nodes, plan_workers, threads_wanted
 from eagle_ray.data.ids import Digests
@@ -27,7 +27,7 @@ from eagle_ray.data.progress_lines import Limits, ProgressLines
 from eagle_ray.data.record import Run
 from eagle_ray.data.sink import AtomicParquetSink
 from eagle_ray.data.source import read_requests
-from eagle_ray.data.stops import ClusterError, JobStopped
+from eagle_ray.data.stops import ClusterError, JobStopped, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
 
@@ -85,7 +85,14 @@ def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
         reason = _innermost(error)
         if isinstance(reason, JobStopped):
             raise type(reason)(str(reason).partition("\n")[0]) from None
-        raise ClusterError(f"a worker failed: {_what_happened(reason)}") from error
+        raise _kind_of(reason)(f"a worker failed: {_what_happened(reason)}") from error
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    """Which exception stands for what a task raised. A RayError itself is a lost worker, node or object."""
+    if isinstance(error, ConfigError) or (isinstance(error, OSError) and not outcome_of(error).is_transient):
+        return ConfigError
+    return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
 
 
 def _innermost(error: Exception) -> Exception:

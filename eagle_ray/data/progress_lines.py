@@ -19,10 +19,11 @@ from datetime import datetime, timezone
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.data.cluster import check_alive
+from eagle_ray.data.cluster import GcsWatch, check_alive, gcs_address
 from eagle_ray.data.display import Facts, display
 from eagle_ray.data.interrupts import interrupt, is_interrupted
 from eagle_ray.data.parquet_file import open_parquet
+from eagle_ray.data.patience import hurry
 from eagle_ray.data.progress import Progress
 from eagle_ray.data.record import PROGRESS, RUN, Run
 from eagle_ray.data.stops import ClusterError, JobStopped, TooManyErrors
@@ -68,6 +69,7 @@ class ProgressLines:
         self._saved = SavedRows(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._started, self._ready_at = time.monotonic(), None
+        self._gcs = GcsWatch(gcs_address())
         self._reason: Exception | None = None
         self._unwritten = ""  # why the latest progress file could not be written
         self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
@@ -85,6 +87,7 @@ class ProgressLines:
             log.warning("%s cannot be written: %s", PROGRESS, self._unwritten)
 
     def _work(self) -> None:
+        hurry()
         next_file = self._started
         with display(self._every_s) as shown:
             while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):
@@ -108,6 +111,7 @@ class ProgressLines:
         """The workers' progress, once their notes are passed on and the job is still worth going on with."""
         try:
             check_alive()
+            self._gcs.check()
             if self._run.output.is_local:  # on S3 a request: only where the progress file is written
                 self._run.check_current()
             progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
@@ -178,7 +182,7 @@ class ProgressLines:
             self._stop(reason)
 
     def _stop(self, reason: Exception) -> None:
-        if not self._closing.is_set():
+        if not self._closing.is_set() and not is_interrupted():  # an ending Ray is not why the job ends then
             self._reason = reason
             self._closing.set()
             interrupt()

@@ -14,22 +14,30 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, upgrade_config
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.data.fingerprints import fingerprints, what_changed
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.ledger import own_files
 from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.process import Process
-from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, OutputMismatch, Overtaken
+from eagle_ray.data.stops import (
+    JobStopped,
+    OutputBusy,
+    OutputDamaged,
+    OutputMismatch,
+    Overtaken,
+    StorageUnavailable,
+    outcome_of,
+)
 from eagle_ray.data.storage import Location, json_bytes, read_json
 from eagle_ray.data.storage_errors import DISK_FULL, remedy_of
 
@@ -43,25 +51,34 @@ PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One attempt at one output directory; travels to every writer.
+    """One attempt at one output directory; pickled into every writer.
 
-    attempt: 1 for the first start; each resume, and each overwrite, adds one.
+    Attributes:
+        attempt: 1 for the first start; each resume, and each overwrite, adds one.
+        check_lock: in the driver, what the lock asks for before each publish; writers in other processes do without
+            (``data/lock.py`` says why that is enough).
     """
 
     output: Location
     run_id: str
     attempt: int
     config_hash: str
+    check_lock: Callable[[], None] | None = field(default=None, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Run, (self.output, self.run_id, self.attempt, self.config_hash)
 
     @property
     def data(self) -> Location:
         return self.output / DATA
 
     def check_current(self) -> None:
-        """Check that ``_run.json`` still names this attempt.
+        """Check that ``_run.json`` still names this attempt. Waits while a lease is in doubt.
 
         Raises OutputDamaged if the file is gone, Overtaken if it names another attempt.
         """
+        if self.check_lock is not None:
+            self.check_lock()
         record = read_record(self.output)
         if record is None:
             raise OutputDamaged(
@@ -95,20 +112,21 @@ def read_record(output: Location) -> dict[str, Any] | None:
 
 @contextmanager
 def naming_output(output: Location) -> Iterator[None]:
-    """What the system refuses becomes a ConfigError that names output.path."""
+    """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
     try:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
         hint = f". {remedy_of(error)}" if error.errno in DISK_FULL else ""
-        raise ConfigError(f"output.path: cannot write to {error.filename or output}: {reason}{hint}") from error
+        kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
+        raise kind(f"output.path: cannot write to {error.filename or output}: {reason}{hint}") from error
 
 
 def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
     """Start an attempt at config.output.path, whose lock the caller holds.
 
-    Raises ConfigError where there is output and if_exists is fail, or where it cannot be written, OutputMismatch where
-    it is not this job's.
+    Raises ConfigError where there is output and if_exists is fail, or where it may not be written, StorageUnavailable
+    where it cannot be written for now, OutputMismatch where it is not this job's.
     """
     with naming_output(output := output_of(config)):
         return _open_run(output, config, input_files)
@@ -149,7 +167,7 @@ def _note(run: Run, facts: dict[str, str]) -> None:
     """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
     with suppress(JobStopped, OSError):
         before = _version_of(run.output / RUN)
-        run.check_current()
+        replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
         record = read_record(run.output)
         record["attempts"][-1] |= facts
         _write_record(run.output, record, before)
@@ -185,7 +203,8 @@ def _begin_attempt(record: dict[str, Any], before: int | str | None, config: Job
     """
     output = output_of(config)
     record["attempt"] += 1
-    record["config"], record["config_hash"] = config.model_dump(mode="json"), config_hash(config)
+    record["config"] = recorded(config)
+    record["config_hash"] = config_hash(config)
     record["inputs"] |= files
     record["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
     record["versions"], record["hardware"] = _versions(), _hardware()

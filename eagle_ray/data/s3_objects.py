@@ -27,8 +27,17 @@ from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
 from eagle_ray.data.globs import fits
+from eagle_ray.data.patience import longer_waits
 from eagle_ray.data.stamp import Stamp
-from eagle_ray.data.storage_errors import ConditionFailed, NoAnswer, NotAllowed, NotFound, StorageError
+from eagle_ray.data.storage_errors import (
+    Changed,
+    ConditionFailed,
+    NoAnswer,
+    NotAllowed,
+    NotFound,
+    NotSupported,
+    StorageError,
+)
 
 SCHEME = "s3://"
 CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
@@ -141,14 +150,14 @@ def check_writable(directory: str) -> None:
     kept = create(probe, b"second", None) is None and read_stamped(probe)[0] == b"first"
     remove(probe, missing_ok=True)
     if not kept:
-        raise StorageError(
+        raise NotSupported(
             f"{directory} at {_endpoint() or 'the default endpoint'}: the server ignores If-None-Match, so that two "
             "drivers could write at once: choose one with conditional writes"
         )
 
 
 class RangeFile(io.RawIOBase):
-    """An object as a seekable file; raises StorageError where it was replaced since it was opened."""
+    """An object as a seekable file; raises Changed where it was replaced since it was opened."""
 
     def __init__(self, url: str, stamp: Stamp):
         self._url, self._stamp = url, stamp
@@ -194,7 +203,7 @@ class RangeFile(io.RawIOBase):
         try:
             return _request(self._url, "get_object", stop - start, Bucket=bucket, Key=key, **span)["Body"]
         except ConditionFailed as error:
-            raise StorageError(f"{self._url} changed while it was read: run the job again") from error
+            raise Changed(f"{self._url} changed while it was read: run the job again") from error
 
 
 def split(url: str) -> tuple[str, str]:
@@ -245,7 +254,7 @@ def _own_earlier_try(url: str, data: bytes) -> Stamp | None:
 
 def _request(url: str, method: str, size: int = 0, before: BeforePublish = None, **arguments: Any) -> dict[str, Any]:
     """The answer to one request, its body read. size: bytes to be moved, for which there is more time."""
-    for wait in (*WAITS_S, None):
+    for wait in (*WAITS_S, *longer_waits(), None):
         if before is not None:
             before()
         try:
@@ -276,7 +285,7 @@ def _endpoint() -> str | None:
 def _session(process: int, endpoint: str | None) -> S3FileSystem:
     """One for all threads of a process (a fork needs its own) and all requests to an endpoint.
 
-    Raises StorageError for an endpoint that is no URL.
+    Raises NotSupported for an endpoint that is no URL.
     """
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_S,
@@ -292,7 +301,7 @@ def _session(process: int, endpoint: str | None) -> S3FileSystem:
     try:
         session.connect()
     except ValueError as error:
-        raise StorageError(f"AWS_ENDPOINT_URL: {error}: write it as http://host:port") from None
+        raise NotSupported(f"AWS_ENDPOINT_URL: {error}: write it as http://host:port") from None
     return session
 
 
@@ -310,7 +319,7 @@ def _named(error: Exception, place: str) -> StorageError:
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
         return NotAllowed(f"{place}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if isinstance(error, LATE):
-        return NoAnswer(f"{place}: no answer in time, {len(WAITS_S) + 1} times")
+        return NoAnswer(f"{place}: no answer in time, {len(WAITS_S) + len(longer_waits()) + 1} times")
     return StorageError(f"{place}: {str(error).strip() or type(error).__name__}")
 
 
@@ -322,7 +331,10 @@ def _refusal(error: boto.ClientError, place: str) -> StorageError:
         return NotFound(f"{place}: there is no such object")
     if _status(error) in (401, 403):
         return NotAllowed(f"{said}: check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and their rights")
-    return ConditionFailed(said) if _status(error) in (409, 412) else StorageError(said)
+    if _status(error) in (409, 412):
+        return ConditionFailed(said)
+    is_final = _status(error) < 500 and not _may_pass(error)
+    return NotSupported(said) if is_final else StorageError(said)
 
 
 def _status(error: boto.ClientError) -> int:

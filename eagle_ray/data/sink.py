@@ -17,11 +17,13 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
+from eagle_ray.config import ConfigError
 from eagle_ray.data.bundles import unbundled
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import part_name
+from eagle_ray.data.patience import outlasting_outages
 from eagle_ray.data.record import Run
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import StorageUnavailable, outcome_of
 from eagle_ray.data.storage import Location, StorageError, parquet_bytes
 from eagle_ray.data.storage_errors import remedy_of
 
@@ -44,7 +46,14 @@ class AtomicParquetSink(Datasink[None]):
     partitions: Partitions = NO_PARTITIONS
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
-        """Called in a Ray task. Raises Overtaken where a newer attempt owns the output, ClusterError for a full one."""
+        """Called in a Ray task. Raises Overtaken if a newer attempt owns the output, StorageUnavailable if it is full.
+
+        What the system refuses for good is a ConfigError.
+        """
+        with outlasting_outages():
+            self._write(blocks, ctx)
+
+    def _write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
         filled = [unbundled(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
@@ -63,7 +72,8 @@ class AtomicParquetSink(Datasink[None]):
             raise
         except OSError as error:
             self.run.check_current()  # if the output was deleted, that is the reason
-            raise ClusterError(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
+            kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
+            raise kind(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
 
     @property
     def min_rows_per_write(self) -> int:

@@ -20,6 +20,7 @@ from eagle_ray.data.ids import NONE, Digests, among, digests
 from eagle_ray.data.input.place import At
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of, tables_of
 from eagle_ray.data.input.shards import Shard
+from eagle_ray.data.patience import outlasting_outages
 from eagle_ray.data.schema import request_schema
 
 __all__ = ["InputPlan", "plan_input", "read_requests", "requests_of"]
@@ -56,5 +57,6 @@ class ShardReader:
         skip = ray.get(self.skip)
         for row in batch.to_pylist():
             shard = Shard(self.plan.files[row["file"]], row["start"], At(row["row"], row["line"]), row["num_rows"])
-            for table in tables_of(self.plan, shard):
-                yield table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), skip)))
+            with outlasting_outages():
+                for table in tables_of(self.plan, shard):
+                    yield table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), skip)))

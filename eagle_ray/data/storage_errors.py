@@ -35,3 +35,11 @@ class NoAnswer(StorageError, TimeoutError):
 
 class ConditionFailed(StorageError):
     """The object is there, or is another one, though the request asked for the contrary."""
+
+
+class NotSupported(StorageError):
+    """The server lacks what a job needs, such as conditional writes: another try does not help."""
+
+
+class Changed(StorageError):
+    """The object was replaced while it was read."""

@@ -45,7 +45,8 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
     """Hand the job over; returns its exit code, or 0 at once where it is not followed.
 
     address: http://host:port of the cluster's dashboard; None: what RAY_API_SERVER_ADDRESS or RAY_ADDRESS says.
-    flags: of ``eagle-ray run``, besides the configuration. Raises ClusterError where no cluster answers.
+    flags: of ``eagle-ray run``, besides the configuration. Raises ClusterError if no cluster answers, ConfigError if it
+    refuses the token or the address is none.
     """
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     client = _client(address)
@@ -119,16 +120,17 @@ def _python(client: Any) -> str:
 
 @contextmanager
 def _reached(address: str | None) -> Iterator[None]:
-    """What Ray's client raises is a ClusterError that names the address."""
+    """Turn what Ray's client raises into an error that names the address: a ConfigError if another try is no help."""
     from ray.exceptions import AuthenticationError
 
     try:
         yield
     except (AuthenticationError, RuntimeError, ValueError, OSError) as error:
+        kind = ConfigError if isinstance(error, (AuthenticationError, ValueError)) else ClusterError
         where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "no address"
         first = str(error).strip().partition("\n")[0]
         fix = TOKEN if isinstance(error, AuthenticationError) else DASHBOARD
-        raise ClusterError(f"--address {where}: no Ray cluster takes the job there ({first}): {fix}") from None
+        raise kind(f"--address {where}: no Ray cluster takes the job there ({first}): {fix}") from None
 
 
 async def _print_log(client: Any, job: str) -> None:

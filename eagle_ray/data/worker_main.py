@@ -24,7 +24,7 @@ import pyarrow as pa
 from eagle_ray.config import ConfigError
 from eagle_ray.data.channel import Channel
 from eagle_ray.data.faults import WorkerFault, fault_of
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import WorkerDefect
 from eagle_ray.data.worker_process import START, Answer
 from eagle_ray.errors import EngineError
 
@@ -67,7 +67,7 @@ class WorkerMain:
             self._say(Answer(number, error=_told(error)))
         except Exception as error:  # a bug: it ends the job
             log.exception("a batch cannot be answered")
-            self._say(Answer(number, error=ClusterError(f"a worker failed: {fault_of(error).line}")))
+            self._say(Answer(number, error=WorkerDefect(f"a worker failed: {fault_of(error).line}")))
 
     def _say(self, answer: Answer, table: pa.Table | None = None) -> None:
         with suppress(EOFError):  # the listener sees it too

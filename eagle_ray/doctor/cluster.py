@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle_ray.config import ExecutionConfig
+from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.data.ray_environment import LOCAL, prepare
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.doctor.finding import Finding, counted
@@ -41,7 +41,7 @@ def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers |
     try:
         nodes = _here() if address == LOCAL else _there(address)
         found = _planned(execution, device, nodes, address == LOCAL)
-    except ClusterError as error:
+    except (ClusterError, ConfigError) as error:
         return Finding("ray", f"no workers at {address!r}", {"address": address}, problem=str(error)), None
     cpus, gpus = (sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU"))
     where = "a job starts Ray on this machine" if found.is_here else f"{counted(len(nodes), 'node')} at {address}"

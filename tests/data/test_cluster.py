@@ -1,6 +1,7 @@
 """How many engines a cluster carries, and how rows are shared out among them."""
 
 import socket
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import ray
 from ray.exceptions import RayError
 
 from eagle_ray.config import ConfigError, ExecutionConfig
+from eagle_ray.data import cluster
 from eagle_ray.data.actor import _for_the_user
 from eagle_ray.data.cluster import (
     GROWTH,
+    GcsWatch,
     Workers,
     _check_answers,
     _leave_stdout_to_results,
@@ -22,7 +25,7 @@ from eagle_ray.data.cluster import (
 from eagle_ray.data.faults import SMALLER
 from eagle_ray.data.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
 from eagle_ray.data.ray_environment import RAY_JOB
-from eagle_ray.data.stops import ClusterError
+from eagle_ray.data.stops import ClusterError, ClusterUnfit
 
 TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
 
@@ -81,7 +84,7 @@ def test_threads_are_the_users_word_and_not_rays(environ, threads):
     ],
 )
 def test_gpus_that_are_not_there_stop_the_job(settings, device, todo):
-    with pytest.raises(ClusterError, match=todo):
+    with pytest.raises(ClusterUnfit, match=todo):
         plan_workers(ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10)
 
 
@@ -130,6 +133,21 @@ def test_a_cluster_of_our_own_that_falls_apart_is_said(monkeypatch, gone, says):
     node.dead_processes = lambda: dead
     with pytest.raises(ClusterError, match=f"{says}.*the same command goes on.*/tmp/ray/logs"):
         check_alive()
+
+
+def test_a_cluster_elsewhere_whose_gcs_stops_answering_is_lost_after_a_while(monkeypatch):
+    monkeypatch.setattr(cluster, "ASK_GCS_EVERY_S", 0.0)
+    monkeypatch.setattr(cluster, "LOST_AFTER_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        watch = GcsWatch(address)
+        time.sleep(1.1)
+        watch.check()
+    watch.check()  # it may come back
+    time.sleep(1.1)
+    with pytest.raises(ClusterError, match=f"the Ray cluster at {address} is lost: .*Run the same command again"):
+        watch.check()
+    GcsWatch(None).check()
 
 
 @pytest.mark.parametrize("address", ["auto", "local"])

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at any time: one line, exit code 130, and an output that can be gone on with."""
+"""SIGINT, SIGTERM and SIGHUP at any time: one line, exit code 130, and an output that can be gone on with."""
 
 import os
 import signal
@@ -21,6 +21,7 @@ COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run"]
     ("number", "after_line", "after_s"),
     [
         (signal.SIGTERM, "reading the input", 0.0),
+        (signal.SIGHUP, "getting Ray ready", 0.5),
         (signal.SIGTERM, "getting Ray ready", 1.5),  # within ray.init, which has a handler of its own
         pytest.param(signal.SIGINT, "getting Ray ready", 1.5, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "getting Ray ready", 0.0, marks=pytest.mark.slow),
@@ -46,6 +47,26 @@ def test_an_interrupt_is_one_line_and_130(make_job, tmp_path, number, after_line
     assert driver.returncode == 130, "".join(said)
     assert "Traceback" not in "".join(said) and said[-1].startswith("eagle-ray: interrupted")
     assert not Path(config.output.path, "_SUCCESS").exists()
+
+
+def test_a_sighup_that_nohup_ignores_stays_ignored(make_job, tmp_path):
+    """A real process: the signal arrives before Ray starts, and the job goes on to its end."""
+    config = make_job(token_rows(2), **{"execution.ray_address": "local"})
+    (tmp_path / "job.yaml").write_text(config.model_dump_json())
+    command, environment = (
+        ["nohup", *COMMAND, "-c", str(tmp_path / "job.yaml")],
+        os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    driver = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in driver.stderr:
+        if "reading the input" in line:
+            break
+    driver.send_signal(signal.SIGHUP)
+    said = driver.communicate(timeout=180)[1]
+    assert driver.returncode == 0, said
+    assert Path(config.output.path, "_SUCCESS").exists()
 
 
 def test_only_the_first_interrupt_from_outside_is_heard():

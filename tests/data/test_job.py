@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
+from eagle_ray import job
 from eagle_ray.config import JobConfig
 from eagle_ray.data.storage import Location, read_json
 from eagle_ray.job import run_job
@@ -150,6 +151,57 @@ def test_changed_sampling_is_another_job(done):
 def test_too_many_error_rows_are_exit_code_4_and_no_success(done):
     assert run_job(with_changes(done, execution={"max_error_rate": 0.01})) == 4
     assert len(rows_of(done)) == 62 and not Path(done.output.path, "_SUCCESS").exists()
+
+
+def test_a_job_whose_every_row_failed_is_not_done(ray_session, make_job, messages):
+    config = make_job([{"id": f"bad{i}", "prompt": "needs a tokenizer"} for i in range(3)])
+    assert config.execution.max_error_rate == 1 and run_job(config) == 4
+    assert "stopped: all 3 rows are errors (no_tokenizer 3). Mend their cause" in messages[-1]
+    assert ids_of(config) == ["bad0", "bad1", "bad2"] and not Path(config.output.path, "_SUCCESS").exists()
+    assert run_job(config) == 4  # also when nothing is left to do
+
+
+@pytest.mark.parametrize("change", ["longer", "same size", "gone", "touched"])
+def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
+    done, tmp_path, messages, monkeypatch, change
+):
+    """At the worst moment: every row is there and _SUCCESS is about to be written."""
+    file = tmp_path / "in.jsonl"
+    shutil.copyfile(done.input.path, file)
+    config = with_changes(done, input={"path": str(file)})
+    assert run_job(config) == 0
+    settle, content = job._settle, file.read_bytes()
+
+    def change_it(*args: object) -> None:
+        settle(*args)
+        if change == "gone":
+            file.unlink()
+        else:
+            file.write_bytes({"longer": content + b"{}\n", "same size": content[::-1], "touched": content}[change])
+
+    monkeypatch.setattr(job, "_settle", change_it)
+    assert run_job(config) == (0 if change == "touched" else 6)
+    monkeypatch.undo()
+    if change == "touched":
+        return
+    assert f"stopped: {file} changed while the job read it (" in messages[-1] and "Put the file back" in messages[-1]
+    assert "\n" not in messages[-1] and not Path(config.output.path, "_SUCCESS").exists()
+    file.write_bytes(content)
+    assert run_job(config) == 0
+
+
+def test_rows_of_a_file_that_was_cut_are_not_called_missing(ray_session, make_job, messages, monkeypatch):
+    """Its readers find it. That ids are missing would be true, and to run the job again no help."""
+    config = make_job(token_rows(600), **{"sampling.max_tokens": 1})  # two shards
+    file, make = Path(config.input.path), job._make_missing
+
+    def cut_first(*args: object) -> None:
+        file.write_bytes(file.read_bytes()[:-200])
+        make(*args)
+
+    monkeypatch.setattr(job, "_make_missing", cut_first)
+    assert run_job(config) == 6
+    assert f"{file} changed while the job read it" in messages[-1] and "missing" not in messages[-1]
 
 
 @pytest.mark.parametrize(

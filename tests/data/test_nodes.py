@@ -65,3 +65,18 @@ def test_a_node_that_dies_and_is_not_replaced_costs_time_and_no_row(make_job, tm
         _, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, err
     assert ids_of(config) == sorted(row["id"] for row in rows)
+
+
+def test_a_cluster_that_is_lost_is_exit_5_in_one_line(make_job, tmp_path):
+    """Ray itself would end the process after a minute, with exit code 1 and without a word."""
+    settings = {"sampling.max_tokens": 200, "sampling.ignore_eos": True, "execution.rows_per_file": 1}
+    with cluster_of(1) as cluster:
+        config = make_job(token_rows(60), **ON_FAKE_GPUS | settings | {"execution.ray_address": cluster.address})
+        driver = start_run(config, tmp_path, "--set", "execution.slots=1")
+        until(lambda: len(rows_of(config)) > 1, driver)
+        cluster.head_node.all_processes["gcs_server"][0].process.kill()
+        _, err = driver.communicate(timeout=PATIENCE_S)
+    assert driver.returncode == 5, err
+    assert (
+        f"the Ray cluster at {config.execution.ray_address} is lost" in err.splitlines()[-1] and "Traceback" not in err
+    )

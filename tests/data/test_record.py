@@ -15,7 +15,7 @@ from eagle_ray.data.input.plan import plan_input
 from eagle_ray.data.lock import lock_output
 from eagle_ray.data.record import RUN, Run, noting_outcome, open_run, output_of
 from eagle_ray.data.schema import output_schema
-from eagle_ray.data.stops import OutputBusy, OutputDamaged, OutputMismatch, Overtaken
+from eagle_ray.data.stops import OutputBusy, OutputDamaged, OutputMismatch, Overtaken, StorageUnavailable
 from eagle_ray.data.storage import Location, read_json, write_json
 from eagle_ray.validate import validate
 from tests.conftest import token_rows
@@ -129,7 +129,7 @@ def test_a_full_disk_is_named_with_the_output(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", refuse)
     says = rf"output\.path: cannot write to {tmp_path}: No space left"
-    with pytest.raises(ConfigError, match=says), lock_output(Location.of(tmp_path)):
+    with pytest.raises(StorageUnavailable, match=says), lock_output(Location.of(tmp_path)):
         pass
 
 

@@ -107,7 +107,7 @@ def test_the_job_is_one_that_eagle_ray_takes(tmp_path):
     config_map = documents(RAYJOB)[0]
     (mount,) = [m for m in pods(rayjob())[0]["containers"][0]["volumeMounts"] if m["name"] == "job"]
     ((name, text),) = config_map["data"].items()
-    assert rayjob()["spec"]["entrypoint"] == f"eagle-ray run -c {mount['mountPath']}/{name}"
+    assert rayjob()["spec"]["entrypoint"] == f"eagle-ray run --keep-going -c {mount['mountPath']}/{name}"
     (tmp_path / name).write_text(text)
     models_of_here = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
     config = load_config(str(tmp_path / name), env={}, overrides=models_of_here)

@@ -12,15 +12,23 @@ import difflib
 import glob
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from eagle_ray.config import ConfigError
+from eagle_ray.data.stops import InputChanged
 from eagle_ray.data.storage import Location, NotFound, Stamp
+from eagle_ray.data.storage_errors import Changed
 
 log = logging.getLogger("eagle_ray")
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
 PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _READ = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
+PUT_BACK = (
+    "Put the file back as it was and run the same command again to resume, or run it with another output.path or "
+    "--overwrite to answer the file as it is now."
+)
 EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
 
 
@@ -42,13 +50,30 @@ class InputFile:
         return str(self.location)
 
     def check_unchanged(self) -> None:
-        """Raises OSError where the file is no longer the one that was planned.
+        """Raises InputChanged if the file is no longer the one that was planned.
 
-        A local one by its size only: another node's copy may have another time.
+        A local file is compared by its size only, since another node's copy may have another time; the driver compares
+        the rest (``fingerprints.check_unchanged``).
         """
-        now = self.location.stat()
-        if now.size != self.stamp.size or (not self.location.is_local and now != self.stamp):
-            raise OSError(f"{self.path} changed after the job had started: run it again on files that stay as they are")
+        with self.watching():
+            now = self.location.stat()
+        if now.size != self.stamp.size:
+            raise self.changed(f"{self.stamp.size:,} bytes then, {now.size:,} now")
+        if not self.location.is_local and now != self.stamp:
+            raise self.changed("its content")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turn what reading a file meets that was replaced or removed into InputChanged."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise self.changed("it is gone") from None
+        except Changed:
+            raise self.changed("its content") from None
+
+    def changed(self, difference: str) -> InputChanged:
+        return InputChanged(f"{self.path} changed while the job read it ({difference}). {PUT_BACK}")
 
 
 def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]:

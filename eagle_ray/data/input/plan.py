@@ -107,6 +107,20 @@ def plan_input(config: JobConfig) -> InputPlan:
     return plan
 
 
+def check_not_empty(plan: InputPlan, config: JobConfig) -> None:
+    """Raises ConfigError if there is no row to answer and input.allow_empty is not set."""
+    if plan.num_rows == 0 and not config.input.allow_empty:
+        raise ConfigError(
+            f"input.path: there is no row in {_files(plan)}. Give an input with rows, or --allow-empty "
+            "(input.allow_empty: true) if that is as it should be."
+        )
+
+
+def _files(plan: InputPlan) -> str:
+    others = f" and {len(plan.files) - 1} other files" if len(plan.files) > 1 else ""
+    return f"{plan.files[0].path}{others}"
+
+
 def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
     """Every row of the input in order, good or bad, as REQUEST columns and carried ones."""
     for table in tables_in(plan):

@@ -77,11 +77,21 @@ def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
 def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
     """Each row's place in its file, and the row (of Parquet, its needed columns only).
 
-    Raises OSError where the file has changed since it was scanned, ConfigError where it cannot be read after all.
+    Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read after all.
     """
     shard.file.check_unchanged()
     read = _parquet_rows if shard.file.format == "parquet" else _record_rows
-    return islice(read(shard, needed), shard.num_rows)
+    return _watched(shard.file, islice(read(shard, needed), shard.num_rows))
+
+
+def _watched(file: InputFile, rows: Iterator[tuple[At, Row]]) -> Iterator[tuple[At, Row]]:
+    """A file that cannot be read after all has changed if its size says so."""
+    try:
+        with file.watching():
+            yield from rows
+    except ConfigError:
+        file.check_unchanged()
+        raise
 
 
 def _cannot_read(file: InputFile, error: Exception) -> ConfigError:

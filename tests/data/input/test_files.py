@@ -6,6 +6,7 @@ import pytest
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.files import find_files
+from eagle_ray.data.stops import InputChanged
 
 
 @pytest.fixture
@@ -97,7 +98,10 @@ def test_a_file_that_changed_is_not_read_on(tree):
     [file] = find_files(str(tree / "a.jsonl"), "auto")
     file.check_unchanged()
     (tree / "a.jsonl").write_text("{}\n{}")
-    with pytest.raises(OSError, match="changed after the job had started"):
+    with pytest.raises(InputChanged, match=r"a\.jsonl changed while the job read it .*\. Put the file back"):
+        file.check_unchanged()
+    (tree / "a.jsonl").unlink()
+    with pytest.raises(InputChanged, match=r"a\.jsonl changed while the job read it \(it is gone\)"):
         file.check_unchanged()
 
 

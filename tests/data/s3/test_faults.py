@@ -5,7 +5,9 @@ import time
 import pytest
 
 from eagle_ray.cli import main
-from eagle_ray.data import s3_objects
+from eagle_ray.data import patience, s3_objects
+from eagle_ray.data.patience import LONGER_WAITS_S, outlasting_outages
+from eagle_ray.data.s3_objects import WAITS_S
 from eagle_ray.data.storage import Location, NoAnswer, StorageError
 from tests.data.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
 
@@ -34,6 +36,15 @@ def test_the_tries_are_counted_and_the_error_says_where(bucket, proxy, fault):
     with pytest.raises(StorageError, match=f"{bucket}/a at {proxy.url}: {fault.code} injected") as error:
         (bucket / "a").write_whole(DATA)
     assert len(proxy.seen) == TRIES and "\n" not in str(error.value)
+
+
+def test_a_job_outlasts_more_failures_than_a_command(bucket, proxy, monkeypatch):
+    monkeypatch.setattr(patience, "LONGER_WAITS_S", (0.01, 0.01))
+    proxy.fail("PUT", SLOW_DOWN, TRIES + 1)
+    with outlasting_outages():
+        (bucket / "a").write_whole(DATA)
+    assert len(proxy.seen) == TRIES + 2
+    assert sum(s3_objects.WAITS_S) < 20 < 60 < sum((*WAITS_S, *LONGER_WAITS_S))
 
 
 def test_what_will_not_pass_is_not_tried_again(bucket, proxy):

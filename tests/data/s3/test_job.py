@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,8 +17,9 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.config import JobConfig
 from eagle_ray.data import record, zombies
-from eagle_ray.data.lock import lock_output
+from eagle_ray.data.lock import LOCK, lock_output
 from eagle_ray.data.stops import OutputBusy
 from eagle_ray.data.storage import Location, json_bytes, read_json
 from eagle_ray.job import complete, run_job
@@ -128,8 +130,7 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
 @pytest.mark.slow
 def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outside):
     """Real drivers with a Ray of their own, through a server that throttles and breaks all the while."""
-    output = bucket / "out"
-    job = job.model_copy(update={"execution": job.execution.model_copy(update={"slots": 1, "rows_per_file": 1})})
+    output, job = bucket / "out", slow(job)
     address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
     with FaultProxy(address.hostname, address.port) as proxy:
         proxy.fail("PUT", Refuse(503, "SlowDown"), 3, path="part-")
@@ -138,15 +139,57 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
         wait_for_files(output, first, 3)
         second = start_driver(job, proxy.url)
         _, said = second.communicate(timeout=120)
-        assert second.returncode == 5 and f"{output} is being written by process {first.pid} on " in said
+        assert second.returncode == 7 and f"{output} is being written by process {first.pid} on " in said
         first.send_signal(signal.SIGKILL)
         first.communicate(timeout=30)
-        assert not (output / "_SUCCESS").exists()
+        made = (output / "data").stamps()
+        assert len(made) >= 3 and not (output / "_SUCCESS").exists()
+        late = json.loads((output / LOCK).read_bytes())
+        PutLate(output / LOCK, json_bytes(late | {"beat": late["beat"] + 1}), proxy).start()
         third = start_driver(job, proxy.url)
         _, said = third.communicate(timeout=240)
         assert third.returncode == 0, said
         assert f"is held by process {first.pid} on" in said and "no sign of life: taken over" in said
+        assert (output / "data").stamps().items() >= made.items()  # rows already written are kept as they are
     assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+
+
+@pytest.mark.slow
+def test_a_job_outlasts_a_server_that_is_away_for_most_of_a_minute(bucket, job, outside):
+    """Without a restart: requests are tried for longer, and the lease waits to be renewed."""
+    output, job = bucket / "out", slow(job)
+    address = urlsplit(os.environ["AWS_ENDPOINT_URL"])
+    with FaultProxy(address.hostname, address.port) as proxy:
+        driver = start_driver(job, proxy.url)
+        wait_for_files(output, driver, 3)
+        for method in ("GET", "PUT", "HEAD", "DELETE"):
+            proxy.fail(method, Refuse(503, "ServiceUnavailable"), 1_000_000)
+        time.sleep(50)  # longer than GIVE_UP_S and LEASE_S
+        proxy.reset()
+        _, said = driver.communicate(timeout=240)
+        assert driver.returncode == 0, said
+        assert "could not be written for 22 s: waiting up to 600 s" in said and "is renewed" in said
+    assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
+
+
+def slow(job: JobConfig) -> JobConfig:
+    """The same job, at work for long enough to meet what happens to it."""
+    changes = {"execution": {"slots": 1, "rows_per_file": 1}, "sampling": {"max_tokens": 200, "ignore_eos": True}}
+    return job.model_copy(update={name: getattr(job, name).model_copy(update=new) for name, new in changes.items()})
+
+
+class PutLate(threading.Thread):
+    """A PUT that a driver sent before it was killed, and that arrives once the next driver watches the lease."""
+
+    def __init__(self, file: Location, data: bytes, proxy: FaultProxy):
+        super().__init__(daemon=True)
+        self._file, self._data, self._proxy, self._num_seen = file, data, proxy, len(proxy.seen)
+
+    def run(self) -> None:
+        while not any(seen.method == "GET" and LOCK in seen.path for seen in self._proxy.seen[self._num_seen :]):
+            time.sleep(0.1)
+        time.sleep(3)
+        self._file.write_whole(self._data)
 
 
 def start_driver(job, endpoint: str) -> subprocess.Popen:

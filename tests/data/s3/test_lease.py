@@ -8,9 +8,9 @@ import time
 import pytest
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data import lock
+from eagle_ray.data import lock, s3_objects
 from eagle_ray.data.lock import LOCK, Lease, lock_output
-from eagle_ray.data.stops import OutputBusy, Overtaken
+from eagle_ray.data.stops import OutputBusy, OutputDamaged, Overtaken, StorageUnavailable, outcome_of
 from tests.data.s3.proxy import IgnoreConditions, Refuse
 
 
@@ -75,13 +75,71 @@ def test_a_driver_whose_lease_was_taken_over_stops(bucket):
     assert holder(bucket) == "somebody else"
 
 
-def test_a_driver_that_cannot_renew_its_lease_stops_before_it_is_stale(bucket, proxy):
-    began = time.monotonic()
-    with pytest.raises(Overtaken, match=r"_lock could not be written for .* s: this driver stops"), lock_output(bucket):
-        proxy.fail("PUT", Refuse(503, "SlowDown"), 10_000)
-        proxy.fail("GET", Refuse(503, "SlowDown"), 10_000)
+def break_storage(proxy, times=100_000):
+    for method in ("PUT", "GET", "HEAD"):
+        proxy.fail(method, Refuse(503, "SlowDown"), times)
+
+
+def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_meanwhile(bucket, proxy):
+    with lock_output(bucket) as check:
+        check()
+        break_storage(proxy)
+        publishing = threading.Thread(target=check, daemon=True)
+        time.sleep(lock.GIVE_UP_S + 2 * lock.LOOK_S)
+        publishing.start()
+        publishing.join(2.0)
+        assert publishing.is_alive()  # in doubt: it waits
+        proxy.reset()
+        publishing.join(60)
+        assert not publishing.is_alive()
+        check()
+    assert holder(bucket) is None
+
+
+def test_a_driver_that_was_taken_over_during_an_outage_stops_before_it_publishes(bucket, proxy):
+    with pytest.raises(Overtaken, match=r"process 9 on elsewhere has taken .* over"), lock_output(bucket) as check:
+        break_storage(proxy)
+        time.sleep(lock.GIVE_UP_S + 2 * lock.LOOK_S)
+        proxy.reset()
+        proxy.fail("PUT", Refuse(503, "SlowDown"), 100_000, path=LOCK)  # it can read again, and not yet write
+        through(bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy)
+        check()
         time.sleep(30)
-    assert time.monotonic() - began < 15
+    assert holder(bucket) == "process 9 on elsewhere"
+
+
+def through(file, data, proxy):
+    """Write past the proxy, as another driver on another network does."""
+    bucket, key = s3_objects.split(str(file))
+    host, port = proxy.upstream
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}")
+    client.put_object(Bucket=bucket, Key=key, Body=data)
+
+
+def test_a_driver_whose_storage_stays_away_ends_with_a_transient_reason(bucket, proxy, monkeypatch):
+    monkeypatch.setattr(lock, "OUTAGE_S", 5.0)
+    says = r"_lock could not be written for 5 s: this driver stops"
+    with pytest.raises(StorageUnavailable, match=says) as stopped, lock_output(bucket):
+        break_storage(proxy)
+        time.sleep(60)
+    assert outcome_of(stopped.value).code == 5
+
+
+def test_a_lease_that_was_deleted_ends_its_driver(bucket):
+    with pytest.raises(OutputDamaged, match="_lock was deleted"), lock_output(bucket):
+        (bucket / LOCK).remove()
+        time.sleep(60)
+
+
+def test_a_late_put_of_a_dead_driver_is_no_sign_of_life(bucket):
+    (bucket / LOCK).write_whole(DEAD)
+    late = threading.Timer(1.0, (bucket / LOCK).write_whole, [DEAD.replace(b"7", b"8")])
+    late.start()
+    began = time.monotonic()
+    with lock_output(bucket):
+        assert time.monotonic() - began >= 1.0 + lock.LEASE_S  # the clock began anew
 
 
 def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
