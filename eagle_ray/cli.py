@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from eagle_ray import __version__
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
 from eagle_ray.data.interrupts import interruptible
-from eagle_ray.data.stops import INTERRUPTED, STOPS, outcome_of
+from eagle_ray.data.stops import INTERRUPTED, STOPS, TRANSIENT, outcome_of
+from eagle_ray.memory_limit import check_address_space, out_of_memory_words
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 COMMANDS = "demo | run | validate | submit | status | report | compare | export | serve | bench | doctor"
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     args.arguments = list(sys.argv[1:] if argv is None else argv)[1:]  # without the command
     try:
+        if warning := check_address_space(args.library):
+            print(f"eagle-ray: {warning}", file=sys.stderr)
         with interruptible():
             code = args.command(args)
         sys.stdout.flush()
@@ -48,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = outcome_of(error)
         print(f"eagle-ray: {'interrupted' if outcome is INTERRUPTED else error}", file=sys.stderr)
         return outcome.code
+    except Exception as error:
+        if not (words := out_of_memory_words(error)):
+            raise
+        print(f"eagle-ray: {words}", file=sys.stderr)
+        return TRANSIENT.code
 
 
 def _print_anything() -> None:
@@ -83,38 +91,38 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="the embedded pair on bundled prompts: CPU, no network")
     demo.add_argument("-o", "--output", metavar="DIR", default="runs/demo", help="output directory (runs/demo)")
-    demo.set_defaults(command=_demo)
+    demo.set_defaults(command=_demo, library="Ray")
 
     run = commands.add_parser("run", help="generate completions for every row of the input")
     _add_run_flags(run)
-    run.set_defaults(command=_run)
+    run.set_defaults(command=_run, library="Ray")
 
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.add_argument("--allow-empty", action="store_const", const=True, help="input.allow_empty")
-    validate.set_defaults(command=_validate, if_exists=None)
+    validate.set_defaults(command=_validate, library="torch", if_exists=None)
 
     submit = commands.add_parser("submit", help="run as a job of a Ray cluster and follow its log")
     _add_run_flags(submit)
     submit.add_argument("--address", metavar="URL", help="the cluster's dashboard (RAY_API_SERVER_ADDRESS)")
     submit.add_argument("--no-wait", dest="follow", action="store_false", help="return once it is submitted")
-    submit.set_defaults(command=_submit)
+    submit.set_defaults(command=_submit, library="torch")
 
     status = commands.add_parser("status", help="where a run stands, from its output directory")
     status.add_argument("run", metavar="RUN", help="its output.path")
     status.add_argument("--json", action="store_true", help="everything that is known, as JSON")
-    status.set_defaults(command=_status)
+    status.set_defaults(command=_status, library="pyarrow")
 
     report = commands.add_parser("report", help="a run's numbers, finished or not, and its report.html")
     report.add_argument("run", metavar="RUN", help="the output directory of a run")
     report.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
-    report.set_defaults(command=_report)
+    report.set_defaults(command=_report, library="pyarrow")
 
     compare = commands.add_parser("compare", help="two runs side by side; without runs, methods on one's own prompts")
     compare.add_argument("runs", metavar="RUN", nargs="*", help="the output directories of two runs, or none")
     compare.add_argument("--json", action="store_true", help="every number, to stdout")
     _add_methods_flags(compare)
-    compare.set_defaults(command=_compare, output=None, if_exists=None)
+    compare.set_defaults(command=_compare, library="pyarrow", output=None, if_exists=None)
 
     export = commands.add_parser("export", help="a run's rows as OpenAI batch output lines or CSV")
     export.add_argument("run", metavar="RUN", help="the output directory of a run")
@@ -122,26 +130,26 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("-o", "--output", metavar="FILE", help="where to (stdout)")
     export.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
     export.add_argument("--overwrite", action="store_true", help="replace FILE where it is there already")
-    export.set_defaults(command=_export)
+    export.set_defaults(command=_export, library="pyarrow")
 
     serve = commands.add_parser("serve", help="answer HTTP requests in OpenAI's protocol, until interrupted")
     serve.add_argument("-c", "--config", metavar="FILE", help="a YAML file such as configs/serve_demo.yaml")
     serve.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
     serve.add_argument("--host", help="serving.host (127.0.0.1)")
     serve.add_argument("--port", type=_positive, help="serving.port (8000)")
-    serve.set_defaults(command=_serve)
+    serve.set_defaults(command=_serve, library="Ray")
 
     bench = commands.add_parser("bench", help="measure this machine")
     benches = bench.add_subparsers(required=True, metavar="cost")
     cost = benches.add_parser("cost", help="what the parts of a step cost, for the budget of later runs")
     _add_config_flags(cost)
     cost.add_argument("--threads", type=_positive, metavar="N", help="CPU threads, as a worker would have (all)")
-    cost.set_defaults(command=_bench_cost, if_exists=None)
+    cost.set_defaults(command=_bench_cost, library="torch", if_exists=None)
 
     doctor = commands.add_parser("doctor", help="what this machine has, whether a pair fits, and what to do about it")
     _add_config_flags(doctor)
     doctor.add_argument("--json", action="store_true", help="every finding, as JSON")
-    doctor.set_defaults(command=_doctor, if_exists=None)
+    doctor.set_defaults(command=_doctor, library="torch", if_exists=None)
     return parser
 
 
@@ -298,6 +306,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _compare_methods(args: argparse.Namespace) -> int:
+    check_address_space("torch")
     config = _config_of_pair(args)
     from eagle_ray.evaluate import evaluate, use_threads
     from eagle_ray.job import show_log

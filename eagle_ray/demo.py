@@ -37,13 +37,17 @@ SETTINGS = {
     "execution.actors": 2,
     "execution.slots": 1,  # one sequence at a time: a row's decoding time is its own
     "output.if_exists": "overwrite",
+    "report.html": False,  # the demo writes its own, once both runs are compared
     "logging.progress_every_s": 5.0,
 }
 BUSY = (
     "slower than plain decoding? The two jobs ran one after the other: on a machine that is busy with other things "
     "that says little; eagle-ray compare -c configs/demo.yaml measures in turns"
 )
-LEGEND = "tau: tokens per pass of the target; tokens/s: of one sequence after its first token, one at a time per worker"
+LEGEND = (
+    "tau: tokens per pass of the target; tokens/s: of one sequence after its first token, one at a time per worker\n"
+    "95 % interval: of the speed-up, from the spread between the rows"
+)
 SHOWN = ("chat", "code")  # categories of which a completion is printed
 SHOWN_CHARACTERS = 600
 

@@ -68,6 +68,7 @@ from eagle_ray.data.submission import check_output_outlives_job
 from eagle_ray.data.zombies import outlast_writers, remove_strays
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
+from eagle_ray.report.speed_up import SpeedUp
 from eagle_ray.report.summary import summarise, summary_json
 from eagle_ray.report.table import difference_line, run_table
 from eagle_ray.report.timeline import timeline
@@ -192,13 +193,24 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
                 _settle(config, plan, run, asked)
             there = object_in(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
             summary = there | sum_up(run) | _checks(config, plan, run, asked, there)
+            run.check_current()  # checks take minutes, and an output that was deleted meanwhile is not made again
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             (run.output / SUCCESS).write_whole(b"", run.check_current)
         if config.report.html:
-            write_report(run.output, summary)
-            log.info("report in %s", (run.output / REPORT).shown)
+            _report(run, summary)
     return summary
+
+
+def _report(run: Run, summary: dict[str, Any]) -> None:
+    """Write the report of a finished run. A failure is only logged: the rows and their numbers are complete."""
+    place = (run.output / REPORT).shown
+    run.check_current()
+    try:
+        write_report(run.output, summary)
+        log.info("report in %s", place)
+    except OSError as error:
+        log.warning("%s could not be written: %s. eagle-ray report writes it later", place, error.strerror or error)
 
 
 @contextmanager
@@ -217,7 +229,7 @@ def _check_input(plan: InputPlan, run: Run) -> None:
 
 
 def write_report(output: Location, summary: dict[str, Any]) -> None:
-    """``report.html``, of the run's record as it stands."""
+    """Write ``report.html`` from a summary and the run's record."""
     (output / REPORT).write_whole(page(summary, read_record(output)).encode())
 
 
@@ -298,6 +310,8 @@ def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked, there: d
     from eagle_ray.data.checks import checked
 
     found = checked(config, plan, run, asked.ids, wanted)
+    if turns := found.get("baseline_rows", {}).pop("turns", None):
+        found["baseline_rows"] |= SpeedUp.of(turns).as_json()
     for row in found.get("verify_rows", {}).get("differing", []):
         log.warning("%s", difference_line(row))
     return found

@@ -31,10 +31,17 @@ def run_at(text: str) -> Location:
 
 
 def review(output: Location) -> str:
-    """The run's table, once its report is written. Raises ConfigError where there is no run."""
+    """Write the run's report and return its table. Raises ConfigError if there is no run.
+
+    A report that cannot be written, as on a read-only file system, is mentioned below the table.
+    """
     numbers = numbers_of(output)
-    write_report(output, numbers)
-    return f"{run_table(numbers)}\nreport in {(output / REPORT).shown}"
+    place = (output / REPORT).shown
+    try:
+        write_report(output, numbers)
+    except OSError as error:
+        return f"{run_table(numbers)}\n{place} could not be written: {error.strerror or error}"
+    return f"{run_table(numbers)}\nreport in {place}"
 
 
 def review_json(output: Location) -> str:

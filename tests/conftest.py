@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.data.ray_environment import LOCAL, prepare
+from eagle_ray.data.ray_environment import LOCAL, LOOPBACK, prepare
 
 TESTS = Path(__file__).parent
 WITH_RAY = (
@@ -31,6 +31,7 @@ WITHOUT_RAY = ("data/input/", "data/test_channel.py", "data/test_twin.py", "data
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.update(LOOPBACK)  # before any test module imports Ray, which reads it then
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
 MakeJob = Callable[..., JobConfig]
 

@@ -33,6 +33,7 @@ LEVEL = {
     "on_finish": 9,
     "keep_going": 10,
     "validate": 9,
+    "memory_limit": 9,
     "demo": 10,
     "endpoint": 10,
     "review": 10,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray import cli
-from eagle_ray.data import s3_objects
+from eagle_ray.data import local_files, s3_objects
 from eagle_ray.data.record import open_run
 from eagle_ray.data.schema import output_schema, table_of
 from tests.conftest import small_job
@@ -42,6 +44,18 @@ def test_a_running_run_is_added_up_and_has_its_report(run, capsys):
     assert f"report in {run}/report.html" in shown
     assert "still running" in (run / "report.html").read_text()
     assert not (run / "_summary.json").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_report_that_cannot_be_written_leaves_the_table(run, capsys, monkeypatch, number):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(local_files, "write_whole", refuse)
+    assert cli.main(["report", str(run)]) == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1] == f"{run}/report.html could not be written: {os.strerror(number)}"
+    assert output.out.splitlines()[3].split()[:2] == ["all", "3"] and output.err == ""
 
 
 def test_json_is_every_number_and_writes_nothing(run, capsys):

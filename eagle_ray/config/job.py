@@ -262,7 +262,7 @@ class OutputConfig(Section):
 
 
 class ReportConfig(Section):
-    html: bool = Field(default=False, description="true or false")
+    html: bool = Field(default=True, description="true or false")
     baseline_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
     verify_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
 

@@ -36,10 +36,11 @@ ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minu
 ASK_GCS_EVERY_S = 5.0
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
+LOOPBACK_ADDRESS = "127.0.0.1"
 LOCAL_OPTIONS = {
     "include_dashboard": False,
     "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
-    "_node_ip_address": "127.0.0.1",  # reachable from nowhere else
+    "_node_ip_address": LOOPBACK_ADDRESS,  # Ray's servers listen there alone
 }
 
 
@@ -75,7 +76,19 @@ def connect(address: str) -> None:
             f"no Ray cluster at {address!r} (execution.ray_address): {error}; "
             "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
         ) from error
+    if address == LOCAL:
+        _check_loopback(ray.util.get_node_ip_address())
     check_not_interrupted()
+
+
+def _check_loopback(node_address: str) -> None:
+    """Raise ClusterError, and end the Ray just started, if it listens on an address that others reach."""
+    if node_address != LOOPBACK_ADDRESS:
+        ray.shutdown()
+        raise ClusterError(
+            f"execution.ray_address: Ray listens on {node_address} instead of {LOOPBACK_ADDRESS}, because it was "
+            "imported before its environment was prepared. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 and start again."
+        )
 
 
 def _check_answers(address: str) -> None:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from uuid import uuid4
 
 from eagle_ray.data.stamp import Stamp
+from eagle_ray.data.storage_errors import DISK_FULL
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
 BeforePublish = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
@@ -122,10 +123,7 @@ def _publish(path: str, data: bytes, before_publish: BeforePublish, give_name: C
     make_directory(directory)
     temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")
     try:
-        with open(temp, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_synced(temp, data, path)
         stamp = stat(temp)
         if before_publish is not None:
             before_publish()
@@ -134,6 +132,25 @@ def _publish(path: str, data: bytes, before_publish: BeforePublish, give_name: C
         remove(temp, missing_ok=True)
     _sync_directory(directory)
     return stamp
+
+
+def _write_synced(temp: str, data: bytes, path: str) -> None:
+    """Write data to temp and to the disk. Raises OSError with the final path, and with the sizes for a full disk."""
+    try:
+        with open(temp, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        reason = error.strerror
+        if error.errno in DISK_FULL:
+            reason += f" ({len(data):,} bytes needed, {_free_bytes(os.path.dirname(temp)):,} free)"
+        raise OSError(error.errno, reason, path) from None
+
+
+def _free_bytes(directory: str) -> int:
+    system = os.statvfs(directory)
+    return system.f_bavail * system.f_frsize
 
 
 def _link(temp: str, path: str) -> None:

@@ -25,8 +25,8 @@ from eagle_ray.data.interrupts import interrupt, is_interrupted
 from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.patience import hurry
 from eagle_ray.data.progress import Progress
-from eagle_ray.data.record import PROGRESS, Run
-from eagle_ray.data.stops import ClusterError, TooManyErrors
+from eagle_ray.data.record import PROGRESS, RUN, Run
+from eagle_ray.data.stops import ClusterError, JobStopped, TooManyErrors
 from eagle_ray.data.storage import Location, write_json
 
 log = logging.getLogger("eagle_ray")
@@ -59,8 +59,8 @@ class ProgressLines:
     """While it is open: something to look at, and ``_progress.json`` every few seconds.
 
     A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
-    keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, and ClusterError where workers
-    die again and again.
+    keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, ClusterError where workers
+    die again and again, and OutputDamaged or Overtaken once ``_run.json`` is deleted or names another attempt.
     """
 
     def __init__(self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits):
@@ -71,6 +71,7 @@ class ProgressLines:
         self._started, self._ready_at = time.monotonic(), None
         self._gcs = GcsWatch(gcs_address())
         self._reason: Exception | None = None
+        self._unwritten = ""  # why the latest progress file could not be written
         self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
 
     def __enter__(self) -> ProgressLines:
@@ -82,6 +83,8 @@ class ProgressLines:
         self._thread.join()
         if self._reason is not None:
             raise self._reason from None
+        if self._unwritten and error is None:
+            log.warning("%s cannot be written: %s", PROGRESS, self._unwritten)
 
     def _work(self) -> None:
         hurry()
@@ -109,9 +112,14 @@ class ProgressLines:
         try:
             check_alive()
             self._gcs.check()
+            if self._run.output.is_local:  # on S3 a request: only where the progress file is written
+                self._run.check_current()
             progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
-        except ClusterError as error:
+        except JobStopped as error:
             self._stop(error)
+            return None
+        except OSError as error:  # the rows matter, not this
+            log.debug("%s cannot be read now: %s", RUN, error)
             return None
         except ray.exceptions.RayError:  # an ending cluster, or one that is too busy: the next look will tell
             return None
@@ -130,10 +138,16 @@ class ProgressLines:
             log.debug("the files cannot be counted now: %s", error)
 
     def _write(self, facts: Facts) -> None:
+        """Write the progress file. A failure is logged once the job is done: a failed write of rows says more."""
         try:
+            self._run.check_current()  # first: an output that was deleted is not made again
             write_json(self._run.output / PROGRESS, facts)
+            self._unwritten = ""
+        except JobStopped as error:
+            self._stop(error)
         except OSError as error:  # the rows matter, not this
-            log.warning("%s cannot be written: %s", PROGRESS, error)
+            self._unwritten = str(error)
+            log.debug("%s cannot be written: %s", PROGRESS, error)
 
     def _facts(self, progress: Progress) -> Facts:
         """Everything that is said, and ``_progress.json`` with it."""

@@ -24,9 +24,11 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else Ray takes 127.0.0.
 def prepare(address: str) -> str:
     """The address to connect to: "auto" is the cluster that RAY_ADDRESS names, as within a Ray job, else LOCAL.
 
-    What the user has set in the environment stays as it is.
+    QUIET leaves what the user has set in the environment as it is. LOOPBACK does not: it keeps Ray on 127.0.0.1.
     """
     address = os.environ.get("RAY_ADDRESS", LOCAL) if address == "auto" else address
-    for name, value in (QUIET | LOOPBACK if address == LOCAL else QUIET).items():
+    for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if address == LOCAL:
+        os.environ.update(LOOPBACK)
     return address

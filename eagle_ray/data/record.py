@@ -39,6 +39,7 @@ from eagle_ray.data.stops import (
     outcome_of,
 )
 from eagle_ray.data.storage import Location, json_bytes, read_json
+from eagle_ray.data.storage_errors import DISK_FULL, remedy_of
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
 SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
@@ -72,12 +73,20 @@ class Run:
         return self.output / DATA
 
     def check_current(self) -> None:
-        """Raises Overtaken unless ``_run.json`` still names this attempt. Waits while a lease is in doubt."""
+        """Check that ``_run.json`` still names this attempt. Waits while a lease is in doubt.
+
+        Raises OutputDamaged if the file is gone, Overtaken if it names another attempt.
+        """
         if self.check_lock is not None:
             self.check_lock()
         record = read_record(self.output)
-        if record is None or (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
-            found = "nothing" if record is None else f"run {record['run_id']} attempt {record['attempt']}"
+        if record is None:
+            raise OutputDamaged(
+                f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
+                "run the command again to start from the first row."
+            )
+        if (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
+            found = f"run {record['run_id']} attempt {record['attempt']}"
             raise Overtaken(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
 
 
@@ -108,8 +117,9 @@ def naming_output(output: Location) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        hint = f". {remedy_of(error)}" if error.errno in DISK_FULL else ""
         kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
-        raise kind(f"output.path: cannot write to {error.filename or output}: {reason}") from error
+        raise kind(f"output.path: cannot write to {error.filename or output}: {reason}{hint}") from error
 
 
 def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:

@@ -25,6 +25,7 @@ from eagle_ray.data.patience import outlasting_outages
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import StorageUnavailable, outcome_of
 from eagle_ray.data.storage import Location, StorageError, parquet_bytes
+from eagle_ray.data.storage_errors import remedy_of
 
 NO_PARTITIONS = Partitions()
 
@@ -63,15 +64,16 @@ class AtomicParquetSink(Datasink[None]):
                 self._publish(file, parquet_bytes(rows, self.compression))
 
     def _publish(self, file: Location, data: bytes) -> None:
-        """What the system refuses names the file here: Ray puts words of its own in the place of an OSError's path."""
+        """Create the file. A refused write names the file here: Ray replaces the path of an OSError."""
+        self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
         try:
             file.create(data, self.run.check_current)
         except StorageError:  # names its object
             raise
         except OSError as error:
-            reason = error.strerror or error
+            self.run.check_current()  # if the output was deleted, that is the reason
             kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
-            raise kind(f"cannot write {file}: {reason}: the same command goes on from what is there") from None
+            raise kind(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
 
     @property
     def min_rows_per_write(self) -> int:

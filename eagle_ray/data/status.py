@@ -90,15 +90,26 @@ def status_text(status: Status) -> str:
     if status.state == "done":
         return f"{head}done, {status.finished_at or 'just now'}{_counted(status.total)}"
     if status.state == "stopped":
-        lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {_why(status.outcome)}: {again}"]
+        why = _why(status.outcome)
+        hint = "" if "same command" in why else f": {again}"
+        lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {why}{hint}"]
     else:
         lines = [f"{head}{status.state}, attempt {status.attempt} (since {status.started_at})"]
     if status.state == "killed":
-        lines.append(f"process {status.process.pid} is gone from {status.process.host} without a word: {again}")
+        process = f"process {status.process.pid} is gone from {status.process.host}"
+        lines.append(f"{process} and recorded no outcome (killed, or its disk was full): {again}")
     if status.state == "silent":
         lines.append(f"no sign of life for {status.quiet_s:,.0f} s: if it was killed, {again}")
-    said = " · ".join(words_of(status.progress)) if status.progress else "nothing yet"
-    return "\n".join([*lines, f"last sign of life {status.quiet_s:,.0f} s ago: {said}"])
+    return "\n".join([*lines, _progress_line(status)])
+
+
+def _progress_line(status: Status) -> str:
+    """Return what the attempt had done when it last wrote its progress, and for a live one how long ago that was."""
+    if not status.progress:
+        return "this attempt has recorded no progress yet"
+    said = " · ".join(words_of(status.progress))
+    ended = status.state == "stopped"
+    return f"its last progress: {said}" if ended else f"last sign of life {status.quiet_s:,.0f} s ago: {said}"
 
 
 def _alive(process: Process | None, quiet_s: float, patience_s: float) -> str:

@@ -6,6 +6,16 @@ The message names the object and the endpoint. A local file raises the system's 
     True
 """
 
+import errno
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def remedy_of(error: OSError) -> str:
+    """Return what to do about a write that failed, as the last sentence of a message."""
+    again = "run the same command again to resume"
+    return f"Free some space there, then {again}." if error.errno in DISK_FULL else f"{again.capitalize()}."
+
 
 class StorageError(OSError):
     """A request failed, and trying again did not help: the storage is at fault, not what it holds."""

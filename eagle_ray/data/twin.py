@@ -47,8 +47,12 @@ class ChosenRow:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    tokens: int = 0
-    seconds: float = 0.0
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def of_all(cls, turns: list[Speed]) -> Speed:
+        return cls(sum(turn.tokens for turn in turns), sum(turn.seconds for turn in turns))
 
     @property
     def tokens_per_s(self) -> float:
@@ -67,17 +71,21 @@ class Twin:
         self._plain = Engine(self._target, NoDrafter(), never, pair.engine.max_model_len, 0, graphs=graphs)
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
-        """Output tokens per second of all slots together, with drafts and without, prompts included."""
+        """Return output tokens per second of all slots together, with drafts and without, prompts included.
+
+        turns: of each turn the tokens and seconds with drafts, and those without.
+        """
         engines = [self._drafting, self._plain]
-        speeds = {engine: Speed() for engine in engines}
+        turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
         turn = ROWS_PER_SLOT * self._config.execution.slots
         for engine in engines:
             self._decode(engine, rows[:turn])
         for start in range(0, len(rows), turn):
             for engine in engines:
-                speeds[engine] = self._timed(engine, rows[start : start + turn], speeds[engine])
+                turns[engine].append(self._timed(engine, rows[start : start + turn]))
             engines.reverse()
-        drafted, plain = speeds[self._drafting], speeds[self._plain]
+        both = turns[self._drafting], turns[self._plain]
+        drafted, plain = map(Speed.of_all, both)
         return {
             "rows": len(rows),
             "slots": self._config.execution.slots,
@@ -85,6 +93,7 @@ class Twin:
             "tokens_per_s": drafted.tokens_per_s,
             "plain_tokens_per_s": plain.tokens_per_s,
             "speed_up": drafted.tokens_per_s / plain.tokens_per_s,
+            "turns": [(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(*both, strict=True)],
         }
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
@@ -94,11 +103,11 @@ class Twin:
         differing = [difference for difference in found if difference is not None]
         return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
 
-    def _timed(self, engine: Engine, rows: list[ChosenRow], so_far: Speed) -> Speed:
+    def _timed(self, engine: Engine, rows: list[ChosenRow]) -> Speed:
         started = time.monotonic()
         sequences = self._decode(engine, rows)
         seconds = time.monotonic() - started
-        return Speed(so_far.tokens + sum(len(s.output_ids) for s in sequences), so_far.seconds + seconds)
+        return Speed(sum(len(s.output_ids) for s in sequences), seconds)
 
     def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
         """Each row's sequence, finished, in order."""

@@ -12,26 +12,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.report.outputs import Key, outputs
+from eagle_ray.report.speed_up import TOTAL, SpeedUp, speed_ups
 from eagle_ray.report.summary import Group, ReadColumns, summarise, total
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """groups[name] holds the run's counts and the baseline's. differing: rows whose output ids are not the same."""
+    """A run beside its baseline.
+
+    Attributes:
+        groups: the run's counts and the baseline's, by group.
+        speed_ups: of the run over the baseline, by group, and under TOTAL for all rows.
+        differing: rows whose output ids are not the same.
+    """
 
     groups: dict[str, tuple[Group, Group]]
+    speed_ups: dict[str | None, SpeedUp]
     identical: int
     differing: list[Key]
 
     def as_json(self) -> dict[str, Any]:
-        """Per group and for all: both speeds, in tokens per second of decoding, and their ratio."""
+        """Per group and for all: both speeds, in tokens per second of decoding, and the speed-up with its interval."""
         whole = tuple(total({str(i): pair[side] for i, pair in enumerate(self.groups.values())}) for side in (0, 1))
         return {
             "identical": self.identical,
             "differing": [list(key) for key in self.differing],
-            "total": _speeds(*whole),
-            "groups": {name: _speeds(*pair) for name, pair in self.groups.items()},
+            "total": _speeds(*whole) | self.speed_ups[TOTAL].as_json(),
+            "groups": {name: _speeds(*pair) | self._speed_up(name) for name, pair in self.groups.items()},
         }
+
+    def _speed_up(self, name: str) -> dict[str, Any]:
+        return self.speed_ups.get(name, SpeedUp.of([])).as_json()
 
 
 def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
@@ -43,16 +54,14 @@ def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
     differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))
     counts, plain = summarise(run, by), summarise(baseline, by)
     groups = {name: (group, plain.get(name, Group())) for name, group in counts.items()}
-    return Comparison(groups, len(ours) - len(differing), differing)
+    return Comparison(groups, speed_ups(run, baseline, by), len(ours) - len(differing), differing)
 
 
 def _speeds(run: Group, baseline: Group) -> dict[str, Any]:
-    fast, plain = run.decode_tokens_per_s, baseline.decode_tokens_per_s
     return {
         "rows": run.rows,
         "output_tokens": run.output_tokens,
         "mean_acceptance_length": run.mean_acceptance_length,
-        "decode_tokens_per_s": fast,
-        "baseline_decode_tokens_per_s": plain,
-        "speed_up": fast / plain if fast and plain else None,
+        "decode_tokens_per_s": run.decode_tokens_per_s,
+        "baseline_decode_tokens_per_s": baseline.decode_tokens_per_s,
     }

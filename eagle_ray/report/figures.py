@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle_ray.report.plots import Axis, Plot, percent
 
-WIDE = 960
+WIDE, NARROW = 720, 460  # of a plot over time, in its own units; the style sheet shows one of the two
 LARGEST_DOT = 9.0  # pixels
 
 
@@ -84,10 +84,14 @@ def busy_slots(timeline: dict[str, Any], slots: int) -> str:
 
 def _over_time(timeline: dict[str, Any], name: str, title: str, level: float | None = None) -> str:
     values = [sum(column) for column in zip(*(w[name] for w in timeline["workers"].values()), strict=True)]
-    width = timeline["bin_s"]
-    x = Axis.of_time(width * timeline["num_bins"], "time at work")
-    plot = Plot(x, Axis.over(0, max(*values, level or 0), title, finest=1), WIDE, 200)
-    marks = [plot.upright(attempt["offset_s"]) for attempt in timeline["attempts"][1:]]
-    if level:
-        marks.append(plot.level(level))
-    return plot.svg(f"{title}, over time", [*marks, plot.steps(values, width)])
+    bin_s = timeline["bin_s"]
+    y = Axis.over(0, max(*values, level or 0), title, finest=1)
+    variants = []
+    for kind, width, most_steps in (("wide", WIDE, 8), ("narrow", NARROW, 4)):
+        x = Axis.of_time(bin_s * timeline["num_bins"], "time at work", most_steps)
+        plot = Plot(x, y, width, 200)
+        marks = [plot.upright(attempt["offset_s"]) for attempt in timeline["attempts"][1:]]
+        if level:
+            marks.append(plot.level(level))
+        variants.append(plot.svg(f"{title}, over time", [*marks, plot.steps(values, bin_s)], kind))
+    return "".join(variants)

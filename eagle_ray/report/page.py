@@ -15,7 +15,7 @@ from typing import Any
 from eagle_ray.report import figures
 from eagle_ray.report.plots import percent, spark
 from eagle_ray.report.style import STYLE
-from eagle_ray.report.table import ABSENT, number, rounding_words
+from eagle_ray.report.table import ABSENT, INTERVAL, interval_text, interval_words, number, rounding_words
 from eagle_ray.report.timeline import OTHERS
 
 Counts = dict[str, Any]
@@ -182,7 +182,8 @@ def _measured(summary: dict[str, Any]) -> str:
     rows = [["with drafts", number(speeds["tokens_per_s"])], ["without", number(speeds["plain_tokens_per_s"])]]
     words = (
         f"{number(speeds['rows'])} rows of {number(speeds['output_tokens'])} tokens, decoded both ways by one worker "
-        f"in {speeds['slots']} slots, in turns: <b>{number(speeds['speed_up'], 2)} times</b> as fast with drafts."
+        f"in {speeds['slots']} slots, in turns: <b>{number(speeds['speed_up'], 2)} times</b> as fast with drafts, "
+        f"{interval_words(speeds)}."
     )
     return _section("Against plain decoding", _table(header, rows), words)
 
@@ -194,7 +195,7 @@ def _compared(summary: dict[str, Any]) -> str:
         return ""
     groups = baseline["groups"] | {"all": baseline["total"]}
     rows = [_speed_up(name, speeds) for name, speeds in groups.items()]
-    header = [summary["by"] or "", "rows", "tokens/s", "plain tokens/s", "speed-up"]
+    header = [summary["by"] or "", "rows", "tokens/s", "plain tokens/s", "speed-up", INTERVAL]
     words = (
         "Tokens per second of one row after its first token. "
         f"{number(baseline['identical'])} of {number(baseline['total']['rows'])} outputs are the same, token for token."
@@ -210,6 +211,7 @@ def _speed_up(name: str, speeds: dict[str, Any]) -> list[str]:
         number(speeds["decode_tokens_per_s"]),
         number(speeds["baseline_decode_tokens_per_s"]),
         times if times == ABSENT else f"{times}x",
+        times if times == ABSENT else interval_text(speeds),
     ]
 
 
@@ -289,9 +291,17 @@ def _figure(svg: str | None, words: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Cells], left: Sequence[int] = (0,), total: Cells | None = None) -> str:
-    """Cells are HTML. left: columns aligned left; the others are numbers. total: a last line, of all the others."""
-    marks = [' class="left"' if i in left else "" for i in range(len(header))]
-    head = "".join(f"<th{mark}>{escape(cell)}</th>" for mark, cell in zip(marks, header, strict=True))
+    """Return a table that becomes a block of labelled values per row on a narrow screen.
+
+    Args:
+        rows: cells of HTML.
+        left: columns aligned left; the others are numbers.
+        total: a last line, of all the others.
+    """
+    places = [' class="left"' if i in left else "" for i in range(len(header))]
+    labels = [f' data-label="{escape(cell)}"' if cell else "" for cell in header]
+    marks = [place + label for place, label in zip(places, labels, strict=True)]
+    head = "".join(f"<th{place}>{escape(cell)}</th>" for place, cell in zip(places, header, strict=True))
     body = "".join(f"<tr>{_cells(marks, row)}</tr>" for row in rows)
     last = "" if total is None else f'<tr class="sum">{_cells(marks, total)}</tr>'
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}{last}</tbody></table></div>'

@@ -49,9 +49,9 @@ class Axis:
         return cls(ticks[0], ticks[-1], title, ticks, show)
 
     @classmethod
-    def of_time(cls, seconds: float, title: str) -> Axis:
-        """From 0 to just so many seconds; ticks in the largest unit that is not longer than their distance."""
-        step = next((step for step in TIMES_S if seconds <= 8 * step), seconds / 8)
+    def of_time(cls, seconds: float, title: str, most_steps: int = 8) -> Axis:
+        """Run from 0 to just so many seconds; ticks in the largest unit that is not longer than their distance."""
+        step = next((step for step in TIMES_S if seconds <= most_steps * step), seconds / most_steps)
         size, unit = next(((size, unit) for size, unit in TIME_UNITS if step >= size), (1, "s"))
         ticks = [step * i for i in range(int(seconds / step + 1e-6) + 1)]
         return cls(0, seconds, title, ticks, lambda value: f"{value / size:.4g} {unit}")
@@ -72,9 +72,10 @@ class Plot:
     width: int = 460
     height: int = 250
 
-    def svg(self, label: str, marks: Iterable[str]) -> str:
-        """The whole figure. label: what a reader who does not see it is told."""
-        opening = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(label)}">'
+    def svg(self, label: str, marks: Iterable[str], kind: str = "plot") -> str:
+        """Return the whole figure. label: its text for screen readers. kind: its class in the style sheet."""
+        size = f'viewBox="0 0 {self.width} {self.height}"'
+        opening = f'<svg class="{kind}" {size} role="img" aria-label="{escape(label)}">'
         return "".join([opening, *self._grid(), *self._x_ticks(), *self._titles(), *marks, "</svg>"])
 
     def bars(self, points: Iterable[Point], width: float, kind: str = "one") -> str:

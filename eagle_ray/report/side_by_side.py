@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from eagle_ray.report.outputs import Key, Output, outputs
+from eagle_ray.report.speed_up import TOTAL, SpeedUp, speed_ups
 from eagle_ray.report.summary import Group, ReadColumns, summarise, total
 
 
@@ -35,12 +36,19 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """rows: of the first run, of the second and of both. groups[name]: the first run's counts and the second's."""
+    """Two runs over shared rows.
+
+    Attributes:
+        rows: of the first run, of the second and of both.
+        groups: the first run's counts and the second's, by group.
+        speed_ups: of the second run over the first on the rows that both have, by group and under TOTAL for all.
+    """
 
     rows: tuple[int, int, int]
     differences: list[Difference]
     by: str | None
     groups: dict[str, tuple[Group, Group]]
+    speed_ups: dict[str | None, SpeedUp]
 
     @property
     def identical(self) -> int:
@@ -55,9 +63,12 @@ class SideBySide:
             "identical": self.identical,
             "differing": [difference.as_json() for difference in self.differences],
             "by": self.by,
-            "total": _pair(*whole),
-            "groups": {name: _pair(*pair) for name, pair in named.items()},
+            "total": _pair(*whole) | self.speed_ups[TOTAL].as_json(),
+            "groups": {name: _pair(*pair) | self._speed_up(name) for name, pair in named.items()},
         }
+
+    def _speed_up(self, name: str) -> dict[str, Any]:
+        return self.speed_ups.get(name, SpeedUp.of([])).as_json()
 
 
 def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> SideBySide:
@@ -68,7 +79,7 @@ def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> Si
     counts_a, counts_b = summarise(read_a, by), summarise(read_b, by)
     names = sorted(counts_a.keys() | counts_b.keys())
     groups = {name: (counts_a.get(name, Group()), counts_b.get(name, Group())) for name in names}
-    return SideBySide((len(a), len(b), len(both)), differences, by, groups)
+    return SideBySide((len(a), len(b), len(both)), differences, by, groups, speed_ups(read_b, read_a, by))
 
 
 def _pair(a: Group, b: Group) -> dict[str, dict[str, Any]]:

@@ -34,8 +34,11 @@ th:first-child, td:first-child { padding-left: 0; }
 tr.sum td { border-top: 1px solid var(--rule); font-weight: 600; }
 code { font: 13px ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 .bar-cell i { display: block; height: 9px; background: var(--one); min-width: 1px; }
-svg { display: block; width: 100%; height: auto; font: 12px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; }
+svg { display: block; width: 100%; height: auto; overflow: visible;
+      font: 12px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; }
 svg.spark { width: 150px; height: 26px; }
+svg.plot { max-width: 520px; }
+svg.narrow { display: none; }
 svg text { fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg text.title { fill: var(--ink); }
 svg text.note { fill: var(--ink); font-size: 11.5px; }
@@ -54,5 +57,23 @@ svg.spark path.area.one { fill-opacity: .55; }
 .key.one { background: var(--one); }
 .key.two { border: 2px solid var(--two); }
 footer { margin-top: 48px; padding-top: 14px; border-top: 1px solid var(--rule); }
+@media (min-width: 900px) { svg.wide { font-size: 10px; } }
+@media (max-width: 700px) { svg.wide { display: none; } svg.narrow { display: block; } }
+@media (max-width: 520px) { svg { font-size: 15px; } svg text.note { font-size: 14.5px; } }
+@media (max-width: 600px) {
+  main { padding: 28px 20px 48px; }
+  dl.facts { grid-template-columns: repeat(2, 1fr); }
+  table, tbody { display: block; }
+  thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  tr { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 6px 14px; padding: 10px 0;
+       border-top: 1px solid var(--rule); }
+  tr.sum td { border: 0; }
+  td, th:first-child, td:first-child { padding: 0; }
+  td, td.left { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+  td:first-child { grid-column: 1 / -1; font-weight: 600; }
+  td.left:not(:first-child) { grid-column: span 2; }
+  td[data-label]:not(:first-child)::before { content: attr(data-label); display: block; font-size: 12px;
+                                              font-weight: 400; line-height: 1.3; color: var(--soft); }
+}
 @media print { main { max-width: none; padding: 0; } h2 { break-after: avoid; } figure, table { break-inside: avoid; } }
 """.strip()

@@ -154,11 +154,11 @@ def total(groups: dict[str, Group]) -> Group:
 def _groups_of(table: pa.Table, by: str | None) -> list[tuple[str, Group]]:
     if by is None:
         return [("", Group.of(table))]
-    keys = _texts(table[by])
+    keys = as_text(table[by])
     return [(key, Group.of(table.filter(pc.equal(keys, key)))) for key in pc.unique(keys).to_pylist()]
 
 
-def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """The values as text, null as "": a group's name, whatever the column that was carried holds."""
     try:
         return pc.fill_null(column.cast(pa.string()), "")

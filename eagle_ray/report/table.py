@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 ABSENT = "-"
+TOO_FEW = "too few rows"
+INTERVAL = "95 % interval"
 MOST_DIFFERENCES = 10
 
 
@@ -26,6 +28,18 @@ def render(header: list[str], rows: list[list[str]]) -> str:
 def number(value: float | None, digits: int = 0) -> str:
     """A number with thousands apart; ABSENT for none."""
     return ABSENT if value is None else f"{value:,.{digits}f}"
+
+
+def interval_text(speeds: dict[str, Any]) -> str:
+    """Return the interval of a speed-up as [low, high], or that there were too few rows for one."""
+    interval = speeds.get("speed_up_interval")
+    return TOO_FEW if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def interval_words(measured: dict[str, Any]) -> str:
+    """Return the interval, or the lack of one, as the end of a sentence."""
+    text = interval_text(measured)
+    return f"{text} for an interval" if text == TOO_FEW else f"{INTERVAL} {text}"
 
 
 def run_table(summary: dict[str, Any]) -> str:
@@ -57,16 +71,16 @@ def rounding_words(row: dict[str, Any]) -> str:
 
 def comparison_table(comparison: dict[str, Any], by: str) -> str:
     """A run beside plain decoding: a line per group and one for all of it."""
-    header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up"]
+    header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up", INTERVAL]
     groups = comparison["groups"] | {"all": comparison["total"]}
     return render(header, [_comparison_line(name, speeds) for name, speeds in groups.items()])
 
 
 def side_by_side_table(numbers: dict[str, Any]) -> str:
     """Two runs over the same rows: a line per group and one for all, then where their outputs part."""
-    header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A"]
+    header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A", INTERVAL]
     groups = {name or "(none)": pair for name, pair in numbers["groups"].items()} | {"all": numbers["total"]}
-    table = render(header, [_pair_line(name, pair["a"], pair["b"]) for name, pair in groups.items()])
+    table = render(header, [_pair_line(name, pair) for name, pair in groups.items()])
     rows, differing = numbers["rows"], numbers["differing"]
     same = (
         f"{number(numbers['identical'])} of the {number(rows['both'])} rows that both have are token for token the same"
@@ -76,17 +90,18 @@ def side_by_side_table(numbers: dict[str, Any]) -> str:
     return "\n".join([table, "", same, *shown, *more])
 
 
-def _pair_line(name: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    fast_a, fast_b = a["decode_tokens_per_s"], b["decode_tokens_per_s"]
+def _pair_line(name: str, pair: dict[str, Any]) -> list[str]:
+    a, b, speed_up = pair["a"], pair["b"], pair["speed_up"]
     return [
         name,
         number(a["rows"]),
         number(b["rows"]),
         number(a["mean_acceptance_length"], 2),
         number(b["mean_acceptance_length"], 2),
-        number(fast_a),
-        number(fast_b),
-        f"{fast_b / fast_a:.2f}x" if fast_a and fast_b else ABSENT,
+        number(a["decode_tokens_per_s"]),
+        number(b["decode_tokens_per_s"]),
+        f"{speed_up:.2f}x" if speed_up else ABSENT,
+        interval_text(pair) if speed_up else ABSENT,
     ]
 
 
@@ -106,6 +121,7 @@ def _comparison_line(name: str, speeds: dict[str, Any]) -> list[str]:
         number(speeds["decode_tokens_per_s"]),
         number(speeds["baseline_decode_tokens_per_s"]),
         f"{number(speed_up, 2)}x" if speed_up else ABSENT,
+        interval_text(speeds) if speed_up else ABSENT,
     ]
 
 
@@ -155,8 +171,9 @@ def _baseline(measured: dict[str, Any] | None) -> str:
     if not measured or not measured["rows"]:
         return ""
     return (
-        f"speed-up: {measured['speed_up']:.2f}x over plain decoding, {number(measured['tokens_per_s'])} against "
-        f"{number(measured['plain_tokens_per_s'])} tokens/s of one worker ({number(measured['rows'])} rows both ways)"
+        f"speed-up: {measured['speed_up']:.2f}x over plain decoding, {interval_words(measured)}\n"
+        f"  {number(measured['tokens_per_s'])} against {number(measured['plain_tokens_per_s'])} tokens/s of one worker "
+        f"({number(measured['rows'])} rows both ways)"
     )
 
 

@@ -27,6 +27,7 @@ from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.board import Board
 from eagle_ray.serve.keys import ApiKeys, read_keys
+from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
 from eagle_ray.serve.snapshot import Snapshot, added_up
 
@@ -44,10 +45,11 @@ class Shape:
     threads: int
 
 
-class Replica:
+class Replica(AtNodeAddress):
     """A Service in a process of its own. Serve asks check_health and starts it anew where that raises."""
 
     def __init__(self, config: ServeConfig, keys: ApiKeys, threads: int, board: DeploymentHandle):
+        super().__init__()
         self._service = Service.start(config, threads, keys)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._board = board
@@ -58,6 +60,7 @@ class Replica:
         return build_app(self._service, self._publish)
 
     def check_health(self) -> None:
+        super().check_health()
         if not self._service.is_alive:
             raise RuntimeError("the engine has ended")
 
@@ -71,6 +74,14 @@ class Replica:
             with suppress(RayError, RayServeException):  # the board may be on its way back
                 await self._publish(self._service.snapshot())
             await asyncio.sleep(PUBLISH_EVERY_S)
+
+
+class BoardReplica(AtNodeAddress, Board):
+    """A Board in a process of its own."""
+
+    def __init__(self):
+        AtNodeAddress.__init__(self)
+        Board.__init__(self)
 
 
 def application(args: dict[str, Any]) -> Application:
@@ -107,7 +118,7 @@ def application_of(config: ServeConfig, keys: ApiKeys, shape: Shape) -> Applicat
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }
-    board = serve.deployment(Board, name="board", ray_actor_options={"num_cpus": 0}).bind()
+    board = serve.deployment(BoardReplica, name="board", ray_actor_options={"num_cpus": 0}).bind()
     return serve.deployment(serve.ingress()(Replica), **options).bind(config, keys, shape.threads, board)
 
 

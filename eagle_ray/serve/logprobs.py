@@ -15,6 +15,8 @@ from eagle_ray.engine.sequence import Ranked, Sequence
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.text import HALF_A_CHARACTER, Text
 
+MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -28,14 +30,19 @@ class Place:
 def prompt_places(sequence: Sequence) -> list[Place]:
     num_tops = sequence.sampling.top_logprobs
     tops = sequence.prompt_tops if num_tops else [[]] * len(sequence.prompt_ids)
-    return [Place(*place) for place in zip(sequence.prompt_ids, sequence.prompt_logprobs, tops, strict=True)]
+    return [_place(*place) for place in zip(sequence.prompt_ids, sequence.prompt_logprobs, tops, strict=True)]
 
 
 def output_places(sequence: Sequence, start: int, end: int) -> list[Place]:
     """Of the output ids [start, end)."""
     ids, logprobs = sequence.output_ids[start:end], sequence.output_logprobs[start:end]
     tops = sequence.output_tops[start:end] if sequence.sampling.top_logprobs else [[]] * len(ids)
-    return [Place(*place) for place in zip(ids, logprobs, tops, strict=True)]
+    return [_place(*place) for place in zip(ids, logprobs, tops, strict=True)]
+
+
+def _place(token: int, logprob: float | None, top: Ranked) -> Place:
+    finite_top = [(other, max(value, MIN_LOGPROB)) for other, value in top]
+    return Place(token, None if logprob is None else max(logprob, MIN_LOGPROB), finite_top)
 
 
 def chat_logprobs(places: list[Place], text: Text | NoText) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 
 
 INTERRUPTED = "130 ['ray', 'torch', 'transformers']\n"
-SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20, "report.html": True}
+SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20}
 
 
 def with_changes(config: JobConfig, **sections: dict) -> JobConfig:
@@ -272,6 +272,28 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
+
+
+def test_a_job_whose_output_is_deleted_ends_and_does_not_make_it_again(ray_session, make_job):
+    limits = {"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80}
+    config = make_job(token_rows(400), **limits)
+    driver = start_driver(config)
+    wait_for_another_file(config)
+    shutil.rmtree(config.output.path, ignore_errors=True)  # a writer may be in the middle of a file
+    shutil.rmtree(config.output.path, ignore_errors=True)
+    out, err = driver.communicate(timeout=120)
+    assert out.startswith("6 "), err
+    assert err.count("the output was deleted while the job ran") == 1 and "Traceback" not in err
+    assert "400 of 400 rows" not in err
+    assert not Path(config.output.path).exists()
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_a_finished_job(done, messages):
+    report = Path(done.output.path) / "report.html"
+    report.unlink()
+    report.mkdir()
+    assert run_job(done) == 0
+    assert [line for line in messages if "report.html could not be written: Is a directory" in line]
 
 
 @pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])

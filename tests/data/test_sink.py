@@ -1,5 +1,8 @@
 """The sink on its own: one file a task, whole, in the one schema, and none once overtaken."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +17,7 @@ from eagle_ray.data.pipeline import _write
 from eagle_ray.data.record import RUN, Run
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
-from eagle_ray.data.stops import Overtaken
+from eagle_ray.data.stops import OutputDamaged, Overtaken, StorageUnavailable
 from eagle_ray.data.storage import Location, write_json
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -68,5 +71,30 @@ def test_what_the_system_refuses_is_one_line_with_the_file(ray_session, tmp_path
     sink = make_sink(tmp_path)
     (tmp_path / "data").rmdir()
     (tmp_path / "data").touch()
-    with pytest.raises(ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* from what is there$"):
+    with pytest.raises(ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* again to resume\.$"):
         _write(ray.data.from_arrow(block("a")), sink)
+
+
+def test_a_full_disk_is_one_line_with_the_bytes_needed_and_the_remedy(tmp_path, monkeypatch):
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_record(tmp_path, attempt=1)
+    sink = make_sink(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse)
+    says = r"part-001-000000\.parquet: No space left on device \([\d,]+ bytes needed, [\d,]+ free\)\. Free some space "
+    with pytest.raises(StorageUnavailable, match=says) as raised:
+        sink.write([block("a")], SimpleNamespace(task_idx=0))
+    assert str(raised.value).count("the same command") == 1
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_an_output_that_was_deleted_is_not_made_again(tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    write_record(output, attempt=1)
+    sink = make_sink(output)
+    shutil.rmtree(output)
+    with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
+        sink.write([block("a")], SimpleNamespace(task_idx=0))
+    assert not output.exists()

@@ -18,6 +18,7 @@ from eagle_ray.data.storage import Location, write_json
 from tests.conftest import token_rows
 from tests.data.test_display import FACTS
 
+AGAIN = "run the same command again to resume."
 LATER = timedelta(seconds=30)
 MUCH_LATER = timedelta(hours=3)
 
@@ -112,6 +113,21 @@ def test_a_run_that_stopped_says_why(started, error, says):
         raise error
     text = status_text(status_of(output))
     assert "stopped, attempt 1" in text and says in text and text.count("\n") == 1
+
+
+def test_a_remedy_is_said_once_and_a_stopped_run_has_no_last_sign_of_life(started):
+    run, output = started
+    say(run)
+    error = ClusterError("cannot write x: No space left on device. Free some space there, then " + AGAIN)
+    with pytest.raises(ClusterError), noting_outcome(run):
+        raise error
+    text = status_text(status_of(output))
+    assert text.count("the same command") == 1 and "sign of life" not in text
+    assert "its last progress: 40 of 96 rows, 32 in files" in text
+
+
+def test_a_run_without_progress_says_so(started):
+    assert status_text(status_of(started[1], now())).endswith("\nthis attempt has recorded no progress yet")
 
 
 def test_a_run_that_is_done_counts_its_rows(started, capsys):

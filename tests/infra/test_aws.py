@@ -7,6 +7,10 @@ import jsonschema
 import pytest
 import ray
 import yaml
+from ray.autoscaler._private.aws.config import (
+    _create_default_intracluster_inbound_rules,
+    _create_default_ssh_inbound_rules,
+)
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 INFRA = Path(__file__).parent.parent.parent / "infra"
@@ -40,3 +44,13 @@ def test_the_heads_boto3_leaves_the_locked_botocore(cluster):
     (line,) = cluster["head_setup_commands"]
     (pin,) = [word for word in line.split() if word.startswith("botocore==")]
     assert pin in (INFRA / "constraints.txt").read_text().splitlines()
+
+
+def test_no_port_is_opened_beside_those_of_rays_own_security_group(cluster):
+    """Which admits the cluster's nodes, and SSH."""
+    assert "security_group" not in cluster["provider"]
+    assert [rule["FromPort"] for rule in _create_default_ssh_inbound_rules()] == [22]
+    (rule,) = _create_default_intracluster_inbound_rules(["sg-1"])
+    assert rule["UserIdGroupPairs"] == [{"GroupId": "sg-1"}] and "IpRanges" not in rule
+    for group in cluster["available_node_types"].values():
+        assert not {"SecurityGroupIds", "NetworkInterfaces"} & set(group["node_config"])

@@ -20,7 +20,8 @@ from eagle_ray.config import load_config
 
 INFRA = Path(__file__).parent.parent.parent / "infra"
 RAYJOB, RAYSERVICE = INFRA / "kuberay" / "rayjob.yaml", INFRA / "kuberay" / "rayservice.yaml"
-MANIFESTS = [RAYJOB, RAYSERVICE, INFRA / "prometheus" / "podmonitor.yaml"]
+NETWORKPOLICY = INFRA / "kuberay" / "networkpolicy.yaml"
+MANIFESTS = [RAYJOB, RAYSERVICE, NETWORKPOLICY, INFRA / "prometheus" / "podmonitor.yaml"]
 SCHEMA = yaml.safe_load((INFRA / "kuberay" / "schema.yaml").read_text())
 
 
@@ -39,8 +40,12 @@ def rayjob() -> dict[str, Any]:
 
 
 def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [template["spec"] for template in templates(document)]
+
+
+def templates(document: dict[str, Any]) -> list[dict[str, Any]]:
     cluster = document["spec"].get("rayClusterSpec") or document["spec"]["rayClusterConfig"]
-    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
 def test_the_schema_is_one():
@@ -140,3 +145,79 @@ def test_the_services_api_keys_are_a_secret_on_every_node():
         [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
         assert volume["secret"]["secretName"] and mount["readOnly"]
         assert {"eagle_ray.serve.proxy.middlewares"} == {variable["value"] for variable in container["env"]}
+
+
+RAYS_METRICS, DASHBOARD, HTTP = 8080, 8265, 8000
+OPERATOR = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "default"}},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}},
+}
+
+
+def policy_of(manifest: Path) -> dict[str, Any]:
+    """Return the only policy that selects every pod of a manifest, by the pods' labels."""
+    (policy,) = [
+        policy["spec"]
+        for policy in documents(NETWORKPOLICY)
+        if all(selects(policy["spec"]["podSelector"], template) for template in templates(documents(manifest)[-1]))
+    ]
+    return policy
+
+
+def selects(selector: dict[str, Any], template: dict[str, Any]) -> bool:
+    labels = template["metadata"]["labels"]
+    return set(selector) == {"matchLabels"} and selector["matchLabels"].items() <= labels.items()
+
+
+def ports_for(policy: dict[str, Any], peer: dict[str, Any] | None) -> set[int] | None:
+    """Return the ports open to a peer by name, None for all; the peer None is everything else."""
+    rules = [rule for rule in policy["ingress"] if "from" not in rule or peer in rule["from"]]
+    if any("ports" not in rule for rule in rules):
+        return None
+    return {port["port"] for rule in rules for port in rule["ports"]}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "for_all", "for_operator"),
+    [(RAYJOB, set(), {DASHBOARD}), (RAYSERVICE, {HTTP}, {DASHBOARD, HTTP})],
+    ids=["rayjob", "rayservice"],
+)
+def test_pods_accept_connections_only_from_each_other_beside_named_ports(manifest, for_all, for_operator):
+    policy = policy_of(manifest)
+    assert policy["policyTypes"] == ["Ingress"] and "egress" not in policy  # DNS and the bucket stay reachable
+    assert ports_for(policy, {"podSelector": policy["podSelector"]}) is None
+    assert ports_for(policy, None) == for_all
+    assert ports_for(policy, OPERATOR) == for_operator
+    peers = [peer for rule in policy["ingress"] for peer in rule.get("from", [])]
+    prometheus = [peer for peer in peers if ports_for(policy, peer) == {RAYS_METRICS} | for_all]
+    assert len(prometheus) == 1
+
+
+def test_only_the_jobs_submitter_and_the_operator_reach_its_dashboard():
+    submitter = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": rayjob()["metadata"]["name"]}}}
+    dashboard = {"protocol": "TCP", "port": DASHBOARD}
+    (rule,) = [rule for rule in policy_of(RAYJOB)["ingress"] if dashboard in rule.get("ports", [])]
+    assert rule["from"] == [OPERATOR, submitter]
+
+
+def test_the_policies_ports_are_ports_of_the_pods():
+    for manifest in (RAYJOB, RAYSERVICE):
+        policy = policy_of(manifest)
+        named = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
+        head = pods(documents(manifest)[-1])[0]["containers"][0]
+        assert named <= {port["containerPort"] for port in head["ports"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.ingres", []),
+        ("spec.ingress.0.from", []),
+        ("spec.ingress.0.form", [{"podSelector": {}}]),
+        ("spec.ingress.1.ports.0.port", "8265"),
+        ("spec.podSelector.matchLabel", {}),
+        ("spec.policyTypes", ["ingress"]),
+    ],
+)
+def test_a_policy_that_would_open_more_by_a_misspelling_is_found(path, value):
+    assert problems(set_at(documents(NETWORKPOLICY)[0], path, value))

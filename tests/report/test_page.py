@@ -170,3 +170,36 @@ def test_the_file_needs_nothing_but_itself():
     html = page(summary(**everything), record())
     assert not [word for word in ("http", "<script", "<link", "src=", "@import", "url(") if word in html]
     json.dumps(everything)
+
+
+class Cells(HTMLParser):
+    """The label of each cell of a table's body, None where it has none."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.labels: list[str | None] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "td":
+            self.labels.append(dict(attrs).get("data-label"))
+
+
+def test_every_number_of_a_table_carries_its_heading_for_narrow_screens():
+    labels = Cells(page(summary(), record())).labels
+    headings = ["category", "rows", "errors", "tokens", "nodes/step", "tokens/s of a row", "tau", None]
+    assert labels[: 3 * len(headings)] == 3 * headings
+
+
+def test_plots_over_time_are_drawn_for_wide_and_for_narrow_screens():
+    html = page(summary(**SECTIONS["Over time"]), record())
+    assert html.count('<svg class="wide"') == html.count('<svg class="narrow"') == 2
+
+
+@pytest.mark.parametrize(
+    ("interval", "says"), [([2.31, 2.7], "95 % interval [2.31, 2.70]"), (None, "too few rows for an interval")]
+)
+def test_a_speed_up_has_its_interval_or_says_that_rows_were_too_few(interval, says):
+    (speeds,) = SECTIONS["Against plain decoding"].values()
+    shown = Outline(page(summary(baseline_rows=speeds | {"speed_up_interval": interval}), record()))
+    assert says in " ".join(shown.words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from tests.data.heads import free_port, head_in, wait_for
+from tests.processes import Watched
 
 ROOT = Path(__file__).parent.parent.parent
 PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "eagle_ray.serve.proxy.middlewares"}
@@ -58,6 +60,10 @@ def test_it_is_deployed_changed_without_losing_a_request_and_deleted(tmp_path_fa
         wait_for(deployed.is_ready)
         status, first = deployed.ask("/v1/completions", QUESTION)
         assert status == 200 and first["usage"]["completion_tokens"] <= 20
+        watched = Watched()
+        watched.look(os.getpid())
+        assert watched.beyond_loopback() == {}  # the head's node address is 127.0.0.1
+        assert watched.listeners_of("ServeReplica:eagle-ray:engine")
 
         answers, over = [], threading.Event()
 

@@ -23,6 +23,7 @@ from eagle_ray.serve.board import SILENT_S, Board
 from eagle_ray.serve.deployment import Shape, shape_of
 from eagle_ray.serve.snapshot import Snapshot, added_up
 from tests.data.nodes import cluster_of, parent_of
+from tests.processes import Watched, descendants
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -136,11 +137,23 @@ def replicas():
     ]
 
 
-def descendants(pid):
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [*children, *(pid for child in children for pid in descendants(child))]
+def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkeypatch):
+    """The replicas' gRPC servers too, which Ray opens on [::]: they unpickle what they receive."""
+    watched = Watched()
+    monkeypatch.setenv(*watched.environment.popitem())
+    server = Server(tmp_path, replicas=2)
+    try:
+        server.until_ready()
+        until(lambda: server.metric("replicas") == 2)
+        watched.look(server.process.pid)
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=90)
+    assert watched.beyond_loopback() == {}
+    for part in ("gcs_server", "raylet", "ServeController", "ProxyActor", "ServeReplica:eagle-ray:board"):
+        assert watched.listeners_of(part), part
+    engines = watched.listeners_of("ServeReplica:eagle-ray:engine")
+    assert len(engines) == 4  # of each replica the port of Ray's core and the gRPC server's
 
 
 @pytest.mark.slow

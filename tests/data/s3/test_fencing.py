@@ -12,7 +12,7 @@ from eagle_ray.data.lock import lock_output
 from eagle_ray.data.record import RUN, SUCCESS, noting_outcome, open_run, read_record
 from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
-from eagle_ray.data.stops import OutputBusy, Overtaken
+from eagle_ray.data.stops import OutputBusy, OutputDamaged, Overtaken
 from eagle_ray.data.zombies import remove_strays
 from tests.conftest import small_job, token_rows
 from tests.data.s3.proxy import Refuse
@@ -47,6 +47,15 @@ def test_an_overtaken_writer_publishes_nothing(job):
     with pytest.raises(Overtaken):
         sink(first).write([block("a")], TASK)
     assert first.data.glob("**/*.parquet") == []
+
+
+def test_an_output_that_was_emptied_stays_empty(job):
+    run = start(job())
+    for file in run.output.stamps():
+        file.remove()
+    with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
+        sink(run).write([block("a")], TASK)
+    assert not run.output.stamps()
 
 
 def test_a_repeated_task_leaves_what_its_first_try_published(job):

@@ -1,0 +1,72 @@
+"""A command in a process of its own, and the sockets on which anything that it starts listens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from eagle_ray.serve.listeners import Listener, listeners
+
+MARK = "EAGLE_RAY_TEST_MARK"  # inherited, so that processes are found after their parent has ended
+
+
+class Watched:
+    """Listeners by the title of their process; the command must be started with ``environment``."""
+
+    def __init__(self) -> None:
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        self.seen: dict[str, set[Listener]] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict([self._mark.split("=")])
+
+    def look(self, pid: int) -> None:
+        """Add what listens now, of a process and of all that it started."""
+        pids = {pid, *descendants(pid), *self._marked()}
+        for listener in listeners(pids):
+            self.seen.setdefault(title_of(listener.pid), set()).add(listener)
+
+    def look_until(self, condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 240.0) -> None:
+        deadline = time.monotonic() + seconds
+        while process.poll() is None and not condition():
+            assert time.monotonic() < deadline, "it did not come to pass"
+            self.look(process.pid)
+            time.sleep(0.5)
+
+    def listeners_of(self, part: str) -> set[Listener]:
+        """Return the listeners of the processes whose title contains the part."""
+        return {listener for title, some in self.seen.items() if part in title for listener in some}
+
+    def beyond_loopback(self) -> dict[str, list[str]]:
+        found = {title: [str(one) for one in some if not one.is_loopback] for title, some in self.seen.items()}
+        return {title: some for title, some in found.items() if some}
+
+    def _marked(self) -> set[int]:
+        found = set()
+        for directory in Path("/proc").iterdir():
+            with suppress(OSError):  # it has ended, or is not ours
+                if directory.name.isdigit() and self._mark.encode() in (directory / "environ").read_bytes():
+                    found.add(int(directory.name))
+        return found - {os.getpid()}
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [*children, *(pid for child in children for pid in descendants(child))]
+
+
+def title_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:  # it has ended
+        return "ended"
