@@ -83,14 +83,14 @@ def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
         dataset.write_datasink(sink)
     except RayError as error:
         reason = _innermost(error)
-        if isinstance(reason, JobStopped):
+        if isinstance(reason, (JobStopped, ConfigError)):
             raise type(reason)(str(reason).partition("\n")[0]) from None
         raise _kind_of(reason)(f"a worker failed: {_what_happened(reason)}") from error
 
 
 def _kind_of(error: Exception) -> type[Exception]:
     """Which exception stands for what a task raised. A RayError itself is a lost worker, node or object."""
-    if isinstance(error, ConfigError) or (isinstance(error, OSError) and not outcome_of(error).is_transient):
+    if isinstance(error, OSError) and not outcome_of(error).is_transient:
         return ConfigError
     return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
 

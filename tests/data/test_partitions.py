@@ -16,7 +16,6 @@ from eagle_ray.data.ledger import Ledger, without_ids
 from eagle_ray.data.partitions import NULL, Partitions
 from eagle_ray.data.parts import has_column, part_files, tables
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
-from eagle_ray.data.stops import ClusterError
 from eagle_ray.data.storage import Location, parquet_bytes
 
 CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score": pa.float64(), "tags": pa.json_()}
@@ -121,7 +120,7 @@ def test_columns_that_can():
 
 def test_a_value_too_long_for_a_name_is_refused_with_its_column():
     table = pa.table({"id": ["a"], "lang": ["x" * 300]})
-    with pytest.raises(ClusterError, match="a value of column 'lang' is too long"):
+    with pytest.raises(ConfigError, match="a value of column 'lang' is too long"):
         list(Partitions(("lang",)).split(table))
 
 

@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
+from eagle_ray.config import ConfigError
 from eagle_ray.data.bundles import bundled
 from eagle_ray.data.pipeline import _write
 from eagle_ray.data.record import RUN, Run
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
-from eagle_ray.data.stops import ClusterError, OutputDamaged, Overtaken
+from eagle_ray.data.stops import OutputDamaged, Overtaken, StorageUnavailable
 from eagle_ray.data.storage import Location, write_json
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -70,7 +71,7 @@ def test_what_the_system_refuses_is_one_line_with_the_file(ray_session, tmp_path
     sink = make_sink(tmp_path)
     (tmp_path / "data").rmdir()
     (tmp_path / "data").touch()
-    with pytest.raises(ClusterError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* again to resume\.$"):
+    with pytest.raises(ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* again to resume\.$"):
         _write(ray.data.from_arrow(block("a")), sink)
 
 
@@ -82,7 +83,7 @@ def test_a_full_disk_is_one_line_with_the_bytes_needed_and_the_remedy(tmp_path, 
     sink = make_sink(tmp_path)
     monkeypatch.setattr(os, "fsync", refuse)
     says = r"part-001-000000\.parquet: No space left on device \([\d,]+ bytes needed, [\d,]+ free\)\. Free some space "
-    with pytest.raises(ClusterError, match=says) as raised:
+    with pytest.raises(StorageUnavailable, match=says) as raised:
         sink.write([block("a")], SimpleNamespace(task_idx=0))
     assert str(raised.value).count("the same command") == 1
     assert not list((tmp_path / "data").iterdir())

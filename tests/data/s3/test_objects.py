@@ -12,6 +12,7 @@ from eagle_ray.data.input.files import find_files
 from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.input.shards import rows_in, scan
 from eagle_ray.data.overlap import check_apart, check_not_own
+from eagle_ray.data.stops import InputChanged
 from eagle_ray.data.storage import Location, NotFound, StorageError, parquet_bytes
 from tests.data.test_storage import check_creates_and_replaces
 
@@ -126,7 +127,7 @@ def test_an_input_that_changed_is_known_by_its_etag(bucket):
     [file] = find_files(f"{bucket}/a.jsonl", "auto")
     file.check_unchanged()
     (bucket / "a.jsonl").write_whole(b'{"a": 2}')
-    with pytest.raises(OSError, match="changed after the job had started"):
+    with pytest.raises(InputChanged, match="changed while the job read it"):
         file.check_unchanged()
 
 
