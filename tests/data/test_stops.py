@@ -1,7 +1,6 @@
 """Every way to end has one exit code, and the command line and the job agree on it."""
 
 import errno
-import logging
 
 import pytest
 
@@ -90,11 +89,10 @@ def test_only_exit_5_is_worth_a_restart():
     assert all(with_code(outcome.code) is outcome for outcome in OUTCOMES)
 
 
-def test_what_is_no_stop_is_a_defect_with_its_traceback(caplog):
+def test_what_is_no_stop_is_a_defect_with_its_traceback(capsys):
     def fail() -> str:
         return {}["missing"]
 
-    logging.getLogger("eagle_ray").addHandler(caplog.handler)
     assert job.exit_code_of(fail, "info") == 1
-    assert "KeyError: 'missing'" in caplog.text
+    assert "KeyError: 'missing'" in capsys.readouterr().err
     assert not isinstance(KeyError(), STOPS) and Ending.of(KeyError("missing")).outcome.name == "defect"
