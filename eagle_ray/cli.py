@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file such as configs/example.yaml")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
-    parser.add_argument("-i", "--input", metavar="IN", help="input.path")
+    parser.add_argument("-i", "--input", metavar="IN", action="append", help="input.path; give it again for more files")
     parser.add_argument("-o", "--output", metavar="OUT", help="output.path")
     parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
 
@@ -187,7 +187,7 @@ def _add_methods_flags(parser: argparse.ArgumentParser) -> None:
     methods = parser.add_argument_group("methods", "compared on prompts, in this process")
     methods.add_argument("-c", "--config", metavar="FILE", help="a YAML file: model, speculative, sampling, input")
     methods.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
-    methods.add_argument("-i", "--input", metavar="IN", help="input.path (embedded:prompts)")
+    methods.add_argument("-i", "--input", metavar="IN", action="append", help="input.path (embedded:prompts)")
     methods.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
     methods.add_argument("--per-task", type=_positive, metavar="N", help="at most N rows of each category")
     methods.add_argument(
@@ -220,7 +220,7 @@ def _positive(text: str) -> int:
 
 def _config_of(args: argparse.Namespace) -> JobConfig:
     flags = {
-        "input.path": args.input,
+        "input.path": args.input[0] if args.input and len(args.input) == 1 else args.input,
         "input.limit": args.limit,
         "output.path": args.output,
         "output.if_exists": "resume" if getattr(args, "restarted", False) else args.if_exists,
@@ -340,7 +340,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _config_of_pair(args: argparse.Namespace) -> JobConfig:
     """A pair can be looked at without a job."""
     if args.config is None:
-        args.input, args.output = args.input or "embedded:prompts", args.output or "runs/run"
+        args.input, args.output = args.input or ["embedded:prompts"], args.output or "runs/run"
     return _config_of(args)
 
 

@@ -94,8 +94,8 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
         summary, output = complete(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             _show_errors(output, num_errors)
-        place = output.shown
-        return f"{run_table(summary)}\nrows in {place}/data/*.parquet, these numbers in {place}/{SUMMARY}"
+        place, files = output.shown, "**/*.parquet" if config.output.partition_by else "*.parquet"
+        return f"{run_table(summary)}\nrows in {place}/{DATA}/{files}, these numbers in {place}/{SUMMARY}"
 
     ending = ending_of(work, config.logging.level)
     rows, errors = _counts(config, ending, began)
@@ -331,8 +331,8 @@ def _check_error_rate(counts: dict[str, Any], most: float) -> None:
     codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
     if counts["rows"] and counts["errors"] == counts["rows"]:
         raise TooManyErrors(
-            f"all {counts['rows']} rows are errors ({codes}). Mend their cause, which error_message names, and run the "
-            "same command with --retry-errors."
+            f"all {counts['rows']} rows are errors ({codes}). error_message names each cause. Write corrected rows, with the "
+            "same ids, to another file, and run the command with -i THAT_FILE --retry-errors."
         )
     if counts["errors"] > most * counts["rows"]:
         raise TooManyErrors(

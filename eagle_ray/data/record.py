@@ -46,6 +46,7 @@ SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
 FORMAT_VERSION = 1  # of _run.json
 KEYS = {"run_id", "attempt", "config", "inputs", "attempts"}  # of _run.json, without which it cannot be gone on from
 REMEDY = "choose another output.path, or --overwrite"
+CHOOSE = "Choose another output.path, or --resume or --overwrite"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 
 
@@ -117,7 +118,7 @@ def naming_output(output: Location) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-        hint = f". {remedy_of(error)}" if error.errno in DISK_FULL else ""
+        hint = f". {remedy_of(error)}" if error.errno in DISK_FULL else ". Choose a directory that can be written"
         kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
         raise kind(f"output.path: cannot write to {error.filename or output}: {reason}{hint}") from error
 
@@ -141,7 +142,7 @@ def _open_run(output: Location, config: JobConfig, input_files: Iterable[InputFi
         check_no_foreign_data(output)
         record = _new_record(config, attempt=0)
     elif config.output.if_exists == "fail":
-        raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'")
+        raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {CHOOSE}.")
     else:
         _check_same_job(output, old, config)
         record = old
