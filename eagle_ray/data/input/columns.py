@@ -39,6 +39,13 @@ class ColumnPath:
         """The top-level columns that this path may read, the first that is there."""
         return self.text, str(self.steps[0])
 
+    @property
+    def parent(self) -> ColumnPath | None:
+        """The path of the object that this path reads a key of; None for a column and for an item of a list."""
+        if len(self.steps) == 1 or not isinstance(self.steps[-1], str):
+            return None
+        return ColumnPath.of(self.text.rpartition(".")[0])
+
     def column_in(self, names: Container[str]) -> str | None:
         """The top-level column that this path reads, None where names lacks it."""
         return next((name for name in self.names if name in names), None)

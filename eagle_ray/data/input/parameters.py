@@ -59,12 +59,15 @@ PARAMETERS = frozenset(NO_OP_VALUES) | {
     "allowed_token_ids",
     "bad_words",
     "bad_words_ids",
+    "beam_width",
     "begin_suppress_tokens",
     "chat_template",
     "chat_template_kwargs",
     "do_sample",
     "dry_multiplier",
     "dynatemp_range",
+    "ebnf",
+    "enable_thinking",
     "eos_token_id",
     "exponential_decay_length_penalty",
     "extra_body",
@@ -86,14 +89,17 @@ PARAMETERS = frozenset(NO_OP_VALUES) | {
     "logits_processors",
     "lora_request",
     "max_completion_tokens",
+    "max_gen_len",
     "max_length",
     "max_new_tokens",
     "max_output_tokens",
+    "max_tokens_to_sample",
     "min_output_tokens",
     "mirostat_eta",
     "mirostat_tau",
     "n_predict",
     "num_predict",
+    "parallel_tool_calls",
     "penalty_alpha",
     "random_seed",
     "reasoning_effort",
@@ -105,6 +111,7 @@ PARAMETERS = frozenset(NO_OP_VALUES) | {
     "stop_token_ids",
     "structured_outputs",
     "suppress_tokens",
+    "tfs_z",
     "thinking_token_budget",
     "tools",
     "top_a",
@@ -117,7 +124,9 @@ READ = frozenset(field.name for field in SAMPLING_FIELDS)
 READ_AS = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
+    "max_gen_len": "max_tokens",
     "max_output_tokens": "max_tokens",
+    "max_tokens_to_sample": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "num_return_sequences": "n",
@@ -125,16 +134,18 @@ READ_AS = {
     "stop_sequences": "stop",
     "stop_strings": "stop",
 }
+MISSING = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def parameter_named(column: str) -> str | None:
     """Return the parameter that a column of this name gives and that rows cannot set, or None.
 
-    A name in camelCase stands for the one in snake_case, also where that one is read: topP is not top_p.
+    Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and " top-p" are not top_p.
+    One word in capitals, such as Temperature, is likely to be data.
     """
-    name = _HUMP.sub("_", column).lower() if _HUMP.search(column) else column
-    is_misspelt = name in READ and name != column
+    name = _HUMP.sub("_", column.strip()).lower().replace("-", "_")
+    is_misspelt = name in READ and name != column and ("_" in name or name == column.strip())
     return name if name in PARAMETERS or is_misspelt else None
 
 
@@ -152,6 +163,8 @@ def _json_in(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = value.strip()
+    if text.lower() in MISSING:
+        return None
     try:
         return value_of(text.lower() if text.lower() in ("true", "false", "null") else text)
     except ValueError:

@@ -32,6 +32,8 @@ from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, request_schema, tabl
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 TABLE_ROWS = 256
 
+SETTINGS = frozenset(field.name for field in SAMPLING_FIELDS)  # columns that set a row's sampling
+
 
 @dataclass(frozen=True, slots=True)
 class InputPlan:
@@ -96,10 +98,11 @@ def plan_input(config: JobConfig) -> InputPlan:
         _check_columns(config.input.columns, columns, types)
     limited = _limited(shards, config.input.limit)
     set_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    check_unread(limited, _not_mapped(set_columns, columns), config.input.on_unknown)
+    mapped = (columns.id, *columns.prompts.values())
+    check_unread(limited, _not_mapped(set_columns, columns), mapped, config.input.on_unknown)
     carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
     ids = noted.sorted(sum(shard.num_rows for shard in limited))
-    row_settings = frozenset(field.name for field in SAMPLING_FIELDS) & frozenset(set_columns)
+    row_settings = SETTINGS & frozenset(set_columns)
     plan = InputPlan(files, limited, columns, carried, row_settings, ids)
     request_schema(plan.passthrough)
     _check_ids(plan, repeated(ids))
@@ -179,6 +182,10 @@ def _path(name: str, text: str) -> ColumnPath:
 def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
     """Configured columns exist in some file, and there is a prompt."""
     for name, path in [("id", columns.id), *columns.prompts.items()]:
+        if path.text in SETTINGS:
+            raise ConfigError(
+                f"input.columns.{name}: column {path.text!r} is a setting of its row. Rename the column, and the key."
+            )
         if getattr(config, name) is not None and path.column_in(types) is None:
             raise ConfigError(f"input.columns.{name}: no file has a column {path.text!r}{_near(path.text, types)}")
     if not any(path.column_in(types) for path in columns.prompts.values()):
@@ -190,7 +197,8 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
 
 def _not_mapped(names: Iterable[str], columns: RequestColumns) -> list[str]:
     """Return the columns that are neither the id nor a prompt: input.columns says what those are."""
-    mapped = {name for path in (columns.id, *columns.prompts.values()) for name in path.names}
+    paths = (columns.id, *columns.prompts.values())
+    mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
     return [name for name in names if name not in mapped]
 
 

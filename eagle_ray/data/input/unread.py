@@ -10,21 +10,31 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eagle_ray.config import ConfigError
+from eagle_ray.data.input.columns import ColumnPath
 from eagle_ray.data.input.parameters import READ, READ_AS, asks_for_something, parameter_named
 from eagle_ray.data.input.place import Place
 from eagle_ray.data.input.shards import Shard, rows_in
+from eagle_ray.errors import RequestError
 
 log = logging.getLogger("eagle_ray")
+CARRY = "(input.on_unknown=carry)."
 Found = dict[str, tuple[Place, Any]]
 
 
-def check_unread(shards: Iterable[Shard], columns: Iterable[str], on_unknown: str) -> None:
-    """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says."""
-    found = {} if on_unknown == "carry" else find_unread(shards, columns)
+def check_unread(
+    shards: Sequence[Shard], columns: Iterable[str], mapped: Iterable[ColumnPath], on_unknown: str
+) -> None:
+    """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says.
+
+    mapped: paths of input.columns. A parameter in the object that such a path reads from is not read either.
+    """
+    if on_unknown == "carry":
+        return
+    found = find_unread(shards, columns) | find_unread_beside(shards, mapped)
     if found and on_unknown == "refuse":
         raise ConfigError("\n".join(f"{_problem(*item)}. {_remedy(item[0])}" for item in found.items()))
     for item in found.items():
@@ -41,6 +51,28 @@ def find_unread(shards: Iterable[Shard], columns: Iterable[str]) -> Found:
             break
         found |= _found_in(shard, {column: wanted[column] for column in left})
     return found
+
+
+def find_unread_beside(shards: Iterable[Shard], mapped: Iterable[ColumnPath]) -> Found:
+    """Return parameters in the objects that mapped paths such as body.messages read from, as find_unread does."""
+    parents = {path.parent for path in mapped} - {None}
+    found: Found = {}
+    for shard in shards if parents else ():
+        for at, row in rows_in(shard, [name for parent in parents for name in parent.names]):
+            for parent in parents if isinstance(row, dict) else ():
+                for key, value in _object_at(parent, row).items():
+                    name = key if key in READ else parameter_named(key)
+                    if name is not None and asks_for_something(name, value):
+                        found.setdefault(f"{parent.text}.{key}", (Place(shard.file.name, shard.file.path, at), value))
+    return found
+
+
+def _object_at(path: ColumnPath, row: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = path.value_in(row)
+    except RequestError:  # the row is refused for it elsewhere
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _found_in(shard: Shard, wanted: dict[str, str]) -> Found:
@@ -63,6 +95,8 @@ def _problem(column: str, first: tuple[Place, Any]) -> str:
 
 def _remedy(column: str) -> str:
     name = parameter_named(column)
+    if "." in column and name is None:
+        return "Move it to a column of its own (format: openai_batch reads body), or treat it as data " + CARRY
     instead = name if name in READ else READ_AS.get(name or "")
     change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
-    return f"{change}, or treat it as data (input.on_unknown=carry)."
+    return f"{change}, or treat it as data {CARRY}"

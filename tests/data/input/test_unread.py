@@ -139,7 +139,25 @@ def test_no_column_is_both_read_and_refused_and_the_endpoint_refuses_no_other_na
 @pytest.mark.parametrize(
     ("column", "name"),
     [("minTokens", "min_tokens"), ("topP", "top_p"), ("maxTokens", "max_tokens"), ("ignoreEos", "ignore_eos"),
-     ("top_p", None), ("Temperature", None), ("user", None), ("metadata", None), ("stopWords", None)],
+     (" temperature", "temperature"), ("TOP_P", "top_p"), ("max-tokens", "max_tokens"), ("FREQUENCY_PENALTY",
+      "frequency_penalty"), ("top_p", None), ("Temperature", None), ("user", None),
+     ("metadata", None), ("stopWords", None)],
 )  # fmt: skip
-def test_names_in_camel_case_stand_for_those_in_snake_case(column, name):
+def test_other_spellings_stand_for_those_in_snake_case(column, name):
     assert parameter_named(column) == name
+
+
+@pytest.mark.parametrize("key", ["temperature", "frequency_penalty"])
+def test_parameters_beside_a_mapped_value_are_refused(tmp_path, key):
+    rows = [{"body": {"messages": "Hi"}}, {"body": {"messages": "Hi", key: 0.7, "note": 1}}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    mapping = "input.columns.messages=body.messages"
+    with pytest.raises(ConfigError, match=rf"line 2: column 'body\.{key}' \(0\.7\) is a request parameter"):
+        plan(path, mapping)
+    assert plan(path, mapping, "input.on_unknown=carry").num_rows == 2
+
+
+def test_a_prompt_in_the_column_of_a_setting_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"stop": "Hi"}])
+    with pytest.raises(ConfigError, match=r"input\.columns\.prompt: column 'stop' is a setting of its row"):
+        plan(path, "input.columns.prompt=stop")
