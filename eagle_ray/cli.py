@@ -179,7 +179,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="restart the run while it ends with exit 5 (execution.restarts: how often, and after which wait)",
     )
-    parser.add_argument("--ending", metavar="FILE", help=argparse.SUPPRESS)  # both are for keep_going's child
+    parser.add_argument("--ending", metavar="FILE", help=argparse.SUPPRESS)  # for keep_going's child
+    parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -247,8 +248,8 @@ def _run(args: argparse.Namespace) -> int:
         show_log(config.logging.level)
         ending = keep_going(args.arguments, config)
     else:
-        if args.ending:
-            end_with_parent()
+        if args.parent is not None:
+            end_with_parent(args.parent)
         ending = run_to_end(config, args.retry_errors, args.fail_on_row_errors)
     if args.ending:
         write_ending(args.ending, ending)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +34,6 @@ from eagle_ray.data.stops import DEFECT, INTERRUPTED, TRANSIENT, Ending, JobStop
 from eagle_ray.data.storage import Location
 
 log = logging.getLogger("eagle_ray")
-CHILD_FLAGS = ("--no-keep-going", "--ending")  # the last one is followed by a path
 RESTARTED = "--restarted"  # resume what the previous attempt began, even if the command says --overwrite
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
@@ -84,13 +84,13 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> Ending:
 
 
 def write_ending(path: str, ending: Ending) -> None:
-    """In the child: leave the ending for the parent."""
-    Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
+    """In the child: leave the ending for the parent, which takes the exit code if this fails."""
+    with suppress(OSError):
+        Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """In the child: get SIGTERM when the parent dies, however it dies. Linux only; elsewhere the child goes on."""
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() != parent:  # it died before the call
@@ -129,7 +129,8 @@ def _run_child(arguments: Sequence[str]) -> Ending:
     """Run one attempt to its end. An interrupt is passed on, and its ending waited for."""
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
         path = Path(directory) / "ending.json"
-        command = [sys.executable, "-m", "eagle_ray.cli", "run", *arguments, *CHILD_FLAGS, str(path)]
+        flags = ["--no-keep-going", "--parent", str(os.getpid()), "--ending", str(path)]
+        command = [sys.executable, "-m", "eagle_ray.cli", "run", *arguments, *flags]
         child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
         try:
             code = child.wait()
