@@ -99,7 +99,8 @@ def _post(url: str, facts: dict[str, Any], timeout_s: float) -> None:
 
     def send() -> None:
         try:
-            urllib.request.urlopen(_request(url, facts), timeout=timeout_s).close()
+            opener = urllib.request.build_opener(NoRedirect)
+            opener.open(_request(url, facts), timeout=timeout_s).close()
         except Exception as error:
             failed.append(error)
 
@@ -110,6 +111,13 @@ def _post(url: str, facts: dict[str, Any], timeout_s: float) -> None:
         raise HookError(f"no answer within {timeout_s:g} s")
     if failed:
         raise failed[0]
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: urllib would send the credentials to the other host, and a GET without the facts."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def _request(url: str, facts: dict[str, Any]) -> urllib.request.Request:

@@ -39,6 +39,13 @@ class Handler(BaseHTTPRequestHandler):
         self.server.seen.append((self.path, dict(self.headers), body))
         self.server.over.wait(self.server.delay_s)
         self.send_response(self.server.status)
+        if self.server.status == 301:
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.server.seen.append((self.path, dict(self.headers), {}))
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *args: object) -> None:
@@ -104,6 +111,13 @@ def test_hooks_that_fail_are_a_warning_each_without_secrets(server, messages):
     assert "on_finish: the command '/nowhere/tell' failed: No such file" in messages[0]
     assert messages[1] == "on_finish: the webhook http://127.0.0.1 failed: HTTP status 500"
     assert messages[2].endswith("failed: exit code 3")
+
+
+def test_a_redirect_is_a_warning_and_not_followed(server, messages):
+    server.status = 301
+    tell(config_with(webhook=f"http://me:hunter2@127.0.0.1:{server.server_address[1]}/hook"), Ending(DONE))
+    assert [path for path, *_ in server.seen] == ["/hook"]
+    assert messages == ["on_finish: the webhook http://127.0.0.1 failed: HTTP status 301"]
 
 
 def test_hooks_that_hang_are_left_in_time(server, messages):

@@ -300,7 +300,9 @@ class OnFinishConfig(Section):
     webhook: Annotated[str, AfterValidator(_http_url)] | None = Field(
         default=None, description="an http:// or https:// URL, or null"
     )
-    timeout_s: PositiveFloat = Field(default=30.0, description="a number of seconds, above 0")
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        default=30.0, description="a number of seconds, above 0 and at most 86400"
+    )
 
 
 class JobConfig(Section):
