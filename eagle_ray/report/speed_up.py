@@ -73,7 +73,8 @@ def _speeds(read: ReadColumns, by: str | None) -> dict[Key, tuple[str, float, fl
     """Return the group of each row that decoded, its tokens after the first, and its seconds of decoding."""
     found = {}
     for table in read(COLUMNS + ([by] if by else [])):
-        decoded = table.filter(pc.and_(pc.equal(table["status"], "ok"), pc.greater(table["decode_s"], 0)))
+        has_decoded = pc.and_(pc.greater(table["decode_s"], 0), pc.greater(table["completion_tokens"], 1))
+        decoded = table.filter(pc.and_(pc.equal(table["status"], "ok"), has_decoded))
         groups = as_text(decoded[by]).to_pylist() if by else [""] * len(decoded)
         ids, samples, _, tokens, seconds = (decoded[name].to_pylist() for name in COLUMNS)
         for id, sample, group, count, spent in zip(ids, samples, groups, tokens, seconds, strict=True):

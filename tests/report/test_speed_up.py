@@ -84,3 +84,12 @@ def test_two_runs_are_compared_on_the_rows_that_both_have(runs):
     table = side_by_side_table(numbers)
     assert f"[{low:.2f}, {high:.2f}]" in table and "too few rows" in table
     assert max(map(len, table.splitlines())) <= 100
+
+
+def test_rows_that_decoded_nothing_after_their_first_token_are_no_pairs(tmp_path):
+    names = [f"a{i}" for i in range(FEWEST_PAIRS)]
+    one_token = write(tmp_path / "one", [row(name, "code", 0, 0, decode_s=3e-6) for name in names])
+    more = write(tmp_path / "more", [row(name, "code", 10, 5) for name in names])
+    for pair in ((one_token, more), (more, one_token)):
+        numbers = side_by_side(*map(reader, pair), "category").as_json()
+        assert SpeedUp.of([]).as_json().items() <= numbers["total"].items()
