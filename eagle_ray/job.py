@@ -331,8 +331,8 @@ def _check_error_rate(counts: dict[str, Any], most: float) -> None:
     codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
     if counts["rows"] and counts["errors"] == counts["rows"]:
         raise TooManyErrors(
-            f"all {counts['rows']} rows are errors ({codes}). error_message names each cause. Write corrected rows, with the "
-            "same ids, to another file, and run the command with -i THAT_FILE --retry-errors."
+            f"all {counts['rows']} rows are errors ({codes}). error_message names each cause. Write corrected rows, "
+            "with the same ids, to another file, and run the command with -i THAT_FILE --retry-errors."
         )
     if counts["errors"] > most * counts["rows"]:
         raise TooManyErrors(

@@ -201,10 +201,11 @@ class Lease:
 
     def _read(self) -> tuple[dict[str, Any], Stamp]:
         data, stamp = self._file.read_stamped()
-        try:
-            return json.loads(data), stamp
-        except ValueError:  # not written by a driver: watched like any other
-            return {"holder": "another program", "token": None}, stamp
+        with suppress(ValueError):
+            found = json.loads(data)
+            if isinstance(found, dict) and found.keys() >= {"holder", "token"}:
+                return found, stamp
+        return {"holder": "another program", "token": None}, stamp  # not a lease: watched like one
 
 
 @dataclass(slots=True)
