@@ -160,7 +160,8 @@ class Door:
         if not self._keys:
             return 0
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        client = self._keys.find(key.strip().encode(), key.strip().encode("latin-1"))  # clients write ü in either way
+        key = key.strip(" \t")  # not \xa0 and \x85, the last bytes of à and Å in UTF-8
+        client = self._keys.find(key.encode(), key.encode("latin-1"))  # clients write ü in either way
         if scheme.lower() != "bearer" or client is None:
             raise ApiError(401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key")
         return client

@@ -247,13 +247,14 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything(app):
 
 def test_api_keys_guard_what_costs_and_nothing_else(service):
     guarded = copy.copy(service)
-    guarded.keys = ApiKeys.of(["one", "two", "schlüssel"])
+    guarded.keys = ApiKeys.of(["one", "two", "schlüssel", "voilà", "Å"])
     app = build_app(guarded)
     for key in ({}, {"Authorization": "Bearer three"}, {"Authorization": "two"}, {"Authorization": "Bearer é"}):
         answer = asyncio.run(post(app, TEXT, {"prompt": "a"}, key))
         assert answer.status == 401 and answer.json["error"]["code"] == "invalid_api_key"
     assert ask(app, TEXT, {"prompt": "a", "max_tokens": 1}, Authorization="Bearer two").status == 200
-    assert asyncio.run(get(app, "/v1/models", {"Authorization": "Bearer schlüssel"})).status == 200  # UTF-8, as curl
+    for key in ("schlüssel", "voilà", "Å", " \tone\t "):
+        assert asyncio.run(get(app, "/v1/models", {"Authorization": f"Bearer {key}"})).status == 200  # UTF-8, as curl
     assert asyncio.run(get(app, "/v1/models")).status == 401
     assert asyncio.run(get(app, "/health")).status == 200 and asyncio.run(get(app, "/metrics")).status == 200
 
