@@ -2,8 +2,8 @@
 
 The engine serves first come, first served. So it is given few sequences more than it has slots; the others wait here,
 those of each client in a queue of its own. The client that was served the fewest tokens is next. This is the virtual
-token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A sequence is charged with its
-prompt and max_tokens when it starts, and what it did not use is credited when it ends.
+token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). While a sequence runs, its
+prompt and max_tokens are reserved; when it ends, its client is charged with the tokens that it used.
 
     >>> queue = FairQueue(num_clients=2, num_places=5)
     >>> async with queue.turn(client=1, tokens=300) as turn:
@@ -31,8 +31,9 @@ class FairQueue:
     def __init__(self, num_clients: int, num_places: int):
         self._num_free = num_places
         self._served = [0] * num_clients  # tokens, per client
+        self._reserved = [0] * num_clients  # tokens that the sequences at the engine may take, per client
         self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first
-        self._last_served = 0  # the counter of the client that was last given a place, before it was charged
+        self._last_served = 0  # the counter of the client that was last given a place
 
     @asynccontextmanager
     async def turn(self, client: int, tokens: int) -> AsyncIterator[Turn]:
@@ -42,9 +43,7 @@ class FairQueue:
         try:
             yield turn
         finally:
-            self._served[client] += turn.used - tokens
-            self._num_free += 1
-            self._dispatch()
+            self._release(client, tokens, turn.used)
 
     async def _wait(self, client: int, tokens: int) -> None:
         place = asyncio.get_running_loop().create_future()
@@ -54,24 +53,38 @@ class FairQueue:
         try:
             await place
         except asyncio.CancelledError:
-            if self._waiting[client].pop(place, None) is None:  # cancelled just after it was given its place
-                self._served[client] -= tokens
-                self._num_free += 1
-                self._dispatch()
+            if not place.cancelled():  # the task was cancelled just after it was given its place
+                self._release(client, tokens, used=0)
+            self._waiting[client].pop(place, None)
             raise
 
+    def _release(self, client: int, tokens: int, used: int) -> None:
+        self._reserved[client] -= tokens
+        self._served[client] += used
+        self._num_free += 1
+        self._dispatch()
+
     def _catch_up(self, client: int) -> None:
-        """Raise the counter of a client that did not wait: time without requests earns no credit."""
-        if not self._waiting[client]:
+        """Raise the counter of a client that was idle: time without requests earns no credit.
+
+        Reservations do not count: a client that reserves much and uses little would delay those that come later.
+        """
+        if not self._waiting[client] and not self._reserved[client]:
             others = [self._served[i] for i, waiting in enumerate(self._waiting) if waiting]
             self._served[client] = max(self._served[client], min(others, default=self._last_served))
 
     def _dispatch(self) -> None:
         """Give the free places to the clients that were served least."""
         while self._num_free and any(self._waiting):
-            client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._served.__getitem__)
+            client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._charged)
             place = next(iter(self._waiting[client]))
+            tokens = self._waiting[client].pop(place)
+            if place.done():  # cancelled, and its task has not run since
+                continue
             self._last_served = self._served[client]
-            self._served[client] += self._waiting[client].pop(place)
+            self._reserved[client] += tokens
             self._num_free -= 1
             place.set_result(None)
+
+    def _charged(self, client: int) -> int:
+        return self._served[client] + self._reserved[client]

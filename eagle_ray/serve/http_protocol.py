@@ -14,6 +14,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from eagle_ray.serve.errors import ApiError
 
 MAX_HEADER_BYTES = 64 << 10  # of a request line and its headers, as uvicorn's other parser (h11) has it
+TOO_LARGE = f"the headers have more than {MAX_HEADER_BYTES} bytes"
 
 
 def install() -> None:
@@ -24,25 +25,51 @@ def install() -> None:
 class ErrorFormProtocol(AutoHTTPProtocol):
     """uvicorn's protocol class, with refusals in OpenAI's form and a limit on the size of headers."""
 
-    _num_header_bytes = 0
-    _reads_headers = False
+    _num_parsed = 0  # bytes of the request line, headers and trailers, as the parser reports them
+    _num_pending = 0  # bytes of a header or trailer section that has not ended: the parser reports whole headers only
+    _num_new = 0  # the part of the current chunk that belongs to such a section
 
     def on_message_begin(self) -> None:
-        self._num_header_bytes, self._reads_headers = 0, True
+        self._num_parsed = 0
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer behind a chunked body."""
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._reads_headers = False
+        self._num_pending = self._num_new = 0
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_pending = self._num_new = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_pending = self._num_new = 0
+        super().on_message_complete()
+
     def data_received(self, data: bytes) -> None:
+        self._num_new = len(data)
         super().data_received(data)
-        self._num_header_bytes += len(data)
-        if self._reads_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the headers have more than {MAX_HEADER_BYTES} bytes")
+        self._num_pending += self._num_new
+        if self._num_pending > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response(TOO_LARGE)
+
+    def _count(self, num_bytes: int) -> None:
+        """Raise ValueError for too many bytes. The parser passes it on to data_received, which answers with 400."""
+        self._num_parsed += num_bytes
+        if self._num_parsed > MAX_HEADER_BYTES:
+            raise ValueError(TOO_LARGE)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer with uvicorn's message and close the connection."""
+        """Answer with uvicorn's message, or with the limit that was exceeded, and close the connection."""
+        msg = TOO_LARGE if self._num_parsed > MAX_HEADER_BYTES else msg
         error = ApiError(400, f"{msg.rstrip('.')}. Send an HTTP/1.1 request.", code="bad_http")
         body = json.dumps(error.body()).encode()
         head = (

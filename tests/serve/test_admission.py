@@ -1,6 +1,7 @@
 """Which requests a replica takes: by sequences and tokens, shared between keys, released once however they end."""
 
 import asyncio
+import gc
 import json
 import random
 
@@ -232,3 +233,74 @@ def test_a_turn_that_is_cancelled_gives_its_place_back():
             await asyncio.wait_for(turn.__aenter__(), 60)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("declared", [4, 4096])
+def test_a_client_that_reserves_too_much_does_not_delay_one_that_comes_later(declared):
+    """The sequences of the first that end before the second's four are few, whatever the first declares."""
+    ended = []
+
+    async def main():
+        queue = FairQueue(num_clients=2, num_places=6)
+
+        async def run(client, tokens, used):
+            async with queue.turn(client, tokens) as turn:
+                for _ in range(used):
+                    await asyncio.sleep(0)
+                turn.used = used
+            ended.append(client)
+
+        async def flood():
+            while ended.count(1) < 4 and len(ended) < 1000:
+                await run(0, declared, 4)
+
+        flooding = [asyncio.ensure_future(flood()) for _ in range(24)]
+        await until(lambda: len(ended) > 40)
+        num_before = len(ended)
+        await asyncio.gather(*(run(1, 20, 20) for _ in range(4)))
+        num_after = len(ended)
+        await asyncio.gather(*flooding)
+        return num_after - num_before
+
+    assert asyncio.run(main()) < 100
+
+
+def test_a_turn_ends_in_the_tick_in_which_a_waiting_one_is_cancelled():
+    async def main():
+        queue, over = FairQueue(num_clients=2, num_places=1), asyncio.Event()
+
+        async def hold(client):
+            async with queue.turn(client, 10):
+                await over.wait()
+            return "ended"
+
+        tasks = [asyncio.ensure_future(hold(client)) for client in (0, 1, 1, 0)]
+        await asyncio.sleep(0)
+        over.set()
+        tasks[1].cancel()
+        tasks[2].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, *cancelled, last = asyncio.run(main())
+    assert (first, last) == ("ended", "ended")
+    assert all(isinstance(error, asyncio.CancelledError) for error in cancelled)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_choices_wait_raises_no_error_elsewhere(stream):
+    service, errors = served(num_slots=1, keys=KEYS, max_queued=100), []
+    body = {"prompt": [5], "n": 20, "max_tokens": 40, "ignore_eos": True, "stream": stream}
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        headers = {"Authorization": "Bearer flood"}
+        async with exchange(build_app(service), "POST", TEXT, json.dumps(body).encode(), headers):
+            await until(lambda: service._engine._engine.has_work)
+        await until(lambda: service._fair_queue._num_free == 2)
+
+    try:
+        asyncio.run(main())
+        gc.collect()
+    finally:
+        service.close()
+    assert not errors and service.held == Need()

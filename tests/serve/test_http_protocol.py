@@ -9,6 +9,8 @@ import uvicorn
 
 from eagle_ray.serve.http_protocol import MAX_HEADER_BYTES, install
 
+CHUNKED = b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+
 
 async def app(scope, receive, send):
     while (await receive()).get("more_body"):
@@ -17,8 +19,8 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"fine"})
 
 
-def exchanged(request: bytes) -> tuple[bytes, bytes]:
-    """Head and body of the answer of a server as Ray Serve's proxy starts it."""
+def exchanged(request: bytes, rest: bytes = b"") -> tuple[bytes, bytes]:
+    """Head and body of the answer of a server as Ray Serve's proxy starts it. rest: sent after the first answer."""
 
     async def main():
         install()
@@ -29,7 +31,9 @@ def exchanged(request: bytes) -> tuple[bytes, bytes]:
         try:
             reader, writer = await asyncio.open_connection(*listening.getsockname())
             writer.write(request)
-            answer = await reader.read()
+            answer = await reader.readuntil(b"fine") if rest else b""
+            writer.write(rest)
+            answer += await reader.read()
             writer.close()
         finally:
             server.should_exit = True
@@ -50,6 +54,9 @@ def exchanged(request: bytes) -> tuple[bytes, bytes]:
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET /" + b"a" * MAX_HEADER_BYTES,
         b"GET / HTTP/1.1\r\nA: " + b"a" * MAX_HEADER_BYTES,
+        b"GET / HTTP/1.1\r\nConnection: close\r\nA: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nConnection: close\r\n" + b"A: a\r\n" * (MAX_HEADER_BYTES // 6) + b"\r\n",
+        CHUNKED + b"1\r\na\r\n0\r\n" + b"A: a\r\n" * (MAX_HEADER_BYTES // 6) + b"\r\n",
     ],
 )
 def test_what_is_not_http_is_refused_in_openais_form(request_bytes):
@@ -65,3 +72,11 @@ def test_what_is_http_is_answered():
     length = str(len(body)).encode()
     head, answer = exchanged(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n" + body)
     assert head.startswith(b"HTTP/1.1 200 ") and b"fine" in answer
+
+
+def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
+    """The first bytes of the second request come with the first request's long body."""
+    body = b"x" * (MAX_HEADER_BYTES + 1000)
+    first = b"POST / HTTP/1.1\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+    head, answers = exchanged(first + b"GET / HTTP/1.1\r\nConne", b"ction: close\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and answers.count(b"fine") == 2
