@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file such as configs/example.yaml")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
-    parser.add_argument("-i", "--input", metavar="IN", action="append", help="input.path; give it again for more files")
+    parser.add_argument("-i", "--input", metavar="IN", action="append", help="input.path")
     parser.add_argument("-o", "--output", metavar="OUT", help="output.path")
     parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
 
@@ -221,7 +221,7 @@ def _positive(text: str) -> int:
 
 def _config_of(args: argparse.Namespace) -> JobConfig:
     flags = {
-        "input.path": args.input[0] if args.input and len(args.input) == 1 else args.input,
+        "input.path": _last_input(args.input),
         "input.limit": args.limit,
         "output.path": args.output,
         "output.if_exists": "resume" if getattr(args, "restarted", False) else args.if_exists,
@@ -229,6 +229,17 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
     }
     given = {key: value for key, value in flags.items() if value is not None}
     return load_config(args.config, sets=args.sets, overrides=given)
+
+
+def _last_input(inputs: list[str] | None) -> str | None:
+    """Return the last -i. Those before it are replaced, as with every flag, but not without a word."""
+    if inputs and len(inputs) > 1:
+        others = ", ".join(inputs[:-1])
+        print(
+            f"eagle-ray: -i {inputs[-1]} replaces -i {others}. To read them all: --set 'input.path=[{others}, ...]'",
+            file=sys.stderr,
+        )
+    return inputs[-1] if inputs else None
 
 
 def _demo(args: argparse.Namespace) -> int:

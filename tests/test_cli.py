@@ -90,13 +90,14 @@ def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):
     assert output.out == ""
 
 
-def test_an_input_given_several_times_is_all_of_them(job, tmp_path, capsys):
+def test_an_input_that_a_later_one_replaces_is_named(job, tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name, "messages": "hello"}) + "\n")
     inputs = [flag for name in ("a", "b") for flag in ("-i", f"{tmp_path}/{name}.jsonl")]
     assert cli.main(["validate", "-o", str(tmp_path / "out"), *inputs]) == 0
-    shown = capsys.readouterr().out
-    assert "a.jsonl" in shown and "b.jsonl" in shown
+    output = capsys.readouterr()
+    assert f"-i {tmp_path}/b.jsonl replaces -i {tmp_path}/a.jsonl. To read them all: --set 'input.path=[" in output.err
+    assert "b.jsonl" in output.out and "a.jsonl" not in output.out
 
 
 def test_validate_on_an_ascii_terminal_escapes_what_it_cannot_show(job, tmp_path, monkeypatch):

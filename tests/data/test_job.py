@@ -156,7 +156,7 @@ def test_too_many_error_rows_are_exit_code_4_and_no_success(done):
 def test_a_job_whose_every_row_failed_is_not_done(ray_session, make_job, messages):
     config = make_job([{"id": f"bad{i}", "prompt": "needs a tokenizer"} for i in range(3)])
     assert config.execution.max_error_rate == 1 and run_job(config) == 4
-    assert "stopped: all 3 rows are errors (no_tokenizer 3). Mend their cause" in messages[-1]
+    assert "stopped: all 3 rows are errors (no_tokenizer 3). error_message names each cause" in messages[-1]
     assert ids_of(config) == ["bad0", "bad1", "bad2"] and not Path(config.output.path, "_SUCCESS").exists()
     assert run_job(config) == 4  # also when nothing is left to do
 
