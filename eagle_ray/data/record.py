@@ -39,7 +39,7 @@ from eagle_ray.data.stops import (
     outcome_of,
 )
 from eagle_ray.data.storage import Location, json_bytes, read_json
-from eagle_ray.data.storage_errors import DISK_FULL, remedy_of
+from eagle_ray.data.storage_errors import remedy_of
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
 SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
@@ -118,9 +118,10 @@ def naming_output(output: Location) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-        hint = f". {remedy_of(error)}" if error.errno in DISK_FULL else ". Choose a directory that can be written"
-        kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
-        raise kind(f"output.path: cannot write to {error.filename or output}: {reason}{hint}") from error
+        problem = f"output.path: cannot write to {error.filename or output}: {reason}"
+        if outcome_of(error).is_transient:
+            raise StorageUnavailable(f"{problem}. {remedy_of(error)}") from error
+        raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
 
 
 def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
