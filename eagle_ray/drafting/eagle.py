@@ -28,10 +28,10 @@ from torch import Tensor
 from eagle_ray.drafting.drafter import Draft, Text, Verified
 from eagle_ray.drafting.pair_queue import PairQueue
 from eagle_ray.drafting.ranking import Lesson, Ranking
-from eagle_ray.models.attention import Layout, PromptLayout
+from eagle_ray.models.attention import Layout
 from eagle_ray.models.heads import DraftHead
-from eagle_ray.models.kernel_tree_layout import tree_layout
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.layouts import prompt_layout, tree_layout
 from eagle_ray.models.target import Prompts, Target
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -299,7 +299,7 @@ class EagleDrafter:
         if not spans:
             return
         slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
-        layout = PromptLayout(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
+        layout = prompt_layout(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
         self._run(tokens, self.head.reduce(features), sent(torch.cat(places), tokens.device), layout)
         for slot, column, count in spans:

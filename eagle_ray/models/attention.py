@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from eagle_ray.models.company import Company, companies
 from eagle_ray.models.folding import Folding, fold_rectangle, unfold_rectangle
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.torch_ops import rotated
 from eagle_ray.speculative.upload import sent, upload
 
 ATTENTION = "eagle_ray"
@@ -40,6 +41,49 @@ class LayerAttention:
     sinks: Float[Tensor, " heads"] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The cosines and sines of each row's rotary angles, fp32; pair i of a head is (i, i + half)."""
+
+    cosine: Float[Tensor, "R half"]
+    sine: Float[Tensor, "R half"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What one layer of our own forward does between its projections.
+
+    Attributes:
+        window: as in LayerAttention.
+        q_norm, k_norm: weights of an RMSNorm over each head before it is rotated; None for none.
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None = None
+    q_norm: Float[Tensor, " head_dim"] | None = None
+    k_norm: Float[Tensor, " head_dim"] | None = None
+    norm_eps: float = 0.0
+
+    @property
+    def rule(self) -> LayerAttention:
+        return LayerAttention(self.layer, self.scaling, self.window)
+
+    def split(
+        self, qkv: Float[Tensor, "R width"], rotary: Rotary
+    ) -> tuple[Float[Tensor, "R heads d"], Float[Tensor, "R kv_heads d"], Float[Tensor, "R kv_heads d"]]:
+        """Return queries and keys, normed and rotated, and values."""
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        query, key, value = qkv.view(len(qkv), -1, self.head_dim).split(sizes, 1)
+        if self.q_norm is not None:
+            query = F.rms_norm(query, self.q_norm.shape, self.q_norm, self.norm_eps)
+            key = F.rms_norm(key, self.k_norm.shape, self.k_norm, self.norm_eps)
+        return rotated(query, rotary.cosine, rotary.sine), rotated(key, rotary.cosine, rotary.sine), value
+
+
 @runtime_checkable
 class Layout(Protocol):
     """How the rows of one pass see the cache and each other."""
@@ -52,11 +96,29 @@ class Layout(Protocol):
         key: Float[Tensor, "1 kv_heads R head_dim"],
         value: Float[Tensor, "1 kv_heads R value_dim"],
         attention: LayerAttention,
-    ) -> Float[Tensor, "1 heads R value_dim"]: ...
+    ) -> Float[Tensor, "1 heads R value_dim"]:
+        """Write keys and values to the cache and return what the rows make of all that they see."""
+
+    def attend_projected(
+        self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+    ) -> Float[Tensor, "R heads*d"]:
+        """Norm and rotate the heads of a merged projection, then `attend`."""
+
+
+class Projected:
+    """`attend_projected` by torch, for layouts that have `attend`."""
+
+    __slots__ = ()
+
+    def attend_projected(
+        self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+    ) -> Float[Tensor, "R heads*d"]:
+        query, key, value = (x.transpose(0, 1)[None] for x in shape.split(qkv, rotary))
+        return self.attend(query, key, value, shape.rule)[0].transpose(0, 1).flatten(1)
 
 
 @dataclass(slots=True)
-class PromptLayout:
+class PromptLayout(Projected):
     """Chunks of prompts, one after the other; each row attends to its slot's columns from `first` up to its own.
 
     firsts, starts: the column that each chunk sees first and that of its first row. lengths: rows of each. On the host.
@@ -97,7 +159,7 @@ class PromptLayout:
 
 
 @dataclass(slots=True)
-class TreeLayout:
+class TreeLayout(Projected):
     """Trees of up to N rows each, on top of what B slots hold.
 
     Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
@@ -167,7 +229,7 @@ class TreeLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
+class SideBySide(Projected):
     """The rows of two layouts in one pass: num_first of the first one, then the other's. Neither sees the other's."""
 
     first: Layout

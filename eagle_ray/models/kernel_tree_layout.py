@@ -1,4 +1,4 @@
-"""KernelTreeLayout: TreeLayout for Triton's kernels; and the choice between the two.
+"""KernelTreeLayout: TreeLayout for Triton's kernels.
 
 What it needs stands on the device before the first layer attends, whatever the lengths: on the host it knows only a
 bound on them. So one CUDA graph serves every batch of a size. Does not know tokens, or who drafted.
@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.kernels import tile_shape
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.trees import PackedRows, Trees
-from eagle_ray.models.attention import LayerAttention, TreeLayout
+from eagle_ray.models.attention import LayerAttention, Projected
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
-from eagle_ray.speculative.ancestor_words import packed
 
 log = logging.getLogger("eagle_ray")
 
@@ -38,34 +37,8 @@ def _suits(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     return reason is None
 
 
-def tree_layout(
-    kv_cache: KVCache,
-    batch: BatchSlots,
-    cells: Int[Tensor, " R"],
-    ancestors: Bool[Tensor, "B N M"] | Int[Tensor, "B N words"],
-    depths: Int[Tensor, "B N"],
-    column_depths: Int[Tensor, "B M"],
-    row_of: Int[Tensor, "B N"] | None = None,
-    unpack: Int[Tensor, " R"] | None = None,
-    first: Int[Tensor, " B"] | None = None,
-    seq: Int[Tensor, " R"] | None = None,
-    sizes: list[int] | None = None,
-) -> TreeLayout | KernelTreeLayout:
-    """The layout that this cache's device takes, from what TreeLayout is made of.
-
-    ancestors: as words only where `takes_kernels`. seq: the tree of each row, -1 for padding rows; None: none is.
-    """
-    if not takes_kernels(kv_cache):
-        return TreeLayout(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
-    num_nodes = depths.shape[1]
-    words = ancestors if ancestors.dtype == torch.int64 else packed(ancestors)
-    seq = unpack // num_nodes if seq is None and unpack is not None else seq
-    rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
-    return KernelTreeLayout(kv_cache, batch, cells, words, depths, column_depths, rows, first)
-
-
 @dataclass(slots=True)
-class KernelTreeLayout:
+class KernelTreeLayout(Projected):
     """Trees of up to N rows each, on top of what B slots hold: TreeLayout's rows, seen by kernels.
 
     words: of each tree's rows, over M tree columns. rows: where each tree's are among R, None for the rectangle B x N.

@@ -103,6 +103,12 @@ class KVCache:
         """Columns of a slot, tree rows included."""
         return self.blocks.capacity
 
+    def layer(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "cells kv_heads head_dim"], Float[Tensor, "cells kv_heads value_dim"]]:
+        """Return a layer's keys and values by cell: views."""
+        return self._flat_of[layer]
+
     def cells(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Where `write` stores rows of (slot, column), broadcast; column `blocks.padding` is never read."""
         size = self.blocks.size

@@ -10,6 +10,7 @@ a packed weight is no parameter, takes no gradient and cannot be moved.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -22,6 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_WEIGHTS = 1 << 18  # below it the call costs one row more than the packing saves: 256 x 256 loses, 512 x 512 wins
 READY_ROWS, MOST_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
 FEWEST_ROWS = 4  # fewer are filled up: the kernels for one to three rows are slower than that for four, and round apart
+MERGED = {
+    **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+    **{f"{name}MLP": [("gate_proj", "up_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
+}  # projections that read the same input, by the class of their module
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
 
 
@@ -53,17 +58,99 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
 
 
+class SideBySideLinear(nn.Module):
+    """Several layers over the same input, their outputs one after the other."""
+
+    def __init__(self, parts: Sequence[nn.Module]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        return torch.cat([part(inputs) for part in self.parts], -1)
+
+
+class OutputSlice(nn.Module):
+    """Outputs begin .. end - 1 of a packed layer that several layers were merged into: what one of them computed."""
+
+    def __init__(self, whole: PackedLinear, begin: int, end: int):
+        super().__init__()
+        self.whole, self._begin, self._end = whole, begin, end
+        self.in_features, self.out_features = whole.in_features, end - begin
+
+    def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        return self.whole(inputs)[..., self._begin : self._end]
+
+
+def is_dense(module: nn.Module) -> bool:
+    """Return whether this is a linear layer of plain weights, packed or not, and nothing besides."""
+    return isinstance(module, PackedLinear | OutputSlice) or _plain_weight(module) is not None
+
+
+def joined(parts: Sequence[nn.Module]) -> nn.Module:
+    """Return one layer whose outputs are those of the parts, one after the other, in the parts' own memory.
+
+    Plain parts become views into the weights of the whole, unless they are that already, so nothing is kept twice.
+    Packed parts must have been packed together (see pack_linears) or be each for itself.
+    """
+    if all(isinstance(part, OutputSlice) and part.whole is parts[0].whole for part in parts):
+        return parts[0].whole
+    if any(_plain_weight(part) is None for part in parts):
+        return SideBySideLinear(parts)
+    with torch.device("meta"):
+        whole = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), parts[0].bias is not None)
+    for name in ("weight", "bias") if parts[0].bias is not None else ("weight",):
+        whole_data = _joined_data([getattr(part, name) for part in parts])
+        setattr(whole, name, nn.Parameter(whole_data, requires_grad=False))
+    return whole
+
+
+def _joined_data(parts: list[nn.Parameter]) -> Tensor:
+    """Return the parts' numbers as one tensor that the parts are views of from now on."""
+    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
+    begins = [part.data_ptr() for part in parts]
+    num_rows = sum(len(part) for part in parts)
+    first = parts[0].data
+    if begins[1:] == ends[:-1] and first.untyped_storage().nbytes() >= ends[-1] - first.untyped_storage().data_ptr():
+        return first.as_strided((num_rows, *first.shape[1:]), first.stride())
+    whole = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = rows
+    return whole
+
+
 def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None:
     """Replace the model's linear layers, in place, where that pays and this machine's torch can.
+
+    The projections of a Llama-shaped layer that read the same input are packed as one, which our own forward runs;
+    each part stays in the module tree as a slice of its outputs.
 
     fewest_weights: smaller layers stay, and quantised ones. A weight that is tied to an embedding stays there too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
     for module in list(model.modules()):
+        for names in MERGED.get(type(module).__name__, ()):
+            _pack_together(module, names, fewest_weights, can_pack)
+    for module in list(model.modules()):
         for name, child in list(module.named_children()):
             weight = _plain_weight(child)
             if weight is not None and weight.numel() >= fewest_weights and can_pack(weight.device.type, weight.dtype):
                 setattr(module, name, PackedLinear(child))
+
+
+def _pack_together(
+    module: nn.Module, names: Sequence[str], fewest_weights: int, can_pack: Callable[[str, torch.dtype], bool]
+) -> None:
+    parts = [getattr(module, name) for name in names]
+    if any(_plain_weight(part) is None for part in parts):
+        return
+    weight, total = parts[0].weight, sum(part.weight.numel() for part in parts)
+    if total < fewest_weights or not can_pack(weight.device.type, weight.dtype):
+        return
+    packed = PackedLinear(joined(parts))
+    begin = 0
+    for name, part in zip(names, parts, strict=True):
+        setattr(module, name, OutputSlice(packed, begin, begin + part.out_features))
+        begin += part.out_features
 
 
 def make_kernels(model: nn.Module, most_rows: int) -> None:

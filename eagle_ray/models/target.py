@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_ray.models.anatomy import examine
-from eagle_ray.models.attention import Layout, PromptLayout, SideBySide
+from eagle_ray.models.attention import Layout
 from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
+from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.families import check_config, exact_positions, finished
 from eagle_ray.models.heads import LogitsOf
-from eagle_ray.models.kernel_tree_layout import takes_kernels, tree_layout
+from eagle_ray.models.kernel_tree_layout import takes_kernels
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.layouts import prompt_layout, side_by_side, tree_layout
 from eagle_ray.models.linear import rows_of
 from eagle_ray.models.loading import eos_ids
 from eagle_ray.models.placement import decoder_layers
@@ -108,6 +110,7 @@ class Target:
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         anatomy = examine(model, self.logits, capacity)
+        self._decoder = Decoder.of(model, feature_layers)
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
         self.cache = KVCache(
             Blocks(num_slots, capacity, num_blocks, weight.device),
@@ -140,7 +143,7 @@ class Target:
     ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"], PromptPass]:
         """`verify` and `prefill` in one pass, for which the weights are read once. Their slots are not the same."""
         num_rows = len(rows.tokens)
-        layout = SideBySide(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
+        layout = side_by_side(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
         tokens, positions = torch.cat([rows.tokens, prompts.tokens]), torch.cat([rows.positions, prompts.positions])
         hidden, features = self._run(tokens, positions, layout)
         mine, theirs = hidden[:num_rows], hidden[num_rows:]
@@ -165,9 +168,12 @@ class Target:
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """What the lm_head reads, and the features."""
+        positions = positions.clamp(max=self._last_position)
+        if self._decoder is not None:
+            return self._decoder(tokens, positions, layout)
         with self._tapped() as taps:
-            positions = positions.clamp(max=self._last_position)[None]
-            out = self.model.base_model(input_ids=tokens[None], position_ids=positions, use_cache=False, rows=layout)
+            asked = {"position_ids": positions[None], "use_cache": False, "rows": layout}
+            out = self.model.base_model(input_ids=tokens[None], **asked)
         hidden = out.last_hidden_state[0]
         return hidden, torch.cat([tap[0] for tap in taps], -1) if taps else hidden
 
@@ -187,8 +193,8 @@ class Target:
             for hook in hooks:
                 hook.remove()
 
-    def _prompt_layout(self, prompts: Prompts) -> PromptLayout:
-        return PromptLayout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
+    def _prompt_layout(self, prompts: Prompts) -> Layout:
+        return prompt_layout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
 
     def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> Layout:
         seq = rows.seq.clamp(min=0)

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models import kv_cache
+from eagle_ray.models import kv_cache, layouts
 from eagle_ray.models import target as target_module
 from eagle_ray.models.anatomy import examine
 from eagle_ray.models.kv_cache import BatchSlots
@@ -103,6 +103,7 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
     model = random_model(config)
     anatomy = examine(model, Target(model, 1, 8).logits, 64)
     monkeypatch.setattr(target_module, "examine", lambda *_: anatomy)  # it looks at numbers
+    monkeypatch.setattr(layouts, "runs_in_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
     monkeypatch.setattr(nn.Module, "to", fake_to)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     with FakeTensorMode():

@@ -1,0 +1,465 @@
+// The small operations of a decoder layer on a CPU, in fp32 and bf16: norms, rotary embedding, activation, attention.
+//
+// cpu_ops.py loads this file's library and says what each function computes; torch does the matrix products. Vectors are
+// GCC's vector extensions, so one source serves AVX-512, AVX2 and NEON. All sums are in fp32 and in an order that
+// depends on the row alone, never on the other rows of the pass: a row's result is the same bits in any batch.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int BLOCK = 4;              // queries that read a key together
+constexpr int ROWS_PER_TASK = 16;     // rows of one sequence that a thread takes at once
+constexpr int64_t SMALL = 1 << 14;    // numbers below which starting threads costs more than they save
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef float Floats4 __attribute__((vector_size(16)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float *from) { return *reinterpret_cast<const Floats *>(from); }
+
+inline Floats load(const bf16 *from) {
+    Words wide = __builtin_convertvector(*reinterpret_cast<const Halves *>(from), Words) << 16;
+    return (Floats)wide;
+}
+
+inline void store(float *to, Floats value) { *reinterpret_cast<Floats *>(to) = value; }
+
+inline void store(bf16 *to, Floats value) {
+    Words bits = (Words)value;
+    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+    Words quiet = (bits >> 16) | 0x40;                           // rounding must not turn NaN into infinity
+    rounded = (Words)(value == value) ? rounded : quiet;
+    *reinterpret_cast<Halves *>(to) = __builtin_convertvector(rounded, Halves);
+}
+
+// The first `count` numbers, and zeros after them.
+template <typename T> inline Floats load_some(const T *from, int count) {
+    T padded[LANES] = {};
+    memcpy(padded, from, count * sizeof(T));
+    return load(padded);
+}
+
+template <typename T> inline void store_some(T *to, Floats value, int count) {
+    T padded[LANES];
+    store(padded, value);
+    memcpy(to, padded, count * sizeof(T));
+}
+
+template <typename T> inline Floats load_upto(const T *from, int64_t left) {
+    return left >= LANES ? load(from) : load_some(from, left);
+}
+
+template <typename T> inline void store_upto(T *to, Floats value, int64_t left) {
+    if (left >= LANES)
+        store(to, value);
+    else
+        store_some(to, value, left);
+}
+
+// As if it had been stored and read again: where transformers rounds to the model's dtype, so do we.
+inline Floats rounded(Floats value, const float *) { return value; }
+
+inline Floats rounded(Floats value, const bf16 *) {
+    bf16 kept[LANES];
+    store(kept, value);
+    return load(kept);
+}
+
+inline float sum(Floats v) {
+    Floats8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    Floats4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+inline Floats broadcast(float x) { return x - (Floats){}; }
+
+// e^x to 2 ulp (Cephes' expf); below -87 it is e^-87, which is nothing beside the e^0 of a softmax.
+inline Floats exp_of(Floats x) {
+    x = x < -87.0f ? broadcast(-87.0f) : x;
+    x = x > 88.0f ? broadcast(88.0f) : x;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    Floats n = (x * 1.44269504f + magic) - magic;
+    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = broadcast(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return p * (Floats)exponent;
+}
+
+// --- norms and activation -------------------------------------------------------------------------------------------
+
+template <typename T> float inverse_rms(const T *row, int64_t size, float eps) {
+    Floats squares = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        Floats x = load_upto(row + i, size - i);
+        squares += x * x;
+    }
+    return 1.0f / std::sqrt(sum(squares) / size + eps);
+}
+
+template <typename T> void norm_row(T *out, const T *row, const T *weight, int64_t size, float eps) {
+    float scale = inverse_rms(row, size, eps);
+    for (int64_t i = 0; i < size; i += LANES) {
+        Floats x = rounded(load_upto(row + i, size - i) * scale, row);
+        store_upto(out + i, x * load_upto(weight + i, size - i), size - i);
+    }
+}
+
+template <typename T> void add_row(T *row, const T *delta, int64_t size) {
+    for (int64_t i = 0; i < size; i += LANES)
+        store_upto(row + i, load_upto(row + i, size - i) + load_upto(delta + i, size - i), size - i);
+}
+
+template <typename T>
+void add_rms_norm(T *out, T *residual, const T *delta, const T *weight, int64_t rows, int64_t size, float eps,
+                  int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        if (delta)
+            add_row(residual + r * size, delta + r * size, size);
+        norm_row(out + r * size, residual + r * size, weight, size, eps);
+    }
+}
+
+template <typename T> void silu_mul(T *out, const T *gate_up, int64_t rows, int64_t size, int threads) {
+    constexpr int64_t CHUNK = 512;
+    int64_t chunks = (size + CHUNK - 1) / CHUNK;
+#pragma omp parallel for num_threads(threads) if (rows * size > SMALL)
+    for (int64_t task = 0; task < rows * chunks; task++) {
+        int64_t r = task / chunks, begin = task % chunks * CHUNK, end = std::min(size, begin + CHUNK);
+        const T *gate = gate_up + r * 2 * size, *up = gate + size;
+        for (int64_t i = begin; i < end; i += LANES) {
+            Floats g = load_upto(gate + i, end - i);
+            Floats activated = rounded(g / (1.0f + exp_of(-g)), gate);
+            store_upto(out + r * size + i, activated * load_upto(up + i, end - i), end - i);
+        }
+    }
+}
+
+// --- rotary embedding -----------------------------------------------------------------------------------------------
+
+// Rotates pairs (i, i + half) of one head. to may be from.
+template <typename T> void rotate(T *to, const T *from, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        int64_t left = half - i;
+        Floats a = load_upto(from + i, left), b = load_upto(from + half + i, left);
+        Floats c = load_upto(cosine + i, left), s = load_upto(sine + i, left);
+        store_upto(to + i, a * c - b * s, left);
+        store_upto(to + half + i, b * c + a * s, left);
+    }
+}
+
+template <typename T>
+void rotate_and_write(T *qkv, T *keys, T *values, const int64_t *cells, const float *cosine, const float *sine,
+                      const T *q_norm, const T *k_norm, float eps, int64_t rows, int64_t heads, int64_t kv_heads,
+                      int64_t dim, int threads) {
+    int64_t width = (heads + 2 * kv_heads) * dim, half = dim / 2;
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *c = cosine + r * half, *s = sine + r * half;
+        T *q = qkv + r * width, *k = q + heads * dim, *v = k + kv_heads * dim;
+        for (int64_t h = 0; h < heads; h++) {
+            if (q_norm)
+                norm_row(q + h * dim, q + h * dim, q_norm, dim, eps);
+            rotate(q + h * dim, q + h * dim, c, s, half);
+        }
+        T *key = keys + cells[r] * kv_heads * dim;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            if (k_norm)
+                norm_row(k + h * dim, k + h * dim, k_norm, dim, eps);
+            rotate(key + h * dim, k + h * dim, c, s, half);
+        }
+        memcpy(values + cells[r] * kv_heads * dim, v, kv_heads * dim * sizeof(T));
+    }
+}
+
+// --- attention ------------------------------------------------------------------------------------------------------
+
+}  // namespace
+
+// What each of R rows sees: columns [begin, end) of its sequence, then those of `columns` tree columns from `trunk` on
+// that its mask names. Column c of a sequence lies in cell table[slot][c / block_size] * block_size + c % block_size.
+struct Rows {
+    int64_t rows, columns, block_size, table_width;
+    const int64_t *table, *slots, *begin, *end, *trunk;
+    const uint8_t *mask;
+};
+
+// Strides of the queries are in numbers; keys and values are [cells, kv_heads, dim], the output [rows, heads, value_dim].
+struct Heads {
+    int64_t heads, kv_heads, key_dim, value_dim, row_stride, head_stride;
+    float scaling, softcap;  // softcap 0: none
+    int32_t threads;
+};
+
+namespace {
+
+struct Task {
+    int64_t first, last, kv_head;
+};
+
+// Scratch of one thread, for BLOCK queries.
+struct Scratch {
+    std::vector<float> queries, scores, sums;
+    std::vector<int64_t> tail;
+    int64_t key_size, value_size, num_scores;
+
+    void reserve(int64_t key_dim, int64_t value_dim, int64_t columns) {
+        key_size = (key_dim + LANES - 1) / LANES * LANES;
+        value_size = (value_dim + LANES - 1) / LANES * LANES;
+        num_scores = (columns + LANES - 1) / LANES * LANES;
+        queries.assign(BLOCK * key_size, 0.0f);
+        sums.assign(BLOCK * value_size, 0.0f);
+        if ((int64_t)scores.size() < BLOCK * num_scores)
+            scores.resize(BLOCK * num_scores);
+    }
+};
+
+template <typename T> struct Attention {
+    const Rows &rows;
+    const Heads &heads;
+    const T *query, *keys, *values;
+    T *out;
+    const float *sinks;
+
+    int64_t cell(int64_t slot, int64_t column) const {
+        const int64_t *blocks = rows.table + slot * rows.table_width;
+        return blocks[column / rows.block_size] * rows.block_size + column % rows.block_size;
+    }
+    const T *key(int64_t cell, int64_t head) const { return keys + (cell * heads.kv_heads + head) * heads.key_dim; }
+    const T *value(int64_t cell, int64_t head) const {
+        return values + (cell * heads.kv_heads + head) * heads.value_dim;
+    }
+
+    float dot(const float *q, const T *k) const {
+        Floats total = {};
+        int64_t i = 0;
+        for (; i + LANES <= heads.key_dim; i += LANES)
+            total += load(q + i) * load(k + i);
+        if (i < heads.key_dim)
+            total += load(q + i) * load_some(k + i, heads.key_dim - i);
+        return sum(total);
+    }
+
+    // BLOCK queries against one key, each summed as `dot` sums.
+    void dots(const float *q, int64_t stride, const T *k, float *scores, int64_t score_stride) const {
+        Floats total[BLOCK] = {};
+        int64_t i = 0;
+        for (; i + LANES <= heads.key_dim; i += LANES) {
+            Floats x = load(k + i);
+            for (int j = 0; j < BLOCK; j++)
+                total[j] += load(q + j * stride + i) * x;
+        }
+        if (i < heads.key_dim) {
+            Floats x = load_some(k + i, heads.key_dim - i);
+            for (int j = 0; j < BLOCK; j++)
+                total[j] += load(q + j * stride + i) * x;
+        }
+        for (int j = 0; j < BLOCK; j++)
+            scores[j * score_stride] = sum(total[j]);
+    }
+
+    void add_value(float *sums, float weight, const T *v) const {
+        for (int64_t i = 0; i < heads.value_dim; i += LANES)
+            store(sums + i, load(sums + i) + weight * load_upto(v + i, heads.value_dim - i));
+    }
+
+    // Adds the values of columns [from, to) to the sums of BLOCK queries, WIDE vectors of each at a time.
+    template <int WIDE>
+    void add_values(Scratch &s, const float *scores, int64_t slot, int64_t head, int64_t from, int64_t to, int64_t i,
+                    const int64_t *offset) const {
+        Floats total[BLOCK][WIDE];
+        for (int j = 0; j < BLOCK; j++)
+            for (int w = 0; w < WIDE; w++)
+                total[j][w] = load(s.sums.data() + j * s.value_size + i + w * LANES);
+        for (int64_t column = from; column < to;) {
+            int64_t stop = std::min(to, (column / rows.block_size + 1) * rows.block_size);
+            const T *v = value(cell(slot, column), head) + i;
+            for (; column < stop; column++, v += heads.kv_heads * heads.value_dim)
+                for (int w = 0; w < WIDE; w++) {
+                    Floats x = load(v + w * LANES);
+                    for (int j = 0; j < BLOCK; j++)
+                        total[j][w] += scores[j * s.num_scores + column - offset[j]] * x;
+                }
+        }
+        for (int j = 0; j < BLOCK; j++)
+            for (int w = 0; w < WIDE; w++)
+                store(s.sums.data() + j * s.value_size + i + w * LANES, total[j][w]);
+    }
+
+    // Turns scores into weights whose sum is returned.
+    float softmax(float *scores, int64_t count, float sink, bool has_sink) const {
+        float most = has_sink ? sink : -INFINITY;
+        for (int64_t i = 0; i < count; i++) {
+            scores[i] *= heads.scaling;
+            if (heads.softcap)
+                scores[i] = std::tanh(scores[i] / heads.softcap) * heads.softcap;
+            most = std::max(most, scores[i]);
+        }
+        Floats total = {};
+        for (int64_t i = 0; i < count; i += LANES) {
+            Floats weight = exp_of(load(scores + i) - most);
+            store(scores + i, weight);
+            if (count - i < LANES)
+                weight = load_some(scores + i, count - i);
+            total += weight;
+        }
+        return sum(total) + (has_sink ? std::exp(sink - most) : 0.0f);
+    }
+
+    // Up to BLOCK queries (row, head of the group) of one sequence and one key/value head.
+    void attend(Scratch &s, int64_t first_query, int64_t count, int64_t row0, int64_t head) const {
+        int64_t group = heads.heads / heads.kv_heads, row[BLOCK], offset[BLOCK], visible[BLOCK];
+        int64_t common_begin = 0, common_end = INT64_MAX, most = 0, slot = rows.slots[row0];
+        for (int j = 0; j < BLOCK; j++) {
+            int64_t q = first_query + std::min<int64_t>(j, count - 1);  // a short block repeats its last query
+            row[j] = row0 + q / group;
+            offset[j] = rows.begin[row[j]];
+            common_begin = std::max(common_begin, rows.begin[row[j]]);
+            common_end = std::min(common_end, rows.end[row[j]]);
+            most = std::max(most, rows.end[row[j]] - rows.begin[row[j]] + rows.columns);
+        }
+        common_end = std::max(common_end, common_begin);
+        s.reserve(heads.key_dim, heads.value_dim, most);
+        for (int j = 0; j < BLOCK; j++) {
+            int64_t q = first_query + std::min<int64_t>(j, count - 1);
+            const T *from = query + row[j] * heads.row_stride + (head * group + q % group) * heads.head_stride;
+            for (int64_t i = 0; i < heads.key_dim; i += LANES)
+                store(s.queries.data() + j * s.key_size + i, load_upto(from + i, heads.key_dim - i));
+        }
+        for (int64_t column = common_begin; column < common_end;) {
+            int64_t stop = std::min(common_end, (column / rows.block_size + 1) * rows.block_size);
+            const T *k = key(cell(slot, column), head);
+            for (; column < stop; column++, k += heads.kv_heads * heads.key_dim) {
+                float found[BLOCK];
+                dots(s.queries.data(), s.key_size, k, found, 1);
+                for (int j = 0; j < BLOCK; j++)
+                    s.scores[j * s.num_scores + column - offset[j]] = found[j];
+            }
+        }
+        float weight_sums[BLOCK];
+        for (int j = 0; j < count; j++) {
+            float *scores = s.scores.data() + j * s.num_scores, *q = s.queries.data() + j * s.key_size;
+            int64_t r = row[j], begin = rows.begin[r], end = rows.end[r];
+            for (int64_t c = begin; c < std::min(common_begin, end); c++)
+                scores[c - begin] = dot(q, key(cell(slot, c), head));
+            for (int64_t c = std::max(common_end, begin); c < end; c++)
+                scores[c - begin] = dot(q, key(cell(slot, c), head));
+            int64_t n = std::max<int64_t>(end - begin, 0);
+            for (int64_t c = 0; c < rows.columns; c++)
+                if (rows.mask[r * rows.columns + c])
+                    scores[n++] = dot(q, key(cell(slot, rows.trunk[r] + c), head));
+            visible[j] = n;
+            float sink = sinks ? sinks[head * group + (first_query + j) % group] : 0.0f;
+            weight_sums[j] = softmax(scores, n, sink, sinks != nullptr);
+        }
+        for (int j = 0; j < count; j++)
+            add_alone(s, j, row[j], slot, head, rows.begin[row[j]], std::min(common_begin, rows.end[row[j]]));
+        add_common(s, slot, head, common_begin, common_end, offset);
+        for (int j = 0; j < count; j++) {
+            int64_t r = row[j];
+            add_alone(s, j, r, slot, head, std::max(common_end, rows.begin[r]), rows.end[r]);
+            add_tree(s, j, r, slot, head);
+            T *to = out + (r * heads.heads + head * group + (first_query + j) % group) * heads.value_dim;
+            float scale = visible[j] ? 1.0f / weight_sums[j] : 0.0f;
+            for (int64_t i = 0; i < heads.value_dim; i += LANES)
+                store_upto(to + i, load(s.sums.data() + j * s.value_size + i) * scale, heads.value_dim - i);
+        }
+    }
+
+    void add_common(Scratch &s, int64_t slot, int64_t head, int64_t from, int64_t to, const int64_t *offset) const {
+        int64_t i = 0;
+        for (; i + 4 * LANES <= heads.value_dim; i += 4 * LANES)
+            add_values<4>(s, s.scores.data(), slot, head, from, to, i, offset);
+        for (; i + LANES <= heads.value_dim; i += LANES)
+            add_values<1>(s, s.scores.data(), slot, head, from, to, i, offset);
+        for (int j = 0; i < heads.value_dim && j < BLOCK; j++)
+            for (int64_t c = from; c < to; c++) {
+                Floats x = load_some(value(cell(slot, c), head) + i, heads.value_dim - i);
+                float *at = s.sums.data() + j * s.value_size + i;
+                store(at, load(at) + s.scores[j * s.num_scores + c - offset[j]] * x);
+            }
+    }
+
+    void add_alone(Scratch &s, int j, int64_t r, int64_t slot, int64_t head, int64_t from, int64_t to) const {
+        for (int64_t c = from; c < to; c++)
+            add_value(s.sums.data() + j * s.value_size, s.scores[j * s.num_scores + c - rows.begin[r]],
+                      value(cell(slot, c), head));
+    }
+
+    void add_tree(Scratch &s, int j, int64_t r, int64_t slot, int64_t head) const {
+        int64_t n = std::max<int64_t>(rows.end[r] - rows.begin[r], 0);
+        for (int64_t c = 0; c < rows.columns; c++)
+            if (rows.mask[r * rows.columns + c])
+                add_value(s.sums.data() + j * s.value_size, s.scores[j * s.num_scores + n++],
+                          value(cell(slot, rows.trunk[r] + c), head));
+    }
+};
+
+template <typename T>
+void attend(const Rows &rows, const Heads &heads, const T *query, const T *keys, const T *values, T *out,
+            const float *sinks) {
+    std::vector<Task> tasks;
+    for (int64_t first = 0, last; first < rows.rows; first = last) {
+        for (last = first + 1; last < rows.rows && last < first + ROWS_PER_TASK; last++)
+            if (rows.slots[last] != rows.slots[first])
+                break;
+        for (int64_t head = 0; head < heads.kv_heads; head++)
+            tasks.push_back({first, last, head});
+    }
+    Attention<T> attention{rows, heads, query, keys, values, out, sinks};
+    int64_t group = heads.heads / heads.kv_heads, num_tasks = tasks.size();
+#pragma omp parallel num_threads(heads.threads) if (num_tasks > 1)
+    {
+        thread_local Scratch scratch;
+#pragma omp for schedule(dynamic)
+        for (int64_t t = 0; t < num_tasks; t++) {
+            int64_t queries = (tasks[t].last - tasks[t].first) * group;
+            for (int64_t q = 0; q < queries; q += BLOCK)
+                attention.attend(scratch, q, std::min<int64_t>(BLOCK, queries - q), tasks[t].first, tasks[t].kv_head);
+        }
+    }
+}
+
+}  // namespace
+
+#define FOR_DTYPE(T, NAME)                                                                                             \
+    extern "C" void add_rms_norm_##NAME(T *out, T *residual, const T *delta, const T *weight, int64_t rows,            \
+                                        int64_t size, float eps, int threads) {                                        \
+        add_rms_norm(out, residual, delta, weight, rows, size, eps, threads);                                          \
+    }                                                                                                                  \
+    extern "C" void silu_mul_##NAME(T *out, const T *gate_up, int64_t rows, int64_t size, int threads) {               \
+        silu_mul(out, gate_up, rows, size, threads);                                                                   \
+    }                                                                                                                  \
+    extern "C" void rotate_and_write_##NAME(T *qkv, T *keys, T *values, const int64_t *cells, const float *cosine,     \
+                                            const float *sine, const T *q_norm, const T *k_norm, float eps,            \
+                                            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int threads) { \
+        rotate_and_write(qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, rows, heads, kv_heads, dim,      \
+                         threads);                                                                                     \
+    }                                                                                                                  \
+    extern "C" void attend_##NAME(const Rows *rows, const Heads *heads, const T *query, const T *keys,                 \
+                                  const T *values, T *out, const float *sinks) {                                       \
+        attend(*rows, *heads, query, keys, values, out, sinks);                                                        \
+    }
+
+FOR_DTYPE(float, float32)
+FOR_DTYPE(bf16, bfloat16)

@@ -1,0 +1,198 @@
+"""Run the small operations of a decoder layer on a CPU: cpu_ops.cpp, compiled at install and called through ctypes.
+
+    if cpu_ops.available(torch.device("cpu"), torch.float32):
+        normed = cpu_ops.add_rms_norm(hidden, delta, weight, eps)     # hidden += delta, then RMSNorm
+        cpu_ops.rotate_and_write(qkv, ...)                            # rotary embedding; keys and values to the cache
+        out = cpu_ops.attend(rows, query, keys, values, shape)        # ragged rows of many sequences in one call
+        out = cpu_ops.silu_mul(gate_up)                               # SiLU(gate) * up
+
+The library is built once for each of LEVELS that the compiler knows; the best one that this processor runs is loaded.
+Where none was built, or EAGLE_RAY_CPU_OPS=off, `available` is False and the callers use torch instead.
+Each row's result is the same bits in any batch: sums are in fp32, in an order that depends on the row alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+log = logging.getLogger("eagle_ray")
+SWITCH = "EAGLE_RAY_CPU_OPS"
+LEVELS = {"AVX512": ["avx512", "avx2", "base"], "AVX2": ["avx2", "base"]}  # by torch's name of what a CPU can
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class _Rows(Structure):
+    _fields_ = [(name, c_int64) for name in ("rows", "columns", "block_size", "table_width")] + [
+        (name, c_void_p) for name in ("table", "slots", "begin", "end", "trunk", "mask")
+    ]
+
+
+class _Heads(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("heads", "kv_heads", "key_dim", "value_dim", "row_stride", "head_stride")),
+        ("scaling", c_float),
+        ("softcap", c_float),
+        ("threads", c_int32),
+    ]
+
+
+SIGNATURES = {
+    "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
+    "silu_mul": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
+    "rotate_and_write": [c_void_p] * 8 + [c_float] + [c_int64] * 4 + [c_int],
+    "attend": [POINTER(_Rows), POINTER(_Heads)] + [c_void_p] * 5,
+}
+
+
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether this module's functions work for tensors of this device and dtype."""
+    return device.type == "cpu" and dtype in DTYPES and _functions(dtype) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenColumns:
+    """Which columns of its sequence's cache each of R rows attends to.
+
+    Row r sees columns begin[r] .. end[r] - 1 of its slot, then column trunk[r] + j for each j that mask[r] names.
+
+    Attributes:
+        table: block numbers of each slot; column c lies in block table[slot, c // block_size], at c % block_size.
+        mask: 1 for a tree column that the row sees; M may be 0.
+    """
+
+    table: Int[Tensor, "S W"]
+    block_size: int
+    slots: Int[Tensor, " R"]
+    begin: Int[Tensor, " R"]
+    end: Int[Tensor, " R"]
+    trunk: Int[Tensor, " R"]
+    mask: UInt8[Tensor, "R M"]
+    _rows: _Rows = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        sizes = (*self.mask.shape, self.block_size, self.table.shape[1])
+        tensors = (self.table, self.slots, self.begin, self.end, self.trunk, self.mask)
+        assert all(x.is_contiguous() for x in tensors)
+        object.__setattr__(self, "_rows", _Rows(*sizes, *(x.data_ptr() for x in tensors)))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """How scores become weights: multiplied by scaling, squashed to (-softcap, softcap), beside one sink per head."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+
+
+def add_rms_norm(
+    residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
+) -> Float[Tensor, "R H"]:
+    """Add delta to residual in place and return the RMSNorm of the sum."""
+    out = torch.empty_like(residual)
+    pointer = None if delta is None else delta.data_ptr()
+    sizes = (*residual.shape, eps, torch.get_num_threads())
+    _functions(residual.dtype)["add_rms_norm"](out.data_ptr(), residual.data_ptr(), pointer, weight.data_ptr(), *sizes)
+    return out
+
+
+def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
+    """Return SiLU(gate) * up, where each row holds gate and then up."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    _functions(gate_up.dtype)["silu_mul"](out.data_ptr(), gate_up.data_ptr(), rows, size, torch.get_num_threads())
+    return out
+
+
+def rotate_and_write(
+    qkv: Float[Tensor, "R width"],
+    keys: Float[Tensor, "cells kv_heads d"],
+    values: Float[Tensor, "cells kv_heads d"],
+    cells: Int[Tensor, " R"],
+    cosine: Float[Tensor, "R half"],
+    sine: Float[Tensor, "R half"],
+    q_norm: Float[Tensor, " d"] | None = None,
+    k_norm: Float[Tensor, " d"] | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Rotate the queries in place, and store rotated keys and values in their cells; both normed first if asked.
+
+    qkv: queries, keys and values of a row, one head after the other, contiguous.
+    """
+    kv_heads, dim = keys.shape[1:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    tensors = (qkv, keys, values, cells, cosine, sine, q_norm, k_norm)
+    pointers = (None if x is None else x.data_ptr() for x in tensors)
+    sizes = (len(qkv), heads, kv_heads, dim, torch.get_num_threads())
+    _functions(qkv.dtype)["rotate_and_write"](*pointers, eps, *sizes)
+
+
+def attend(
+    seen: SeenColumns,
+    query: Float[Tensor, "R heads d"],
+    keys: Float[Tensor, "cells kv_heads d"],
+    values: Float[Tensor, "cells kv_heads dv"],
+    rule: ScoreRule,
+) -> Float[Tensor, "R heads dv"]:
+    """Return the attention of each row over the columns that it sees; 0 for a row that sees none.
+
+    query: any strides over rows and heads. sinks must be fp32.
+    """
+    num_rows, heads, key_dim = query.shape
+    assert query.stride(2) == 1 or key_dim == 1
+    out = query.new_empty(num_rows, heads, values.shape[2])
+    sizes = (heads, keys.shape[1], key_dim, values.shape[2], query.stride(0), query.stride(1))
+    shape = _Heads(*sizes, rule.scaling, rule.softcap or 0.0, torch.get_num_threads())
+    sinks = None if rule.sinks is None else rule.sinks.data_ptr()
+    pointers = (query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), sinks)
+    _functions(query.dtype)["attend"](seen._rows, shape, *pointers)
+    return out
+
+
+@cache
+def _functions(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
+    """Return the library's functions for a dtype, by name; None where there is no library."""
+    library = _library()
+    if library is None:
+        return None
+    found = {}
+    for name, signature in SIGNATURES.items():
+        function = getattr(library, f"{name}_{DTYPES[dtype]}")
+        function.argtypes, function.restype = signature, None
+        found[name] = function
+    return found
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Load the best library that was built for this processor; say once where there is none."""
+    if os.environ.get(SWITCH) == "off":
+        return None
+    for level in LEVELS.get(torch.backends.cpu.get_cpu_capability(), ["base"]):
+        for suffix in EXTENSION_SUFFIXES:
+            path = Path(__file__).parent / f"_cpu_{level}{suffix}"
+            if path.exists() and (library := _loaded(path)) is not None:
+                return library
+    log.info(
+        "cpu_ops: no compiled library for this processor. Install eagle_ray with a C++ compiler for faster CPU steps."
+    )
+    return None
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(path))  # torch is loaded: both use one OpenMP library, and so one set of threads
+    except OSError as error:
+        log.warning("cpu_ops: %s cannot be loaded (%s). Install eagle_ray again on this machine.", path, error)
+        return None

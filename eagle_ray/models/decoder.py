@@ -1,0 +1,202 @@
+"""Run Llama-shaped decoder layers over packed rows: our own forward for llama, mistral, qwen2 and qwen3.
+
+    decoder = Decoder.of(model, feature_layers)             # None for a model that transformers has to run
+    hidden, features = decoder(tokens, positions, layout)   # rows of many sequences, [R, H] throughout
+
+A layer is four matrix products and three small operations between them:
+
+    normed = RMSNorm(hidden)               add_rms_norm, which adds the layer before first
+    qkv    = normed @ W_qkv                one product for queries, keys and values
+    out    = attend(rotate(qkv))           the layout writes keys and values to the cache and attends
+    normed = RMSNorm(hidden += out @ W_o)
+    hidden += (SiLU(gate) * up) @ W_down   where gate and up are one product too
+
+Weights are those of the transformers modules: merged projections share their memory (see linear.joined), so the module
+tree stays what it was and serves as the oracle. The draft heads run on the same layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.models import torch_ops
+from eagle_ray.models.attention import AttentionShape, Layout, Rotary
+from eagle_ray.models.linear import is_dense, joined
+
+CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class Norm(Protocol):
+    """An RMSNorm module of transformers."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of one layer, between its norm and the residual."""
+
+    qkv: nn.Module
+    output: nn.Module
+    shape: AttentionShape
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Attention:
+        """Read a LlamaAttention, or one that differs in window, biases or query and key norms alone."""
+        window = getattr(module, "sliding_window", None)
+        if type(module).__name__ == "MistralAttention":
+            window = getattr(module.config, "sliding_window", None)
+        norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+        shape = AttentionShape(
+            layer=module.layer_idx,
+            heads=module.config.num_attention_heads,
+            kv_heads=module.config.num_key_value_heads,
+            head_dim=module.head_dim,
+            scaling=module.scaling,
+            window=window,
+            q_norm=None if norms[0] is None else norms[0].weight,
+            k_norm=None if norms[1] is None else norms[1].weight,
+            norm_eps=0.0 if norms[0] is None else norms[0].variance_epsilon,
+        )
+        return cls(joined([module.q_proj, module.k_proj, module.v_proj]), module.o_proj, shape)
+
+    def __call__(self, normed: Float[Tensor, "R I"], rotary: Rotary, layout: Layout) -> Float[Tensor, "R H"]:
+        return self.output(layout.attend_projected(self.qkv(normed), rotary, self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """The gated MLP of one layer, between its norm and the residual."""
+
+    gate_up: nn.Module
+    down: nn.Module
+    ops: ModuleType
+
+    @classmethod
+    def of(cls, module: nn.Module, ops: ModuleType) -> Mlp:
+        return cls(joined([module.gate_proj, module.up_proj]), module.down_proj, ops)
+
+    def __call__(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
+        return self.down(self.ops.silu_mul(self.gate_up(normed)))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. input_norm: None in EAGLE-1's heads, which read what comes as it is."""
+
+    attention: Attention
+    mlp: Mlp
+    input_norm: Norm | None
+    post_norm: Norm
+    ops: ModuleType
+
+    @classmethod
+    def of(cls, module: nn.Module, ops: ModuleType) -> Layer:
+        input_norm = module.input_layernorm
+        return cls(
+            attention=Attention.of(module.self_attn),
+            mlp=Mlp.of(module.mlp, ops),
+            input_norm=None if isinstance(input_norm, nn.Identity) else input_norm,
+            post_norm=module.post_attention_layernorm,
+            ops=ops,
+        )
+
+    def __call__(
+        self, hidden: Float[Tensor, "R H"], normed: Float[Tensor, "R I"], rotary: Rotary, layout: Layout
+    ) -> Float[Tensor, "R H"]:
+        """Add the attention to hidden in place, and return what the MLP adds."""
+        out = self.attention(normed, rotary, layout)
+        return self.mlp(normed_sum(self.ops, hidden, out, self.post_norm))
+
+
+class Decoder:
+    """The embedding, the layers and the last norm of a causal LM.
+
+    Args:
+        feature_layers: layers whose inputs, one after the other, are a row's feature; None for the output itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] | None = None):
+        base = model.base_model
+        self._embed: nn.Embedding = base.embed_tokens
+        self._ops = ops_for(base.embed_tokens.weight)
+        self._layers = [Layer.of(module, self._ops) for module in base.layers]
+        self._norm: Norm = base.norm
+        self._angles = Angles(base.rotary_emb)
+        self._feature_layers = feature_layers
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, feature_layers: Sequence[int] | None = None) -> Decoder | None:
+        """Return the model's decoder, or None if transformers has to run it."""
+        return cls(model, feature_layers) if is_llama_shaped(model) else None
+
+    def __call__(
+        self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
+    ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
+        """Return what the lm_head reads of each row, and the row's features."""
+        hidden, delta, taps = self._embed(tokens), None, {}
+        rotary = self._angles(positions)
+
+        for i, layer in enumerate(self._layers):
+            normed = normed_sum(self._ops, hidden, delta, layer.input_norm)
+            if self._feature_layers is not None and i in self._feature_layers:
+                taps[i] = hidden.clone()
+            delta = layer(hidden, normed, rotary, layout)
+
+        out = normed_sum(self._ops, hidden, delta, self._norm)
+        features = out if self._feature_layers is None else torch.cat([taps[i] for i in self._feature_layers], -1)
+        return out, features
+
+
+class Angles:
+    """The rotary angles of positions, from a rotary module of transformers, whatever scaling made its frequencies."""
+
+    def __init__(self, module: nn.Module):
+        self._frequencies: Float[Tensor, " half"] = module.inv_freq.float()
+        self._scale: float = module.attention_scaling
+
+    def __call__(self, positions: Int[Tensor, " R"]) -> Rotary:
+        angles = positions[:, None] * self._frequencies
+        cosine, sine = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cosine, sine = cosine * self._scale, sine * self._scale
+        return Rotary(cosine, sine)
+
+
+def normed_sum(
+    ops: ModuleType, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, norm: Norm
+) -> Float[Tensor, "R H"]:
+    """Add delta to hidden in place and return the norm of the sum."""
+    return ops.add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+
+
+def ops_for(weight: Tensor) -> ModuleType:
+    """Return the module that runs small operations on this device and dtype: kernels.cpu_ops or torch_ops."""
+    return cpu_ops if cpu_ops.available(weight.device, weight.dtype) else torch_ops
+
+
+def is_llama_shaped(model: PreTrainedModel) -> bool:
+    """Return whether Decoder computes what the model does: its family, dense weights, all on one device, no hooks."""
+    if type(model).__name__ not in CAUSAL_LMS or model.config.hidden_act != "silu":
+        return False
+    layers = model.base_model.layers
+    if any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers):
+        return False
+    devices = {parameter.device for parameter in model.parameters()}
+    return len(devices) == 1 and all(is_dense(module) for layer in layers for module in _projections(layer))
+
+
+def _projections(layer: nn.Module) -> list[nn.Module]:
+    attention = [getattr(layer.self_attn, name) for name in PROJECTIONS]
+    return [*attention, *(getattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))]

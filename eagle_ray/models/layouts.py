@@ -1,0 +1,70 @@
+"""Choose how the rows of a pass attend: by our C++ on a CPU, by Triton's kernels on a GPU, else by torch.
+
+layout = tree_layout(cache, batch, ...)        # rows of draft trees, or of plain decoding
+layout = prompt_layout(cache, slots, ...)      # chunks of prompts
+layout = side_by_side(trees, prompts, 24)      # both in one pass
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.kernels.trees import PackedRows
+from eagle_ray.models.attention import Layout, PromptLayout, SideBySide, TreeLayout
+from eagle_ray.models.cpu_layout import CpuLayout
+from eagle_ray.models.kernel_tree_layout import KernelTreeLayout, takes_kernels
+from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.speculative.ancestor_words import packed
+
+
+def tree_layout(
+    kv_cache: KVCache,
+    batch: BatchSlots,
+    cells: Int[Tensor, " R"],
+    ancestors: Bool[Tensor, "B N M"] | Int[Tensor, "B N words"],
+    depths: Int[Tensor, "B N"],
+    column_depths: Int[Tensor, "B M"],
+    row_of: Int[Tensor, "B N"] | None = None,
+    unpack: Int[Tensor, " R"] | None = None,
+    first: Int[Tensor, " B"] | None = None,
+    seq: Int[Tensor, " R"] | None = None,
+    sizes: list[int] | None = None,
+) -> Layout:
+    """Return the layout for this cache's device, from what TreeLayout is made of.
+
+    Args:
+        ancestors: as words only where `takes_kernels`.
+        seq: the tree of each row, -1 for padding rows; None if there are none.
+    """
+    if runs_in_cpp(kv_cache):
+        parts = (cells, ancestors, depths, column_depths, unpack, first)
+        return CpuLayout.of_trees(kv_cache, batch, *parts)
+    if not takes_kernels(kv_cache):
+        return TreeLayout(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
+    num_nodes = depths.shape[1]
+    words = ancestors if ancestors.dtype == torch.int64 else packed(ancestors)
+    seq = unpack // num_nodes if seq is None and unpack is not None else seq
+    rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
+    return KernelTreeLayout(kv_cache, batch, cells, words, depths, column_depths, rows, first)
+
+
+def prompt_layout(
+    kv_cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
+) -> Layout:
+    """Return the layout of chunks of prompts for this cache's device, from what PromptLayout is made of."""
+    layout = CpuLayout.of_prompts if runs_in_cpp(kv_cache) else PromptLayout
+    return layout(kv_cache, slots, firsts, starts, lengths)
+
+
+def side_by_side(first: Layout, second: Layout, num_first: int) -> Layout:
+    """Return the layout of num_first rows of `first` and then the rows of `second`, of the same cache."""
+    if runs_in_cpp(first.cache):
+        return first.followed_by(second)
+    return SideBySide(first, second, num_first)
+
+
+def runs_in_cpp(kv_cache: KVCache) -> bool:
+    """Return whether passes over this cache attend by kernels/cpu_ops."""
+    return cpu_ops.available(kv_cache.keys.device, kv_cache.keys.dtype) and not takes_kernels(kv_cache)
