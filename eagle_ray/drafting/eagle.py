@@ -29,6 +29,7 @@ from eagle_ray.drafting.drafter import Draft, Text, Verified
 from eagle_ray.drafting.pair_queue import PairQueue
 from eagle_ray.drafting.ranking import Lesson, Ranking
 from eagle_ray.models.attention import Layout
+from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.heads import DraftHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
 from eagle_ray.models.layouts import prompt_layout, tree_layout
@@ -96,6 +97,7 @@ class EagleDrafter:
         self.ranking = Ranking(partial(head.logits, target_logits=lm_head), calibration, coupling, self._token_ids)
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
+        self._forward = head_forward(self.head)
         self._embed = head.embed_tokens or target.embed_tokens
         anatomy, num_slots = head.anatomy, target.cache.num_slots
         self.cache = KVCache(
@@ -427,8 +429,7 @@ class EagleDrafter:
         columns: Int[Tensor, " R"],
         layout: Layout,
     ) -> Float[Tensor, "R H"]:
-        positions = columns - self.head.first_column
-        return self.head(self._embed(tokens)[None], features[None], positions[None], layout)[0]
+        return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
 
 
 def _pairs_of(plan: Plan) -> int:

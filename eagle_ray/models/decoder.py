@@ -33,7 +33,8 @@ from eagle_ray.models.attention import AttentionShape, Layout, Rotary
 from eagle_ray.models.linear import is_dense, joined
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Norm(Protocol):
@@ -188,15 +189,16 @@ def ops_for(weight: Tensor) -> ModuleType:
 
 def is_llama_shaped(model: PreTrainedModel) -> bool:
     """Return whether Decoder computes what the model does: its family, dense weights, all on one device, no hooks."""
-    if type(model).__name__ not in CAUSAL_LMS or model.config.hidden_act != "silu":
-        return False
-    layers = model.base_model.layers
-    if any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers):
+    if type(model).__name__ not in CAUSAL_LMS:
         return False
     devices = {parameter.device for parameter in model.parameters()}
-    return len(devices) == 1 and all(is_dense(module) for layer in layers for module in _projections(layer))
+    return len(devices) == 1 and all(is_llama_layer(layer) for layer in model.base_model.layers)
 
 
-def _projections(layer: nn.Module) -> list[nn.Module]:
-    attention = [getattr(layer.self_attn, name) for name in PROJECTIONS]
-    return [*attention, *(getattr(layer.mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))]
+def is_llama_layer(layer: nn.Module) -> bool:
+    """Return whether Layer computes what this layer of a Llama-shaped model or head does."""
+    projections = [getattr(layer.self_attn, name) for name in ATTENTION_PROJECTIONS]
+    projections += [getattr(layer.mlp, name) for name in MLP_PROJECTIONS]
+    has_hooks = bool(layer._forward_pre_hooks or layer._forward_hooks)
+    is_silu = layer.mlp.config.hidden_act in ("silu", "swish")
+    return is_silu and not has_hooks and all(is_dense(projection) for projection in projections)

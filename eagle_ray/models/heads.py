@@ -196,7 +196,7 @@ class Eagle3Layer(nn.Module):
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
         self.self_attn.o_proj.bias = None
-        self._norm_before_residual = getattr(config, "norm_before_residual", False)
+        self.norm_before_residual = getattr(config, "norm_before_residual", False)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -209,7 +209,7 @@ class Eagle3Layer(nn.Module):
     ) -> Float[Tensor, "B T H"]:
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], -1)
-        residual = normed if self._norm_before_residual else hidden
+        residual = normed if self.norm_before_residual else hidden
         hidden = residual + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

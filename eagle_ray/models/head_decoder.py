@@ -1,0 +1,65 @@
+"""Run draft heads over packed rows: EAGLE's on our own decoder layer, all others by their module's forward.
+
+    forward = head_forward(head)
+    hidden = forward(embeddings, features, positions, layout)      # [R, H], one row per pair
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from eagle_ray.models.attention import Layout
+from eagle_ray.models.decoder import Angles, Layer, is_llama_layer, normed_sum, ops_for
+from eagle_ray.models.heads import Eagle3Head, EagleHead
+
+HeadForward = Callable[
+    [Float[Tensor, "R H"], Float[Tensor, "R H"], Int[Tensor, " R"], Layout],
+    Float[Tensor, "R H"],
+]
+
+
+@singledispatch
+def head_forward(head: nn.Module) -> HeadForward:
+    """Return the function that runs a head on R pairs: embeddings, reduced features, positions and their layout."""
+    return lambda embeddings, features, positions, layout: head(
+        embeddings[None], features[None], positions[None], layout
+    )[0]
+
+
+@head_forward.register
+def _(head: EagleHead) -> HeadForward:
+    """One layer without an input norm, over fc(embedding, feature)."""
+    if not is_llama_layer(head.layers[0]):
+        return head_forward.dispatch(object)(head)
+    ops, angles = ops_for(head.layers[0].post_attention_layernorm.weight), Angles(head.rotary)
+    layer = Layer.of(head.layers[0], ops)
+
+    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        hidden = head.fc(torch.cat([embeddings, features], -1))
+        return hidden + layer(hidden, hidden, angles(positions), layout)
+
+    return run
+
+
+@head_forward.register
+def _(head: Eagle3Head) -> HeadForward:
+    """Attention over the normed embedding beside the normed feature; the residual is the feature."""
+    module = head.midlayer
+    if not is_llama_layer(module):
+        return head_forward.dispatch(object)(head)
+    ops, angles = ops_for(module.hidden_norm.weight), Angles(head.rotary)
+    layer = Layer.of(module, ops)
+
+    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        hidden = features.clone()
+        normed = normed_sum(ops, hidden, None, module.hidden_norm)
+        both = torch.cat([normed_sum(ops, embeddings, None, module.input_layernorm), normed], -1)
+        residual = normed if module.norm_before_residual else hidden
+        return residual + layer(residual, both, angles(positions), layout)
+
+    return run
