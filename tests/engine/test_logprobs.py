@@ -13,6 +13,7 @@ ASKING = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True, top_logpr
 def plain_log_probs(ids):
     """After every token but the last, from one pass over all of them; the same seed makes the same weights."""
     target = llama_engine(1).target
+    target.cache.blocks.reserve(0, len(ids))
     with torch.inference_mode():
         return target.logits(target.prefill(Prompts.of([0], [ids])).hidden)[:-1].log_softmax(-1)
 

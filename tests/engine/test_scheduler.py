@@ -88,7 +88,8 @@ def test_a_long_prompt_does_not_stall_those_who_decode(tree):
 def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
     engine = llama_engine(2, *tree, prefill_tokens=30)
     engine.mixes, passes = mixes, []
-    engine.target.model.base_model.register_forward_hook(lambda *_: passes.append(engine.counters.num_steps))
+    first_layer = engine.target.model.base_model.layers[0]
+    first_layer.mlp.down_proj.register_forward_hook(lambda *_: passes.append(engine.counters.num_steps))
     short, long = sequences(prompts_of(5, 100), max_tokens=40)
     short.sampling = SamplingParams(max_tokens=60, ignore_eos=True)
     long.sampling = replace(long.sampling, logprobs=True, prompt_logprobs=True)
