@@ -36,6 +36,7 @@ from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
+from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.heap import keep_freed_memory
 from eagle_ray.models.kernel_tree_layout import takes_kernels
@@ -138,7 +139,7 @@ def load_causal_lm(model: ModelConfig, slots: int, kv_tokens: int | None = None,
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
     path = resolve(model.target, "target")
-    causal_lm = load_target(path, _dtype(model.dtype, device), "cpu" if is_spread else device)
+    causal_lm = load_target(path, _dtype(model.dtype, device, path), "cpu" if is_spread else device)
     if is_spread:
         tokens = kv_tokens or slots * limits_of(model).max_model_len
         _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
@@ -403,8 +404,12 @@ def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
     return speculative.max_nodes, speculative.max_depth, speculative.top_k
 
 
-def _dtype(name: str, device: str) -> torch.dtype | str:
-    """auto is fp32 on a CPU, where it is exact and bf16 is rarely faster, and the checkpoint's own on a GPU."""
-    if name == "auto":
-        return torch.float32 if device == "cpu" else "auto"
-    return getattr(torch, name)
+def _dtype(name: str, device: str, path: Path) -> torch.dtype | str:
+    """Return what the target in `path` is loaded in. name: model.dtype; what auto comes to is said in the log."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device != "cpu":
+        return "auto"
+    dtype, reason = auto_dtype(load_config(path), path, device)
+    log.info("model.dtype auto: %s on this CPU (%s)", str(dtype).removeprefix("torch."), reason)
+    return dtype

@@ -26,6 +26,7 @@ from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.models.blocks import Blocks
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.linear import pack_linears
 from eagle_ray.models.target import PromptPass, Prompts, Target
 from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.calibration import Calibration
@@ -168,14 +169,18 @@ def llama_engine(
     graphs: bool = False,
     overlap: bool = False,
     device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
     **shape: object,
 ) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
 
     weights: the head; None is one of EAGLE-2. graphs, overlap: whether steps are replayed, and launched ahead.
-    shape: the Llama's, where it is not LLAMA's.
+    packed: whether linear layers are, as the product runs them. shape: the Llama's, where it is not LLAMA's.
     """
-    model, weights = llama(seed, **shape).to(device), (weights or head(seed)).to(device)
+    model, weights = llama(seed, **shape).to(device, dtype), (weights or head(seed)).to(device, dtype)
+    for module in (model, weights) if packed else ():
+        pack_linears(module, fewest_weights=1)
     layers = weights.feature_layers(model.config.num_hidden_layers)
     target = Target(model, num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens, layers)
     learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))

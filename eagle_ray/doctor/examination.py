@@ -44,7 +44,7 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
     yield finding
     device = "cuda" if planned is not None and planned.num_gpus else "cpu"
     if here is not None:
-        dtype = pair.dtype_of(config.model.dtype, device, here.shape)
+        dtype = pair.dtype_of(config.model.dtype, device, here)
         if planned is None or planned.is_here:
             yield compute.attention(here.shape, device, dtype)
         if planned is not None:

@@ -21,6 +21,7 @@ from eagle_ray.doctor.fit import Room, Settings, remedy
 from eagle_ray.doctor.footprint import Footprint
 from eagle_ray.doctor.machine import free_memory
 from eagle_ray.errors import EngineError
+from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loading import load_config
 from eagle_ray.pair import EMBEDDED, check_pair, limits_of, resolve
 
@@ -66,12 +67,9 @@ def directory_of(name: str, part: str) -> Path | None:
         return None
 
 
-def dtype_of(name: str, device: str, shape: PretrainedConfig) -> torch.dtype:
-    """name: model.dtype; auto is fp32 on a CPU and the checkpoint's own on a GPU."""
-    if name != "auto":
-        return getattr(torch, name)
-    own = getattr(shape, "dtype", None)
-    return torch.float32 if device == "cpu" or own is None else own
+def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
+    """Return the dtype that the pair would be loaded in. name: model.dtype."""
+    return getattr(torch, name) if name != "auto" else auto_dtype(here.shape, here.target, device)[0]
 
 
 def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:

@@ -1,7 +1,7 @@
 """Run draft heads over packed rows: EAGLE's on our own decoder layer, all others by their module's forward.
 
-    forward = head_forward(head)
-    hidden = forward(embeddings, features, positions, layout)      # [R, H], one row per pair
+forward = head_forward(head)
+hidden = forward(embeddings, features, positions, layout)      # [R, H], one row per pair
 """
 
 from __future__ import annotations

@@ -3,41 +3,59 @@
     pack_linears(model)          # once, before the model is used; where there is nothing to gain it stays as it is
     make_kernels(model, 64)      # for passes of up to 64 rows, before anybody waits for them
 
-Against F.linear in fp32, 4 to 8 rows cost what one row costs, and many rows two thirds. And a row's result does not
-depend on how many rows go with it, bit for bit, which F.linear promises to nobody. Does not know models or training:
-a packed weight is no parameter, takes no gradient and cannot be moved.
+Against F.linear in fp32, 4 to 8 rows cost what one row costs, and many rows two thirds. A row's result does not depend
+on how many rows go with it, bit for bit, which F.linear does not promise. (The exception: on some processors another
+kernel is much faster for one to three rows; see linear_kernels.) A packed weight is no parameter, takes no gradient and
+cannot be moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.errors import EngineError
+from eagle_ray.models.linear_kernels import (
+    FEWEST_ROWS,
+    FILLED_ONLY,
+    Kernel,
+    choose_kernels,
+    filled,
+    multiply,
+    packed_weight,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_WEIGHTS = 1 << 18  # below it the call costs one row more than the packing saves: 256 x 256 loses, 512 x 512 wins
 READY_ROWS, MOST_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
-FEWEST_ROWS = 4  # fewer are filled up: the kernels for one to three rows are slower than that for four, and round apart
 MERGED = {
     **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
     **{f"{name}MLP": [("gate_proj", "up_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
 }  # projections that read the same input, by the class of their module
-TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
 
 
 class PackedLinear(nn.Module):
-    """What `linear` computes, within rounding. linear: on a CPU, in one of DTYPES; it may be thrown away."""
+    """What `linear` computes, within rounding.
 
-    def __init__(self, linear: nn.Linear):
+    Args:
+        linear: on a CPU, in one of DTYPES; it may be thrown away.
+        kernels: how 1 .. FEWEST_ROWS - 1 rows are multiplied (see linear_kernels); more use the packed weight.
+    """
+
+    def __init__(self, linear: nn.Linear, kernels: Mapping[int, Kernel] = FILLED_ONLY):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), TYPICAL_ROWS)
+        self._weight = packed_weight(linear.weight)
         self._bias = None if linear.bias is None else linear.bias.detach()
+        self._kernels = kernels
+        self._plain = linear.weight.detach() if Kernel.PLAIN in kernels.values() else None
 
     @property
     def weight(self) -> Tensor:
@@ -47,12 +65,16 @@ class PackedLinear(nn.Module):
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         num_rows = inputs.numel() // self.in_features
         if num_rows >= FEWEST_ROWS:
-            return self._multiply(inputs)
-        rows = torch.cat([inputs.reshape(num_rows, self.in_features)] * FEWEST_ROWS)[:FEWEST_ROWS]
-        return self._multiply(rows)[:num_rows].view(*inputs.shape[:-1], self.out_features)
+            return multiply(inputs, self._weight, self._bias)
+        return self._multiply_few(inputs.reshape(num_rows, self.in_features)).view(*inputs.shape[:-1], -1)
 
-    def _multiply(self, rows: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
-        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+    def _multiply_few(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
+        kernel = self._kernels.get(len(rows), Kernel.FILLED)
+        if kernel is Kernel.PLAIN:
+            return F.linear(rows, self._plain, self._bias)
+        if kernel is Kernel.PACKED:
+            return multiply(rows, self._weight, self._bias)
+        return multiply(filled(rows), self._weight, self._bias)[: len(rows)]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
@@ -124,33 +146,61 @@ def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None
     The projections of a Llama-shaped layer that read the same input are packed as one, which our own forward runs;
     each part stays in the module tree as a slice of its outputs.
 
-    fewest_weights: smaller layers stay, and quantised ones. A weight that is tied to an embedding stays there too.
+    Args:
+        fewest_weights: smaller layers stay, and quantised ones. A weight tied to an embedding stays there too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
-    for module in list(model.modules()):
+    sites = [site for site in _sites(model) if site.num_weights >= fewest_weights and can_pack(*site.kind)]
+    kernels = choose_kernels([site.whole for site in sites]) if sites else FILLED_ONLY
+    for site in sites:
+        site.pack(kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Plain linear layers of one module that read the same input: one, or several that MERGED names."""
+
+    module: nn.Module
+    names: Sequence[str]
+
+    @property
+    def parts(self) -> list[nn.Linear]:
+        return [getattr(self.module, name) for name in self.names]
+
+    @property
+    def num_weights(self) -> int:
+        return sum(part.weight.numel() for part in self.parts)
+
+    @property
+    def kind(self) -> tuple[str, torch.dtype]:
+        """The device and the dtype of its weights."""
+        weight = self.parts[0].weight
+        return weight.device.type, weight.dtype
+
+    @property
+    def whole(self) -> nn.Linear:
+        return joined(self.parts) if len(self.names) > 1 else self.parts[0]
+
+    def pack(self, kernels: Mapping[int, Kernel]) -> None:
+        packed, parts = PackedLinear(self.whole, kernels), self.parts
+        if len(parts) == 1:
+            setattr(self.module, self.names[0], packed)
+            return
+        ends = list(accumulate(part.out_features for part in parts))
+        for name, part, end in zip(self.names, parts, ends, strict=True):
+            setattr(self.module, name, OutputSlice(packed, end - part.out_features, end))
+
+
+def _sites(model: nn.Module) -> Iterator[Site]:
+    """Every plain linear layer of the model once."""
+    for module in model.modules():
+        plain = [name for name, child in module.named_children() if _plain_weight(child) is not None]
         for names in MERGED.get(type(module).__name__, ()):
-            _pack_together(module, names, fewest_weights, can_pack)
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            weight = _plain_weight(child)
-            if weight is not None and weight.numel() >= fewest_weights and can_pack(weight.device.type, weight.dtype):
-                setattr(module, name, PackedLinear(child))
-
-
-def _pack_together(
-    module: nn.Module, names: Sequence[str], fewest_weights: int, can_pack: Callable[[str, torch.dtype], bool]
-) -> None:
-    parts = [getattr(module, name) for name in names]
-    if any(_plain_weight(part) is None for part in parts):
-        return
-    weight, total = parts[0].weight, sum(part.weight.numel() for part in parts)
-    if total < fewest_weights or not can_pack(weight.device.type, weight.dtype):
-        return
-    packed = PackedLinear(joined(parts))
-    begin = 0
-    for name, part in zip(names, parts, strict=True):
-        setattr(module, name, OutputSlice(packed, begin, begin + part.out_features))
-        begin += part.out_features
+            if all(name in plain for name in names):
+                yield Site(module, names)
+                plain = [name for name in plain if name not in names]
+        for name in plain:
+            yield Site(module, [name])
 
 
 def make_kernels(model: nn.Module, most_rows: int) -> None:
