@@ -85,6 +85,20 @@ inline float sum(Floats v) {
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
+// The sums of four vectors, each in the order of `sum`.
+inline Floats4 sums(const Floats *v) {
+    Floats4 b[4];
+    for (int i = 0; i < 4; i++) {
+        Floats8 a = __builtin_shufflevector(v[i], v[i], 0, 1, 2, 3, 4, 5, 6, 7) +
+                    __builtin_shufflevector(v[i], v[i], 8, 9, 10, 11, 12, 13, 14, 15);
+        b[i] = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    }
+    Floats4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5), low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
+    Floats4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7), high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
+    Floats4 pairs01 = low01 + high01, pairs23 = low23 + high23;  // lanes 0 + 2 and 1 + 3 of two vectors each
+    return __builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5) + __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7);
+}
+
 inline Floats broadcast(float x) { return x - (Floats){}; }
 
 // e^x to 2 ulp (Cephes' expf); below -87 it is e^-87, which is nothing beside the e^0 of a softmax.
@@ -234,7 +248,7 @@ struct Scratch {
     }
 };
 
-template <typename T> struct Attention {
+template <typename T> struct Attention {  // of one pass and layer
     const Rows &rows;
     const Heads &heads;
     const T *query, *keys, *values;
@@ -260,22 +274,46 @@ template <typename T> struct Attention {
         return sum(total);
     }
 
-    // BLOCK queries against one key, each summed as `dot` sums.
-    void dots(const float *q, int64_t stride, const T *k, float *scores, int64_t score_stride) const {
-        Floats total[BLOCK] = {};
+    // BLOCK queries against KEYS keys that lie `step` numbers apart, each summed as `dot` sums.
+    template <int KEYS>
+    void dots(const float *q, int64_t stride, const T *k, int64_t step, Floats4 *scores) const {
+        Floats total[KEYS][BLOCK] = {};
         int64_t i = 0;
-        for (; i + LANES <= heads.key_dim; i += LANES) {
-            Floats x = load(k + i);
-            for (int j = 0; j < BLOCK; j++)
-                total[j] += load(q + j * stride + i) * x;
+        for (; i < heads.key_dim; i += LANES) {
+            Floats x[KEYS];
+            for (int m = 0; m < KEYS; m++)
+                x[m] = load_upto(k + m * step + i, heads.key_dim - i);
+            for (int j = 0; j < BLOCK; j++) {
+                Floats y = load(q + j * stride + i);
+                for (int m = 0; m < KEYS; m++)
+                    total[m][j] += y * x[m];
+            }
         }
-        if (i < heads.key_dim) {
-            Floats x = load_some(k + i, heads.key_dim - i);
-            for (int j = 0; j < BLOCK; j++)
-                total[j] += load(q + j * stride + i) * x;
+        for (int m = 0; m < KEYS; m++)
+            scores[m] = sums(total[m]);
+    }
+
+    // Scores of BLOCK queries for columns [from, to) of a slot.
+    void score_common(Scratch &s, int64_t slot, int64_t head, int64_t from, int64_t to, const int64_t *offset) const {
+        int64_t step = heads.kv_heads * heads.key_dim;
+        for (int64_t column = from; column < to;) {
+            int64_t stop = std::min(to, (column / rows.block_size + 1) * rows.block_size);
+            const T *k = key(cell(slot, column), head);
+            Floats4 found[2];
+            for (; column + 1 < stop; column += 2, k += 2 * step) {
+                dots<2>(s.queries.data(), s.key_size, k, step, found);
+                for (int j = 0; j < BLOCK; j++) {
+                    s.scores[j * s.num_scores + column - offset[j]] = found[0][j];
+                    s.scores[j * s.num_scores + column + 1 - offset[j]] = found[1][j];
+                }
+            }
+            if (column < stop) {
+                dots<1>(s.queries.data(), s.key_size, k, step, found);
+                for (int j = 0; j < BLOCK; j++)
+                    s.scores[j * s.num_scores + column - offset[j]] = found[0][j];
+                column++;
+            }
         }
-        for (int j = 0; j < BLOCK; j++)
-            scores[j * score_stride] = sum(total[j]);
     }
 
     void add_value(float *sums, float weight, const T *v) const {
@@ -346,16 +384,7 @@ template <typename T> struct Attention {
             for (int64_t i = 0; i < heads.key_dim; i += LANES)
                 store(s.queries.data() + j * s.key_size + i, load_upto(from + i, heads.key_dim - i));
         }
-        for (int64_t column = common_begin; column < common_end;) {
-            int64_t stop = std::min(common_end, (column / rows.block_size + 1) * rows.block_size);
-            const T *k = key(cell(slot, column), head);
-            for (; column < stop; column++, k += heads.kv_heads * heads.key_dim) {
-                float found[BLOCK];
-                dots(s.queries.data(), s.key_size, k, found, 1);
-                for (int j = 0; j < BLOCK; j++)
-                    s.scores[j * s.num_scores + column - offset[j]] = found[j];
-            }
-        }
+        score_common(s, slot, head, common_begin, common_end, offset);
         float weight_sums[BLOCK];
         for (int j = 0; j < count; j++) {
             float *scores = s.scores.data() + j * s.num_scores, *q = s.queries.data() + j * s.key_size;
