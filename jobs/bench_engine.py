@@ -45,7 +45,7 @@ from eagle_ray.engine.planner import Planner, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.heads import EagleHead
-from eagle_ray.models.linear import pack_linears
+from eagle_ray.models.linear import linear_layers, pack_linears
 from eagle_ray.models.loading import load_target
 from eagle_ray.models.widening import BENCH, widen_pair
 from eagle_ray.pair import build_engine, resolve
@@ -107,7 +107,7 @@ class Models:
         causal_lm, head = causal_lm.to(dtype), head.to(dtype).eval()
         pack_linears(causal_lm)
         pack_linears(head)
-        meter = ForwardMeter(causal_lm.base_model, causal_lm.get_output_embeddings(), head)
+        meter = ForwardMeter(*linear_layers(causal_lm), *linear_layers(head))
         text = Text.load(path)
         prompts, tuning = (shuffled_prompts(text, PER_CATEGORY, seed) for seed in (args.seed, args.seed + 1))
         return cls(causal_lm, head, meter, prompts, tuning)

@@ -1,10 +1,11 @@
 """ForwardMeter: the seconds that the host spends inside the forward passes of some modules.
 
-    meter = ForwardMeter(model.base_model, lm_head, head)
+    meter = ForwardMeter(*linear_layers(model), *linear_layers(head))
     ...
     meter.seconds
 
-On a GPU passes are only enqueued in that time: the number says nothing there. Does not know what the modules compute.
+Our own forward calls the linear layers of a model and not the modules around them. On a GPU passes are only enqueued in
+that time: the number says nothing there.
 """
 
 from __future__ import annotations

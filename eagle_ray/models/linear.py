@@ -103,6 +103,11 @@ class OutputSlice(nn.Module):
         return self.whole(inputs)[..., self._begin : self._end]
 
 
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the linear layers that a packed model's passes run, merged ones once."""
+    return [module for module in model.modules() if isinstance(module, PackedLinear | nn.Linear)]
+
+
 def is_dense(module: nn.Module) -> bool:
     """Return whether this is a linear layer of plain weights, packed or not, and nothing besides."""
     return isinstance(module, PackedLinear | OutputSlice) or _plain_weight(module) is not None

@@ -27,7 +27,7 @@ def requests(max_tokens=12):
 def engines(slots=3):
     """Plain and speculative, over the same weights, and a meter of both models."""
     model, eagle = llama(), head()
-    meter = ForwardMeter(model.base_model, model.get_output_embeddings(), eagle)
+    meter = ForwardMeter(model.get_output_embeddings(), eagle.fc)
     ways = SpeculativeConfig(method="none"), TREE
     return model, [build_engine(model, eagle, way, slots, max_model_len=64) for way in ways], meter
 
