@@ -111,7 +111,7 @@ def _packed_copy(target: Path, shape: PretrainedConfig, dtype: torch.dtype) -> i
     """A packed lm_head is a second copy of the embedding that it is tied to."""
     size = shape.vocab_size * shape.hidden_size
     tied = all(header.name != LM_HEAD for header in tensor_headers(target) or ())
-    return size * dtype.itemsize if tied and size >= FEWEST_WEIGHTS else 0
+    return size * dtype.itemsize if tied and size >= FEWEST_WEIGHTS.get(dtype, size + 1) else 0
 
 
 def _resident() -> int:

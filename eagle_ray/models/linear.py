@@ -11,6 +11,7 @@ cannot be moved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +34,7 @@ from eagle_ray.models.linear_kernels import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-FEWEST_WEIGHTS = 1 << 18  # below it the call costs one row more than the packing saves: 256 x 256 loses, 512 x 512 wins
+FEWEST_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
 READY_ROWS, MOST_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
 MERGED = {
     **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
@@ -145,17 +146,18 @@ def _joined_data(parts: list[nn.Parameter]) -> Tensor:
     return whole
 
 
-def pack_linears(model: nn.Module, fewest_weights: int = FEWEST_WEIGHTS) -> None:
+def pack_linears(model: nn.Module, fewest_weights: int | None = None) -> None:
     """Replace the model's linear layers, in place, where that pays and this machine's torch can.
 
     The projections of a Llama-shaped layer that read the same input are packed as one, which our own forward runs;
     each part stays in the module tree as a slice of its outputs.
 
     Args:
-        fewest_weights: smaller layers stay, and quantised ones. A weight tied to an embedding stays there too.
+        fewest_weights: smaller layers stay, and quantised ones; None is FEWEST_WEIGHTS of their dtype. A weight tied
+            to an embedding stays there too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
-    sites = [site for site in _sites(model) if site.num_weights >= fewest_weights and can_pack(*site.kind)]
+    sites = [site for site in _sites(model) if site.is_worth(fewest_weights) and can_pack(*site.kind)]
     kernels = choose_kernels([site.whole for site in sites]) if sites else FILLED_ONLY
     for site in sites:
         site.pack(kernels)
@@ -172,9 +174,10 @@ class Site:
     def parts(self) -> list[nn.Linear]:
         return [getattr(self.module, name) for name in self.names]
 
-    @property
-    def num_weights(self) -> int:
-        return sum(part.weight.numel() for part in self.parts)
+    def is_worth(self, fewest_weights: int | None) -> bool:
+        """Return whether it has so many weights; None is FEWEST_WEIGHTS, in which no other dtype has enough."""
+        fewest = FEWEST_WEIGHTS.get(self.kind[1], math.inf) if fewest_weights is None else fewest_weights
+        return sum(part.weight.numel() for part in self.parts) >= fewest
 
     @property
     def kind(self) -> tuple[str, torch.dtype]:
