@@ -147,7 +147,13 @@ class Decoder:
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """Return what the lm_head reads of each row, and the row's features."""
-        hidden, delta, taps = self._embed(tokens), None, {}
+        return self.run(self._embed(tokens), positions, layout)
+
+    def run(
+        self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout: Layout
+    ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
+        """Do the same from the rows' embeddings, which are overwritten."""
+        delta, taps = None, {}
         rotary = self._angles(positions)
 
         for i, layer in enumerate(self._layers):

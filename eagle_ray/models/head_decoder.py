@@ -1,4 +1,4 @@
-"""Run draft heads over packed rows: EAGLE's on our own decoder layer, all others by their module's forward.
+"""Run draft heads over packed rows: EAGLE's and Llama-shaped draft models on our own layers, others by their module.
 
 forward = head_forward(head)
 hidden = forward(embeddings, features, positions, layout)      # [R, H], one row per pair
@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.models.attention import Layout
-from eagle_ray.models.decoder import Angles, Layer, is_llama_layer, normed_sum, ops_for
+from eagle_ray.models.decoder import Angles, Decoder, Layer, is_llama_layer, normed_sum, ops_for
+from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 
 HeadForward = Callable[
@@ -29,6 +30,15 @@ def head_forward(head: nn.Module) -> HeadForward:
     return lambda embeddings, features, positions, layout: head(
         embeddings[None], features[None], positions[None], layout
     )[0]
+
+
+@head_forward.register
+def _(head: DraftModel) -> HeadForward:
+    """An independent causal LM, which reads the embeddings alone."""
+    decoder = Decoder.of(head.model)
+    if decoder is None:
+        return head_forward.dispatch(object)(head)
+    return lambda embeddings, features, positions, layout: decoder.run(embeddings, positions, layout)[0]
 
 
 @head_forward.register

@@ -9,9 +9,10 @@ from eagle_ray.kernels import cpu_ops
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models import layouts
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
+from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.layouts import tree_layout
+from eagle_ray.models.layouts import prompt_layout, tree_layout
 from eagle_ray.models.linear import OutputSlice, PackedLinear, pack_linears
 from eagle_ray.models.placement import spread
 from eagle_ray.models.target import Prompts
@@ -191,6 +192,16 @@ def test_heads_compute_what_their_modules_do(make, packed, operations):
     found = head_forward(weights)(hidden[0], features, positions, layout)
     torch.testing.assert_close(found, module(hidden[:1], hidden[1:], positions[None])[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(features, hidden[1])
+
+
+@torch.inference_mode()
+def test_a_draft_model_runs_on_our_forward_too(operations):
+    draft = DraftModel(llama(seed=3))
+    own = plain_copy(draft.model).model(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False).last_hidden_state[0]
+    target, positions = target_of(llama()), torch.arange(len(PROMPTS[0]))
+    layout = prompt_layout(target.cache, [SLOTS[0]], [0], [0], [len(positions)])
+    embeddings = draft.embed_tokens(torch.tensor(PROMPTS[0]))
+    torch.testing.assert_close(head_forward(draft)(embeddings, embeddings, positions, layout), own, atol=1e-4, rtol=0)
 
 
 @needs_cpp
