@@ -195,11 +195,11 @@ def ops_for(weight: Tensor) -> ModuleType:
 
 
 def is_llama_shaped(model: PreTrainedModel) -> bool:
-    """Return whether Decoder computes what the model does: its family, dense weights, all on one device, no hooks."""
+    """Return whether Decoder computes what the model does: its family, dense weights of one kind and place, no hooks."""
     if type(model).__name__ not in CAUSAL_LMS:
         return False
-    devices = {parameter.device for parameter in model.parameters()}
-    return len(devices) == 1 and all(is_llama_layer(layer) for layer in model.base_model.layers)
+    kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
+    return len(kinds) == 1 and all(is_llama_layer(layer) for layer in model.base_model.layers)
 
 
 def is_llama_layer(layer: nn.Module) -> bool:

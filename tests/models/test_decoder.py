@@ -159,8 +159,9 @@ def test_what_differs_in_more_than_weights_is_left_to_transformers():
     other, placed, quantised = random_model(FAMILIES["phi3"]), llama(), llama()
     spread(placed, ["cpu", "cpu"], [0, 1])
     quantised.model.layers[1].mlp.down_proj = torch.nn.Identity()
-    gelu = random_model(config_of("llama", hidden_act="gelu"))
-    assert not any(map(is_llama_shaped, [other, placed, quantised, gelu]))
+    gelu, mixed = random_model(config_of("llama", hidden_act="gelu")), llama().bfloat16()
+    mixed.model.norm.float()
+    assert not any(map(is_llama_shaped, [other, placed, quantised, gelu, mixed]))
     assert Decoder.of(other) is None
 
 
