@@ -188,7 +188,10 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     bench.take(Setting(1, 1, 0, 0), longest)
     bench.take(Setting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
-    assert min(bench._attend(Setting(4, 3, 2, 2))) >= 0
+    bench.run([Setting(1, 1, 0, 0), Setting(1, 2, 1, 1)])
+    bench.run_contexts(Setting(4, 3, 2, 2))
+    costs = bench.costs()
+    assert costs.attend >= 0 and costs.attend_row >= 0
     bench.clear()
     engine.scheduler.check_integrity()
 
