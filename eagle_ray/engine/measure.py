@@ -6,7 +6,7 @@ The sequences are made up and discarded. Steps are taken in the order of what th
 
     1. one sequence: a plain step, one level, the widest draft, the largest tree; taken whatever they cost
     2. a few sizes of a tree, then batches of 8, 64, ... and of all slots, each step once
-    3. after the first of these batches, the same steps behind a long prompt
+    3. after the first two of these batches, steps behind a long prompt
     4. steps 1 and 2 once more, then all sizes in between, up to REPLAYS times
 
 A cost is the lower quartile of its times. The curves interpolate between the sizes that were taken, and the planner
@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import mean
 
 from eagle_ray.drafting.drafter import Draft
@@ -42,14 +43,14 @@ BUDGET_S = {
 REPLAYS = 7
 CONTEXT_S = 0.25  # replays of a step behind a long prompt: as many as fit, 2 to REPLAYS of them
 SMALL_TREE = 4  # nodes of each sequence, root included
-TREES = (4, 8, 16, 32)  # nodes of one sequence's trees that are taken first
+TREES = (4, 6, 8, 16, 32)  # nodes of one sequence's trees that are taken first
 BATCH_STEP = 8  # from one batch size that is taken first to the next
 BACKLOG_TURNS = 3
 ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
 BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
 SHORT_PROMPT, LONG_PROMPT = 2, 512  # tokens
 SHARED_PROMPT = 8 * BLOCK_SIZE + 1  # tokens: all but the last are in blocks that sequences share
-MOST_SHARED = 8  # sequences behind it: 2,000 tokens to read take 18 % of such a plain step of the 230M pair
+MOST_SHARED = 32  # sequences behind it: of 8 what a longer context costs once is a third of what is measured
 SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
 MOST_APART = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
 LEAST_S = 1e-6
@@ -136,11 +137,11 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: 
         sizes = Sizes(bench.num_slots, max_nodes, max_depth, top_k, device)
         bench.run(sizes.needed())
         batches = sizes.batches()
-        bench.run([*sizes.trees(), *batches[0]], budget)
+        bench.run([*sizes.trees(), *chain(*batches[:2])], budget)
         if not budget.is_spent:
-            bench.run_contexts(sizes.small_tree)
-        bench.run([step for batch in batches[1:] for step in batch], budget)
-        bench.run([*sizes.needed(), *sizes.trees(), *(step for batch in batches for step in batch)], budget)
+            bench.run_contexts(sizes.small_tree, budget)
+        bench.run(chain(*batches[2:]), budget)
+        bench.run([*sizes.needed(), *sizes.trees(), *chain(*batches)], budget)
         bench.run(sizes.all(), budget)
         return bench.costs()
 
@@ -298,8 +299,10 @@ class Bench:
                 return
             self._note(setting, self.take(setting))
 
-    def run_contexts(self, tree: Setting) -> None:
-        """Take steps behind a long prompt. tree: of the steps with more than one row for each sequence.
+    def run_contexts(self, tree: Setting, budget: Budget | None = None) -> None:
+        """Take steps behind a long prompt, those of more than one row for each sequence unless the budget is spent.
+
+        tree: of these steps. Its batch size is lowered where that many long prompts do not fit.
 
         On a CPU all sequences have one prompt, whose blocks are computed once, but each sequence reads them for
         itself. A GPU would find the blocks in its cache: there each sequence has its own, and there are fewer of them
@@ -307,7 +310,8 @@ class Bench:
         """
         wanted = LONG_PROMPT if self._apart else SHARED_PROMPT
         length = max(min(wanted, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
-        batch_size = min(self.num_together(length), MOST_APART if self._apart else MOST_SHARED)
+        most = MOST_APART if self._apart else MOST_SHARED
+        batch_size = min(tree.batch_size, self.num_together(length), most)
         self._context_steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
         for step in self._context_steps:
             if step not in self._shallow:
@@ -315,7 +319,8 @@ class Bench:
         self.clear()
         self.take(Setting(1, 1, 0, 0), length)
         for step in self._context_steps:
-            self._run_context(step, length)
+            if budget is None or not budget.is_spent or step.num_nodes == 1:
+                self._run_context(step, length)
         self.clear()
 
     def _run_context(self, step: Setting, length: int) -> None:
@@ -375,6 +380,8 @@ class Bench:
             return 0.0, 0.0
         plain, tree = self._context_steps
         attend = self._per_token(plain)
+        if tree not in self._deep:
+            return attend, 0.0
         return attend, max(self._per_token(tree) - attend, 0.0) / (tree.num_nodes - 1)
 
     def _per_token(self, step: Setting) -> float:

@@ -182,7 +182,7 @@ def test_real_steps_are_measured_and_forgotten():
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
-    engine = llama_engine(4)
+    engine = llama_engine(4, 8, 3, 3)
     engine.planner, longest = SetPlanner(), 2 * BLOCK_SIZE
     bench, held = Bench(engine, apart), engine.target.cache.blocks._held
     bench.take(Setting(1, 1, 0, 0), longest)
