@@ -184,7 +184,8 @@ class Parts(StartLog):
 
 def parts_of_start(draft: Path) -> list[str]:
     start = Parts()
-    build_pair(ModelConfig(draft=str(draft), device="cpu", max_model_len=128), SpeculativeConfig(), 2, start=start)
+    model = ModelConfig(target=str(PAIR / "target"), draft=str(draft), device="cpu", max_model_len=128)
+    build_pair(model, SpeculativeConfig(), 2, start=start)
     return [line.partition(":")[0] for line in start.lines]
 
 

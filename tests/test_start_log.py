@@ -38,9 +38,6 @@ def test_the_last_line_has_the_seconds_of_all_parts_that_took_any(messages, monk
     now = [0.0]
     monkeypatch.setattr(start_log, "time", SimpleNamespace(monotonic=lambda: now[0]))
     start = StartLog()
-    monkeypatch.setattr(
-        start_log.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None, cancel=lambda: None)
-    )
     for name, seconds in (("read", 1.2), ("packed", 0.01), ("measured", 5.0), ("read", 0.3)):
         with start.part(name, "..."):
             now[0] += seconds

@@ -129,7 +129,7 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: 
     """Return the costs of an idle engine's steps, up to trees of max_nodes nodes for every slot.
 
     The engine is left idle, and its counters as they were. budget: None is BUDGET_S of the engine's device. Beyond it
-    goes one step at most, and the four steps that no curve can do without.
+    go three steps at most, and the four that no curve can do without.
     """
     device = engine.target.device.type
     budget = budget or Budget(BUDGET_S[device])
@@ -299,7 +299,7 @@ class Bench:
                 return
             self._note(setting, self.take(setting))
 
-    def run_contexts(self, tree: Setting, budget: Budget | None = None) -> None:
+    def run_contexts(self, tree: Setting, budget: Budget) -> None:
         """Take steps behind a long prompt, those of more than one row for each sequence unless the budget is spent.
 
         tree: of these steps. Its batch size is lowered where that many long prompts do not fit.
@@ -313,20 +313,25 @@ class Bench:
         most = MOST_APART if self._apart else MOST_SHARED
         batch_size = min(tree.batch_size, self.num_together(length), most)
         self._context_steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
-        for step in self._context_steps:
-            if step not in self._shallow:
-                self._note(step, self.take(step))
+        for step in self._context_steps:  # some were taken before, but the machine may have been busier then
+            for outcome in self._replayed(step, SHORT_PROMPT, budget):
+                self._note(step, outcome)
         self.clear()
         self.take(Setting(1, 1, 0, 0), length)
         for step in self._context_steps:
-            if budget is None or not budget.is_spent or step.num_nodes == 1:
-                self._run_context(step, length)
+            self._deep[step] = self._replayed(step, length, budget)
         self.clear()
 
-    def _run_context(self, step: Setting, length: int) -> None:
-        self._deep[step].append(self.take(step, length))
-        replays = min(max(int(CONTEXT_S / self._deep[step][0].seconds.total), 2), REPLAYS)
-        self._deep[step] += [self.take(step, length) for _ in range(replays - 1)]
+    def _replayed(self, step: Setting, length: int, budget: Budget) -> list[Outcome]:
+        """Take the step as often as fits into CONTEXT_S, once if the budget is spent; a tree not at all then."""
+        outcomes: list[Outcome] = []
+        replays = 1
+        while len(outcomes) < replays:
+            if budget.is_spent and (outcomes or step.num_nodes > 1):
+                break
+            outcomes.append(self.take(step, length))
+            replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), REPLAYS)
+        return outcomes
 
     def _note(self, setting: Setting, outcome: Outcome) -> None:
         self._shallow[setting].append(outcome)
@@ -380,7 +385,7 @@ class Bench:
             return 0.0, 0.0
         plain, tree = self._context_steps
         attend = self._per_token(plain)
-        if tree not in self._deep:
+        if not self._deep[tree]:
             return attend, 0.0
         return attend, max(self._per_token(tree) - attend, 0.0) / (tree.num_nodes - 1)
 

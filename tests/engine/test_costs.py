@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import Bench, SetPlanner, Setting, added_by_each, backlog, measure, warm_up
+from eagle_ray.engine.measure import Bench, Budget, SetPlanner, Setting, added_by_each, backlog, measure, warm_up
 from eagle_ray.engine.planner import Outcome, UniformPlanner
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.models.blocks import BLOCK_SIZE
@@ -189,7 +189,7 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     bench.take(Setting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
     bench.run([Setting(1, 1, 0, 0), Setting(1, 2, 1, 1)])
-    bench.run_contexts(Setting(4, 3, 2, 2))
+    bench.run_contexts(Setting(4, 3, 2, 2), Budget(60.0))
     costs = bench.costs()
     assert costs.attend >= 0 and costs.attend_row >= 0
     bench.clear()

@@ -1,9 +1,11 @@
 """Which steps are measured, in what order, and that measuring keeps to its budget."""
 
+from itertools import chain
+
 import pytest
 
 from eagle_ray.engine.costs import BUCKETS
-from eagle_ray.engine.measure import BATCH_STEP, REPLAYS, Bench, Budget, Setting, Sizes, measure
+from eagle_ray.engine.measure import BATCH_STEP, REPLAYS, SHORT_PROMPT, Bench, Budget, Setting, Sizes, measure
 from tests.toy import llama_engine
 
 TREE = 8, 3, 3  # max_nodes, max_depth, top_k
@@ -11,14 +13,14 @@ UNLIMITED = 1e9
 
 
 @pytest.fixture
-def taken(monkeypatch) -> list[tuple[Setting, int | None]]:
-    """Every step that a bench takes, and the length of its prompts where it is not the usual one."""
+def taken(monkeypatch) -> list[tuple[Setting, int]]:
+    """Every step that a bench takes, and the length of its prompts."""
     steps = []
     take = Bench.take
 
-    def noted(bench: Bench, setting: Setting, *length: int):
-        steps.append((setting, length[0] if length else None))
-        return take(bench, setting, *length)
+    def noted(bench: Bench, setting: Setting, length: int = SHORT_PROMPT):
+        steps.append((setting, length))
+        return take(bench, setting, length)
 
     monkeypatch.setattr(Bench, "take", noted)
     return steps
@@ -41,11 +43,10 @@ def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
 
 @pytest.mark.parametrize("seconds", [6, 9, 14, 40])
 def test_measuring_ends_with_the_step_that_spends_the_budget(taken, seconds):
-    """A clock on which each step takes a second; two more are taken for a long prompt's own, once it was computed."""
+    """On a clock on which each step takes a second. A long prompt is followed by one plain step at least."""
     measure(llama_engine(4, *TREE), *TREE, Budget(seconds, clock=lambda: float(len(taken))))
-    assert seconds <= len(taken) <= seconds + 8
-    behind_long = [i for i, (_, length) in enumerate(taken) if length is not None]
-    assert len(taken) == seconds or behind_long[-1] == len(taken) - 1
+    assert seconds <= len(taken) <= seconds + 3
+    assert len(taken) == seconds or taken[-1][1] == taken[-2][1] != SHORT_PROMPT
 
 
 def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(taken):
@@ -53,10 +54,10 @@ def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(
     sizes = sizes_of(4)
     first = [*sizes.needed(), *sizes.trees(), *sizes.batches()[0]]
     assert [setting for setting, _ in taken[: len(first)]] == first
-    assert taken[len(first)][1] is not None, "the long prompt"
-    after = [setting for setting, length in taken[len(first) :] if length is None]
-    assert after[: len(first)] == first
-    assert after[len(first) :] == list(sizes.all())
+    num_before_contexts = next(i for i, (_, length) in enumerate(taken) if length != SHORT_PROMPT)
+    assert {setting.num_nodes for setting, _ in taken[len(first) : num_before_contexts]} == {1, 4}
+    rest = [setting for setting, length in taken[num_before_contexts:] if length == SHORT_PROMPT]
+    assert rest == [*first, *sizes.all()]
 
 
 def test_every_size_is_replayed_where_the_budget_allows(taken):
@@ -75,7 +76,7 @@ def test_batch_sizes_that_come_first_are_a_factor_apart_and_end_with_all_slots()
 @pytest.mark.parametrize("num_slots", [1, 4, 32, 64])
 def test_no_tree_is_larger_than_it_may_be(num_slots, tree):
     sizes = sizes_of(num_slots, tree)
-    settings = [*sizes.needed(), *sizes.trees(), *sum(sizes.batches(), []), *sizes.all(), sizes.small_tree]
+    settings = [*sizes.needed(), *sizes.trees(), *chain(*sizes.batches()), *sizes.all(), sizes.small_tree]
     max_nodes, max_depth, top_k = tree
     assert max(setting.num_nodes for setting in settings) <= 1 + max_nodes
     assert max(setting.depth for setting in settings) <= max_depth
