@@ -313,7 +313,8 @@ class Bench:
         most = MOST_APART if self._apart else MOST_SHARED
         batch_size = min(tree.batch_size, self.num_together(length), most)
         self._context_steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
-        for step in self._context_steps:  # some were taken before, but the machine may have been busier then
+        plain, tree = self._context_steps
+        for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
             for outcome in self._replayed(step, SHORT_PROMPT, budget):
                 self._note(step, outcome)
         self.clear()
