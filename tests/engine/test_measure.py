@@ -55,7 +55,7 @@ def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(
     first = [*sizes.needed(), *sizes.trees(), *sizes.batches()[0]]
     assert [setting for setting, _ in taken[: len(first)]] == first
     num_before_contexts = next(i for i, (_, length) in enumerate(taken) if length != SHORT_PROMPT)
-    assert {setting.num_nodes for setting, _ in taken[len(first) : num_before_contexts]} == {1, 4}
+    assert {setting.num_nodes for setting, _ in taken[len(first) : num_before_contexts]} == {1}
     rest = [setting for setting, length in taken[num_before_contexts:] if length == SHORT_PROMPT]
     assert rest == [*first, *sizes.all()]
 
