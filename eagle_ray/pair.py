@@ -27,11 +27,12 @@ from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.drafting.none import NoDrafter
 from eagle_ray.engine.capture import capture, capture_fixed
-from eagle_ray.engine.cost_cache import cached_costs
+from eagle_ray.engine.cost_cache import cache_path, cached_costs
+from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import GlobalPlanner
 from eagle_ray.engine.graphs import Graphs, why_not_captured
-from eagle_ray.engine.measure import measure, warm_up
+from eagle_ray.engine.measure import BUDGET_S, measure, warm_up
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.errors import EngineError
@@ -40,12 +41,13 @@ from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.heap import keep_freed_memory
 from eagle_ray.models.kernel_tree_layout import takes_kernels
-from eagle_ray.models.linear import make_kernels, pack_linears
+from eagle_ray.models.linear import READY_ROWS, make_kernels, pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.processor import processor_name
 from eagle_ray.models.target import Target
 from eagle_ray.models.threads import in_passing_thread, settle_threads
+from eagle_ray.start_log import StartLog
 from eagle_ray.text import Text
 
 log = logging.getLogger("eagle_ray")
@@ -67,6 +69,7 @@ NEVER_READ = [
     "*.onnx*",
 ]  # the same weights
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
+RECORDING = "recording steps as CUDA graphs"
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
 
@@ -98,16 +101,21 @@ def build_pair(
     slots: int,
     kv_tokens: int | None = None,
     num_gpus: int = 1,
+    start: StartLog | None = None,
 ) -> Pair:
     """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
 
     num_gpus: over which the target is placed; without effect on a CPU, where torch's threads may become fewer instead:
-    as many as the target is worth. Raises ConfigError where a name cannot be found or a length does not fit,
-    EngineError where files are not a pair.
+    as many as the target is worth. start: times the parts. Raises ConfigError where a name cannot be found or a length
+    does not fit, EngineError where files are not a pair.
     """
-    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus)
-    weights = None if needs(speculative.method) is None else load_draft(model, speculative, causal_lm)
-    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens)
+    start = start or StartLog()
+    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
+    weights = None
+    if needs(speculative.method) is not None:
+        with start.part("draft", f"reading the draft's weights from {model.draft}"):
+            weights = load_draft(model, speculative, causal_lm)
+    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens, start)
     return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
 
 
@@ -124,29 +132,48 @@ def start_pair(
     threads: CPU threads of torch's, at most. Raises as build_pair does.
     """
 
-    def start() -> Pair:
+    def make() -> Pair:
+        start = StartLog()
         torch.set_num_threads(threads)
-        pair = build_pair(model, speculative, slots, kv_tokens, num_gpus)
-        warm_up(pair.engine, speculative.top_k)
+        pair = build_pair(model, speculative, slots, kv_tokens, num_gpus, start)
+        with start.part("first steps", "taking the first steps"):
+            warm_up(pair.engine, speculative.top_k)
+        start.ready()
         return pair
 
-    return in_passing_thread(start)
+    return in_passing_thread(make)
 
 
-def load_causal_lm(model: ModelConfig, slots: int, kv_tokens: int | None = None, num_gpus: int = 1) -> nn.Module:
+def load_causal_lm(
+    model: ModelConfig,
+    slots: int,
+    kv_tokens: int | None = None,
+    num_gpus: int = 1,
+    start: StartLog | None = None,
+) -> nn.Module:
     """The target, ready for the engines of build_pair's arguments. Raises as build_pair does."""
+    start = start or StartLog()
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
     path = resolve(model.target, "target")
-    causal_lm = load_target(path, _dtype(model.dtype, device, path), "cpu" if is_spread else device)
+    dtype = _dtype(model.dtype, device, path)
+    with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
+        causal_lm = load_target(path, dtype, "cpu" if is_spread else device)
     if is_spread:
         tokens = kv_tokens or slots * limits_of(model).max_model_len
         _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
-    pack_linears(causal_lm)
+    with start.part("packed", "packing the target's weights"):
+        pack_linears(causal_lm)
     if device == "cpu":
-        settle_threads(causal_lm, slots)
+        with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
+            settle_threads(causal_lm, slots)
     return causal_lm
+
+
+def _gigabytes(path: Path) -> str:
+    """The size of the weights in a model's directory."""
+    return f"{sum(file.stat().st_size for kind in WEIGHTS for file in path.glob(kind)) / 1e9:.1f} GB"
 
 
 def build_engine(
@@ -156,12 +183,14 @@ def build_engine(
     slots: int,
     max_model_len: int,
     kv_tokens: int | None = None,
+    start: StartLog | None = None,
 ) -> Engine:
     """An engine over models in memory, with caches of its own: several engines may share the weights.
 
     weights: what the method reads from model.draft, None where it reads nothing. kv_tokens: None lets every slot be
-    full. Raises ConfigError where they are too few for one sequence's tree.
+    full. start: times the parts. Raises ConfigError where kv_tokens are too few for one sequence's tree.
     """
+    start = start or StartLog()
     config = causal_lm.config.get_text_config(decoder=True)
     plain = speculative.method == "none"
     columns = 1 if plain else _tree_columns(speculative, config.vocab_size)
@@ -170,29 +199,46 @@ def build_engine(
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
     if target.device.type == "cpu":
         keep_freed_memory()
-        _make_kernels([causal_lm, weights], slots * (1 if plain else 1 + speculative.max_nodes))
+        most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
+        with start.part("kernels", f"making kernels for passes of up to {min(most_rows, READY_ROWS)} rows"):
+            _make_kernels([causal_lm, weights], most_rows)
     drafter = NoDrafter() if plain else make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
         engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0, graphs=graphs)
         if ahead:
-            capture_fixed(engine)
+            with start.part("recorded", RECORDING):
+                capture_fixed(engine)
         return engine
     fixed = fixed_planner(speculative, drafter)
     tree = _tree_of(speculative)
     planner, sizes = fixed or UniformPlanner(*tree), TreeSizes.of(*tree)
     engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, graphs=graphs, trees=sizes)
     if speculative.budget == "global" and fixed is None:
-        parts = cost_parts(engine, speculative)
-        costs = cached_costs(parts, lambda: measure(engine, *tree))
+        costs = _costs_of(engine, speculative, start)
         if ahead:
-            capture(engine, *tree)
+            with start.part("recorded", RECORDING):
+                capture(engine, *tree)
         can_look, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
         engine.planner = GlobalPlanner(*tree, costs, can_look, padded)
     elif ahead:
-        capture_fixed(engine)
+        with start.part("recorded", RECORDING):
+            capture_fixed(engine)
     return engine
+
+
+def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:
+    """Return the costs that an earlier start kept, or measure them."""
+    parts = cost_parts(engine, speculative)
+    seconds = BUDGET_S[engine.target.device.type]
+
+    def measured() -> StepCosts:
+        line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
+        with start.part("measured", line):
+            return measure(engine, *_tree_of(speculative))
+
+    return cached_costs(parts, measured)
 
 
 def _make_kernels(models: list[nn.Module | None], most_rows: int) -> None:

@@ -17,6 +17,7 @@ LEVEL = {
     "kernels": 1,
     "datastore": 2,
     "draft_vocab": 2,
+    "start_log": 1,
     "text": 1,
     "speculative": 2,
     "models": 3,

@@ -8,12 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from eagle_ray import pair as pair_module
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.engine.cost_cache import cache_home
+from eagle_ray.engine.measure import Budget, measure
 from eagle_ray.methods import make_drafter
 from eagle_ray.models.path_checkpoint import save_path_heads
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import Target
 from eagle_ray.pair import build_pair, check_pair, cost_parts, limits_of, load_causal_lm, load_draft
+from eagle_ray.start_log import StartLog
 from tests.conftest import PAIR
 from tests.toy import LLAMA, llama
 
@@ -164,3 +168,34 @@ def test_rotations_that_move_bound_the_length(tmp_path):
     assert limits_of(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
     with pytest.raises(ConfigError, match=r"max_model_len: 101 is more than the 100 .* before its rotary scaling"):
         limits_of(model.model_copy(update={"max_model_len": 101}))
+
+
+class Parts(StartLog):
+    """Keeps what each part of a start would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def part(self, name: str, line: str):
+        self.lines.append(line)
+        return super().part(name, line)
+
+
+def parts_of_start(draft: Path) -> list[str]:
+    start = Parts()
+    model = ModelConfig(target=str(PAIR / "target"), draft=str(draft), device="cpu", max_model_len=128)
+    build_pair(model, SpeculativeConfig(), 2, start=start)
+    return [line.partition(":")[0] for line in start.lines]
+
+
+def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pair_module, "measure", lambda *args: measure(*args, Budget(0.0)))
+    first = parts_of_start(draft)
+    assert first[0] == "reading the target's weights" and first[-1] == "measuring the cost of steps"
+    assert any(line.startswith("making kernels") for line in first)
+    assert parts_of_start(draft) == first[:-1]
+    (kept,) = cache_home().glob("costs/*.json")
+    kept.write_text("{")
+    assert parts_of_start(draft) == first

@@ -29,7 +29,7 @@ from eagle_ray.data.metrics import Metrics
 from eagle_ray.data.progress import Report
 from eagle_ray.data.record import Run
 from eagle_ray.data.stops import ClusterError, ModelUnusable
-from eagle_ray.data.worker_process import ProcessEnded, WorkerProcess
+from eagle_ray.data.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.errors import EngineError
 
 HEARD_WITHIN_S = 30
@@ -44,7 +44,7 @@ class EngineActor:
         self._line = Line(progress, ray.get_runtime_context().get_actor_id())
         self._line.started()
         try:
-            self._worker = WorkerProcess(config, run, passthrough, threads)
+            self._worker = WorkerProcess(config, run, passthrough, threads, self._line.log)
             self._worker.wait_until_ready()
         except ProcessEnded as error:
             self._end(error)
@@ -101,6 +101,9 @@ class Line:
 
     def last_words(self, worker_id: str, reason: str) -> None:
         self._heard(self.progress.last_words.remote, self.actor_id, worker_id, reason)
+
+    def log(self, line: LogLine) -> None:
+        self.progress.log.remote(line.level, line.text)
 
     def report(self, report: Report) -> None:
         self.progress.report.remote(report)

@@ -107,7 +107,7 @@ def line_of(facts: Facts) -> str:
 def words_of(facts: Facts) -> list[str]:
     """What is worth saying, the rows first; what is not known yet is left out."""
     if not facts["workers_ready"]:
-        return [LOADING]
+        return [f"{LOADING}: {facts['starting']}" if facts.get("starting") else LOADING]
     done, wanted = facts["rows_done"], facts["rows_to_do"]
     parts = [f"{done} of {wanted} rows, {facts['rows_in_files']} in files, {facts['errors']} errors"]
     if facts["tokens_per_s"]:

@@ -80,7 +80,8 @@ class Progress:
 
     starts: workers that began to load, those that died since included. starts_in_a_row: since a row was last answered
     well. ready_at: when the first worker could begin, on the monotonic clock of the driver's node. notes: lines that
-    workers want the user to read. fatal: why a worker cannot start, and so none can.
+    workers want the user to read. start_lines: what workers logged while they started, with its level; a line that
+    several of them log is here once. fatal: why a worker cannot start, and so none can.
     """
 
     starts: int = 0
@@ -88,6 +89,7 @@ class Progress:
     ready_at: float | None = None
     workers: dict[str, Report] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    start_lines: list[tuple[int, str]] = field(default_factory=list)
     fatal: Exception | None = None
 
     def add(self, report: Report) -> None:
@@ -97,6 +99,13 @@ class Progress:
         if report.rows - report.errors > before.rows - before.errors:
             self.starts_in_a_row = 0
         self.workers[report.worker_id] = report
+
+    @property
+    def starting(self) -> str | None:
+        """The part of a start that was logged last, until a worker is ready; None if nothing was."""
+        if self.workers or not self.start_lines:
+            return None
+        return self.start_lines[-1][1].partition(":")[0]
 
     def add_start(self) -> None:
         self.starts += 1
@@ -183,6 +192,11 @@ class ProgressActor:
     def last_words(self, actor_id: str, worker_id: str, reason: str) -> None:
         self._last_words[actor_id] = reason
         self._note(f"worker {worker_id} ends: {reason}")
+
+    def log(self, level: int, text: str) -> None:
+        """Keep a line of a worker that starts."""
+        if (level, text) not in self._progress.start_lines:
+            self._progress.start_lines.append((level, text))
 
     def snapshot(self) -> Progress:
         return self._progress

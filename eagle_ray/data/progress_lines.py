@@ -68,6 +68,7 @@ class ProgressLines:
         self._every_s, self._limits = every_s, limits
         self._saved = SavedRows(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
+        self._num_start_lines = 0
         self._started, self._ready_at = time.monotonic(), None
         self._gcs = GcsWatch(gcs_address())
         self._reason: Exception | None = None
@@ -123,6 +124,9 @@ class ProgressLines:
             return None
         except ray.exceptions.RayError:  # an ending cluster, or one that is too busy: the next look will tell
             return None
+        for level, line in progress.start_lines[self._num_start_lines :]:
+            log.log(level, line)
+        self._num_start_lines = len(progress.start_lines)
         for note in progress.notes[self._num_notes :]:
             log.warning(note)
         self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
@@ -162,6 +166,7 @@ class ProgressLines:
             "working_s": round(running, 1),  # since the first worker was ready
             "workers_started": progress.starts,
             "workers_ready": len(progress.workers),
+            "starting": progress.starting,
             "rows_to_do": self._num_rows,
             "rows_done": min(progress.rows, self._num_rows),  # a lost worker's rows are made, and counted, again
             "rows_in_files": self._rows_in_files,

@@ -15,8 +15,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -25,10 +25,21 @@ from eagle_ray.config import ConfigError
 from eagle_ray.data.channel import Channel
 from eagle_ray.data.faults import WorkerFault, fault_of
 from eagle_ray.data.stops import WorkerDefect
-from eagle_ray.data.worker_process import START, Answer
+from eagle_ray.data.worker_process import START, Answer, LogLine
 from eagle_ray.errors import EngineError
 
 log = logging.getLogger("eagle_ray")
+
+
+class ToChannel(logging.Handler):
+    """Send what is logged to the process that asks, whose user waits for this one to start."""
+
+    def __init__(self, say: Callable[[Answer], None]):
+        super().__init__(logging.INFO)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(Answer(START, line=LogLine(record.levelno, record.getMessage())))
 
 
 class WorkerMain:
@@ -36,12 +47,14 @@ class WorkerMain:
 
     def __init__(self, channel: Channel):
         self._channel, self._loop = channel, asyncio.new_event_loop()
+        self._sending = threading.Lock()  # lines are logged by any thread
 
     def run(self, make_worker: Callable[..., Any]) -> NoReturn:
         arguments, _ = self._channel.receive()
         threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True).start()
         try:
-            self._worker = make_worker(*arguments)
+            with self._log_in_channel():
+                self._worker = make_worker(*arguments)
         except Exception as error:  # whatever it is, it is said in one line and not in a page of a traceback
             self._say(Answer(START, error=_told(error)))
             os._exit(1)
@@ -69,14 +82,25 @@ class WorkerMain:
             log.exception("a batch cannot be answered")
             self._say(Answer(number, error=WorkerDefect(f"a worker failed: {fault_of(error).line}")))
 
+    @contextmanager
+    def _log_in_channel(self) -> Iterator[None]:
+        handler = ToChannel(self._say)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
     def _say(self, answer: Answer, table: pa.Table | None = None) -> None:
-        with suppress(EOFError):  # the listener sees it too
+        with suppress(EOFError), self._sending:  # the listener sees it too
             self._channel.send(answer, table)
 
 
 def main(make_worker: Callable[..., Any]) -> NoReturn:
     """make_worker: called with a Worker's arguments, returns something with a Worker's verbs."""
     faulthandler.enable()  # as in Ray's own workers
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stderr))  # the actor's log
     WorkerMain(Channel.inherited(int(sys.argv[-1]))).run(make_worker)
 
 

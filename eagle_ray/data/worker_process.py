@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from eagle_ray.data.record import Run
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.errors import EngineError
 
+log = logging.getLogger("eagle_ray")
 MODULE = "eagle_ray.data.worker_main"
 START = 0  # the number of the first question, which is for the worker itself; the others are tables
 
@@ -44,22 +46,48 @@ class ProcessEnded(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line that a worker's process logs while it starts. level: one of logging's."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What the worker's process says to a question, beside the table.
 
     counters: the engine's at that moment; None where it is not ready, or dead.
     error: why there is no table.
+    line: logged while the worker starts; the answer itself is still to come.
     """
 
     number: int
     counters: EngineCounters | None = None
     error: Exception | None = None
+    line: LogLine | None = None
+
+
+def log_here(line: LogLine) -> None:
+    """Log a line of the worker's process in this one."""
+    log.log(line.level, line.text)
 
 
 class WorkerProcess:
-    """The arguments are the Worker's. worker_id: names the worker's own process, which holds the device."""
+    """The other arguments are the Worker's. worker_id: names the worker's own process, which holds the device.
 
-    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
+    tell: called with each line that the process logs while it starts.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        run: Run,
+        passthrough: list[pa.Field],
+        threads: int,
+        tell: Callable[[LogLine], None] = log_here,
+    ):
+        self._tell = tell
         self._channel, theirs = Channel.pair()
         self._process = _start(config.name, theirs)
         self.worker_id = name_of(self._process.pid)
@@ -123,6 +151,9 @@ class WorkerProcess:
             _settle(answered, None, error)
 
     def _hear(self, answer: Answer, table: pa.Table | None) -> None:
+        if answer.line is not None:
+            self._tell(answer.line)
+            return
         self._counters = answer.counters or self._counters
         _settle(self._asked.pop(answer.number), table, answer.error)
 

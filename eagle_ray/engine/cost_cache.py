@@ -18,7 +18,7 @@ from typing import Any
 from eagle_ray.engine.costs import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
-VERSION = 4  # of the files; another version is measured anew
+VERSION = 5  # of the files; another version is measured anew. 5: fewer sizes, behind shorter prompts
 CURVES = ("verify", "read", "level", "plain_rest", "draft_rest")
 NUMBERS = ("attend", "attend_row", "each")
 

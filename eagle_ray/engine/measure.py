@@ -1,18 +1,27 @@
-"""Measuring what the parts of a step cost on this machine, by taking real steps of set sizes with the engine itself.
+"""Measure what the parts of a step cost on this machine, by taking real steps of set sizes with the engine itself.
 
-    costs = measure(engine, max_nodes=60, max_depth=6, top_k=10)
+    costs = measure(engine, max_nodes=60, max_depth=6, top_k=10, budget=Budget(5.0))
 
-The sequences are made up and forgotten. Every size is run REPLAYS times, fewer where one step is long, in turn with
-the others, and the lower quartile of its times taken. Does not know how the costs will be used.
+The sequences are made up and discarded. Steps are taken in the order of what they tell, until the budget is spent:
+
+    1. one sequence: a plain step, one level, the widest draft, the largest tree; taken whatever they cost
+    2. a few sizes of a tree, then batches of 8, 64, ... and of all slots, each step once
+    3. after the first two of these batches, steps behind a long prompt
+    4. steps 1 and 2 once more, then all sizes in between, up to REPLAYS times
+
+A cost is the lower quartile of its times. The curves interpolate between the sizes that were taken, and the planner
+corrects them with the steps that it takes later (`costs.py`).
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import mean
 
 from eagle_ray.drafting.drafter import Draft
@@ -22,17 +31,26 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation, Outcome, Planner
 from eagle_ray.engine.scheduler import Batch
 from eagle_ray.engine.sequence import Sequence
+from eagle_ray.models.blocks import BLOCK_SIZE
 from eagle_ray.models.linear import READY_ROWS
 from eagle_ray.speculative.plan import PLAIN, Plan
 from eagle_ray.speculative.sampling import SamplingParams
 
+BUDGET_S = {
+    "cpu": 5.0,  # a start of the 230M pair within 15 s on two idle cores; plans within 5 % of those by 45 s of steps
+    "cuda": 60.0,  # the first step of each size compiles kernels or records a graph; the others take milliseconds
+}
 REPLAYS = 7
-SMALL_TREE = 3  # nodes of each sequence, root included
-LONG_S = 0.25  # a step this long is replayed LONG_REPLAYS times
-LONG_REPLAYS = 3
+CONTEXT_S = 0.25  # replays of a step behind a long prompt: as many as fit, 2 to REPLAYS of them
+SMALL_TREE = 4  # nodes of each sequence, root included
+TREES = (4, 6, 8, 16, 32)  # nodes of one sequence's trees that are taken first
+BATCH_STEP = 8  # from one batch size that is taken first to the next
+BACKLOG_TURNS = 3
 ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
 BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
-SHORT_PROMPT, LONG_PROMPT = 8, 512  # tokens
+SHORT_PROMPT, LONG_PROMPT = 2, 512  # tokens
+SHARED_PROMPT = 8 * BLOCK_SIZE + 1  # tokens: all but the last are in blocks that sequences share
+MOST_SHARED = 32  # sequences behind it: of 8 what a longer context costs once is a third of what is measured
 SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
 MOST_APART = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
 LEAST_S = 1e-6
@@ -91,13 +109,41 @@ class AsAlways(SetPlanner):
         return self._always.allocate(draft, plan, batch)
 
 
-def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> StepCosts:
-    """The costs of an idle engine's steps, up to trees of max_nodes nodes for every slot. Leaves it idle, uncounted."""
-    with at_bench(engine, as_replayed(engine, top_k), apart=engine.target.device.type == "cuda") as bench:
-        for settings in _rounds(bench.num_slots, max_nodes, max_depth, top_k):
-            bench.run(settings)
-        num_nodes = min(SMALL_TREE, 1 + max_nodes) if max_depth > 1 else 2
-        return bench.costs(Setting(bench.num_slots, num_nodes, min(2, top_k), min(2, max_depth)))
+class Budget:
+    """Seconds that measuring may take, from the moment at which the budget is made.
+
+    clock: returns seconds; tests pass their own.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self.seconds = seconds
+        self._clock = clock
+        self._ends_at = clock() + seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return self._clock() >= self._ends_at
+
+
+def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: Budget | None = None) -> StepCosts:
+    """Return the costs of an idle engine's steps, up to trees of max_nodes nodes for every slot.
+
+    The engine is left idle, and its counters as they were. budget: None is BUDGET_S of the engine's device. Beyond it
+    go three steps at most, and the four that no curve can do without.
+    """
+    device = engine.target.device.type
+    budget = budget or Budget(BUDGET_S[device])
+    with at_bench(engine, as_replayed(engine, top_k), apart=device == "cuda") as bench:
+        sizes = Sizes(bench.num_slots, max_nodes, max_depth, top_k, device)
+        bench.run(sizes.needed())
+        batches = sizes.batches()
+        bench.run([*sizes.trees(), *chain(*batches[:2])], budget)
+        if not budget.is_spent:
+            bench.run_contexts(sizes.small_tree, budget)
+        bench.run(chain(*batches[2:]), budget)
+        bench.run([*sizes.needed(), *sizes.trees(), *chain(*batches)], budget)
+        bench.run(sizes.all(), budget)
+        return bench.costs()
 
 
 def warm_up(engine: Engine, top_k: int) -> None:
@@ -129,19 +175,85 @@ def at_bench(engine: Engine, set_planner: SetPlanner, apart: bool = False) -> It
     engine.planner, engine.counters, engine.overlap = planner, counters, overlap
 
 
-def _rounds(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[list[Setting]]:
-    """For each batch size: a plain step, one level, the widest level, a small tree, and trees of ever more rows."""
-    depth, limit = min(2, max_depth), most_rows_of(num_slots, max_nodes)
-    most_rows = 0
-    for batch_size in [*(n for n in BUCKETS if n < num_slots and n & (n - 1) == 0), num_slots]:
-        trees = [Setting(batch_size, 1, 0, 0), Setting(batch_size, 2, 1, 1), Setting(batch_size, 2, top_k, depth)]
-        for n in BUCKETS:
-            width = next((w for w in range(1, top_k + 1) if w + (depth - 1) * w**2 >= n - 1), 0)
-            new = most_rows < batch_size * n <= limit
-            if 1 < n <= 1 + max_nodes and width and (n == 4 or new):
-                trees.append(Setting(batch_size, n, width, depth))
-        most_rows = max(most_rows, *(tree.batch_size * tree.num_nodes for tree in trees))
-        yield trees
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The settings that are measured of an engine with num_slots slots and trees within the other three bounds."""
+
+    num_slots: int
+    max_nodes: int
+    max_depth: int
+    top_k: int
+    device: str
+
+    def needed(self) -> list[Setting]:
+        """Steps of one sequence without which a curve would have no size, or one size only."""
+        return [*self._steps_of(1), *self._trees_of(1, self._nodes_of(1)[-1:])]
+
+    def trees(self) -> list[Setting]:
+        """A few more trees of one sequence."""
+        return self._trees_of(1, [n for n in TREES if n in self._nodes_of(1)[:-1]])
+
+    def batches(self) -> list[list[Setting]]:
+        """The steps of batch sizes that are BATCH_STEP times apart, and of all slots; one empty list for one slot.
+
+        The widest drafts of one batch size show what a level costs by rows: those of larger ones take long.
+        """
+        sizes = []
+        size = BATCH_STEP
+        while size < self.num_slots:
+            sizes.append(size)
+            size *= BATCH_STEP
+        sizes += [self.num_slots] if self.num_slots > 1 else []
+
+        batches: list[list[Setting]] = []
+        for size in sizes:
+            steps = self._steps_of(size) if not batches else self._steps_of(size)[:2]
+            batches.append([*steps, *self._trees_of(size, [SMALL_TREE] if 1 + self.max_nodes >= SMALL_TREE else [])])
+        return batches or [[]]
+
+    def all(self) -> Iterator[Setting]:
+        """For each batch size a plain step, one level, the widest draft, a small tree, and trees of ever more rows.
+
+        A batch size is replayed before the next one begins: new sequences compute their prompts.
+        """
+        most_rows = 0
+        for size in [*(n for n in BUCKETS if n < self.num_slots and n & (n - 1) == 0), self.num_slots]:
+            nodes = [n for n in self._nodes_of(size) if n == SMALL_TREE or n * size > most_rows]
+            steps = [*self._steps_of(size), *self._trees_of(size, nodes)]
+            most_rows = max(most_rows, *(step.batch_size * step.num_nodes for step in steps))
+            for turn in range(REPLAYS):
+                yield from steps
+                if turn < BACKLOG_TURNS:
+                    yield from [steps[0]] * backlog(size, self.device)
+                    yield steps[1]
+
+    @property
+    def small_tree(self) -> Setting:
+        """By which contexts of more than one row for each sequence are measured."""
+        num_nodes = min(SMALL_TREE, 1 + self.max_nodes) if self.max_depth > 1 else 2
+        return Setting(self.num_slots, num_nodes, min(2, self.top_k), min(2, self.max_depth))
+
+    def _steps_of(self, size: int) -> list[Setting]:
+        """A plain step, one level, and the widest draft."""
+        return [
+            Setting(size, 1, 0, 0),
+            Setting(size, 2, 1, 1),
+            Setting(size, 2, self.top_k, min(2, self.max_depth)),
+        ]
+
+    def _nodes_of(self, size: int) -> list[int]:
+        """Nodes that the tree of each of so many sequences may have, root included."""
+        limit = most_rows_of(self.num_slots, self.max_nodes)
+        nodes = [n for n in BUCKETS if 1 < n <= 1 + self.max_nodes and self._width_of(n)]
+        return [n for n in nodes if n == SMALL_TREE or n * size <= limit]
+
+    def _trees_of(self, size: int, nodes: Iterable[int]) -> list[Setting]:
+        return [Setting(size, n, self._width_of(n), min(2, self.max_depth)) for n in nodes]
+
+    def _width_of(self, num_nodes: int) -> int:
+        """The least width with which a draft of two levels has so many nodes, the root included; 0: there is none."""
+        below = min(2, self.max_depth) - 1
+        return next((w for w in range(1, self.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0)
 
 
 def most_rows_of(num_slots: int, max_nodes: int) -> int:
@@ -168,6 +280,9 @@ class Bench:
         self._num_added, self.temperature = 0, 0.0
         self.num_slots = self.num_together(SHORT_PROMPT)
         self._running: list[Sequence] = []
+        self._context_steps: list[Setting] = []  # a plain step and one with trees
+        self._shallow: dict[Setting, list[Outcome]] = defaultdict(list)  # behind short prompts, by setting
+        self._deep: dict[Setting, list[Outcome]] = defaultdict(list)  # behind long ones
         self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and sequences
         self._read: dict[int, list[Outcome]] = defaultdict(list)
         self._level: dict[int, list[Outcome]] = defaultdict(list)
@@ -177,23 +292,50 @@ class Bench:
         """How many sequences can run at once behind prompts of this length, whose blocks are each one's own."""
         return max(self._engine.scheduler.num_together(length + SHORT_OUTPUT), 1)
 
-    def run(self, settings: list[Setting]) -> None:
-        """Replay steps of some sizes, by turns, so that a busy moment of the machine hits none of them alone."""
-        first = [self.take(setting) for setting in settings]  # pays for what is made once
-        replays = REPLAYS if max(o.seconds.total for o in first) < LONG_S else LONG_REPLAYS
-        for turn in range(replays):
-            for setting in settings:
-                self._note(setting, self.take(setting))
-            if turn < LONG_REPLAYS:
-                self._run_backlog(settings[0])
+    def run(self, settings: Iterable[Setting], budget: Budget | None = None) -> None:
+        """Take a step of each setting in turn, until the budget is spent. None: take all of them."""
+        for setting in settings:
+            if budget is not None and budget.is_spent:
+                return
+            self._note(setting, self.take(setting))
 
-    def _run_backlog(self, plain: Setting) -> None:
-        for _ in range(backlog(plain.batch_size, self._engine.target.device.type)):
-            self._note(plain, self.take(plain))
-        shallow = Setting(plain.batch_size, 2, 1, 1)
-        self._note(shallow, self.take(shallow))
+    def run_contexts(self, tree: Setting, budget: Budget) -> None:
+        """Take steps behind a long prompt, those of more than one row for each sequence unless the budget is spent.
+
+        tree: of these steps. Its batch size is lowered where that many long prompts do not fit.
+
+        On a CPU all sequences have one prompt, whose blocks are computed once, but each sequence reads them for
+        itself. A GPU would find the blocks in its cache: there each sequence has its own, and there are fewer of them
+        if they do not fit.
+        """
+        wanted = LONG_PROMPT if self._apart else SHARED_PROMPT
+        length = max(min(wanted, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
+        most = MOST_APART if self._apart else MOST_SHARED
+        batch_size = min(tree.batch_size, self.num_together(length), most)
+        self._context_steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
+        plain, tree = self._context_steps
+        for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
+            for outcome in self._replayed(step, SHORT_PROMPT, budget):
+                self._note(step, outcome)
+        self.clear()
+        self.take(Setting(1, 1, 0, 0), length)
+        for step in self._context_steps:
+            self._deep[step] = self._replayed(step, length, budget)
+        self.clear()
+
+    def _replayed(self, step: Setting, length: int, budget: Budget) -> list[Outcome]:
+        """Take the step as often as fits into CONTEXT_S, once if the budget is spent; a tree not at all then."""
+        outcomes: list[Outcome] = []
+        replays = 1
+        while len(outcomes) < replays:
+            if budget.is_spent and (outcomes or step.num_nodes > 1):
+                break
+            outcomes.append(self.take(step, length))
+            replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), REPLAYS)
+        return outcomes
 
     def _note(self, setting: Setting, outcome: Outcome) -> None:
+        self._shallow[setting].append(outcome)
         self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
         self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
         if outcome.depth > 1:
@@ -201,16 +343,22 @@ class Bench:
         elif setting.depth:  # one level was asked for, or no more was offered
             self._read[bisect_left(BUCKETS, outcome.num_caught_up)].append(outcome)
 
-    def costs(self, tree: Setting) -> StepCosts:
-        """tree: a small one, by which contexts of more than one row for each sequence are measured."""
-        each, read, level = added_by_each(self._verify), self._read_curve(), defaultdict(list)
+    def costs(self) -> StepCosts:
+        """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""
+        attend, attend_row = self._contexts()
+        each = added_by_each(self._verify)
+        read = self._read_curve()
+        plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
+        verify = self._verify_curve(each)
+        level = self._level_curve(read)
+        return StepCosts(verify, attend, read, level, plain_rest, draft_rest, attend_row, each)
+
+    def _level_curve(self, read: CostCurve) -> CostCurve:
+        """What is left of a draft's time after its first pass. Drafts of one level have no further ones to price."""
+        level = {}
         for rows, outcomes in self._level.items():
             level[rows] = [(o.seconds.draft - read(o.num_caught_up)) / (o.depth - 1) for o in outcomes]
-        level = _curve(level) if level else read  # drafts of one level have no further ones to price
-        plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
-        attend, attend_tree = self._attend(tree)
-        attend_row = max(attend_tree - attend, 0.0) / (tree.num_nodes - 1)
-        return StepCosts(self._verify_curve(each), attend, read, level, plain_rest, draft_rest, attend_row, each)
+        return _curve(level) if level else read
 
     def _verify_curve(self, each: float) -> CostCurve:
         """each: what a sequence adds, which is taken off."""
@@ -232,28 +380,24 @@ class Bench:
             self._engine.abort(sequence)
         self._running = []
 
-    def _attend(self, tree: Setting) -> list[float]:
-        """Seconds for each cached token, in plain steps and in those of a tree, behind a long prompt and a short one.
+    def _contexts(self) -> tuple[float, float]:
+        """Return the seconds for each cached token, and for each with each row of its sequence beyond the first."""
+        if not self._context_steps:
+            return 0.0, 0.0
+        plain, tree = self._context_steps
+        attend = self._per_token(plain)
+        if not self._deep[tree]:
+            return attend, 0.0
+        return attend, max(self._per_token(tree) - attend, 0.0) / (tree.num_nodes - 1)
 
-        On a CPU all have the same prompt, and so the same blocks, which are computed once, but each reads them for
-        itself. A GPU would find what others have read in its cache: there they have blocks of their own, fewer
-        sequences if need be.
-        """
-        long = max(min(LONG_PROMPT, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
-        num_together = self.num_together(long)
-        batch_size = min(num_together, MOST_APART) if self._apart else num_together
-        steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
-        behind = []
-        for length in (long, SHORT_PROMPT):
-            self.clear()
-            self.take(Setting(1, 1, 0, 0), length)
-            behind.append([self._passed(step, length) for step in steps])
-        return [max(s - s0, 0.0) / max(n - n0, 1) for (s, n), (s0, n0) in zip(*behind, strict=True)]
-
-    def _passed(self, setting: Setting, length: int) -> tuple[float, float]:
-        """Seconds of such a pass behind prompts of this length, and the tokens that were cached."""
-        outcomes = [self.take(setting, length) for _ in range(1 + REPLAYS)][1:]
-        return _typical([o.seconds.verify for o in outcomes]), mean(o.num_cached for o in outcomes)
+    def _per_token(self, step: Setting) -> float:
+        """Return the seconds for each cached token in passes of this step, from long prompts against short ones."""
+        seconds = []
+        num_cached = []
+        for outcomes in (self._deep[step], self._shallow[step]):
+            seconds.append(_typical([o.seconds.verify for o in outcomes]))
+            num_cached.append(mean(o.num_cached for o in outcomes))
+        return max(seconds[0] - seconds[1], 0.0) / max(num_cached[0] - num_cached[1], 1)
 
     def take(self, setting: Setting, length: int = SHORT_PROMPT) -> Outcome:
         """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""

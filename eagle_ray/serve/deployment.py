@@ -9,7 +9,9 @@ Autoscaling goes by the requests in flight. Does not know HTTP beyond that an AS
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,7 @@ from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
 from eagle_ray.serve.snapshot import Snapshot, added_up
 
+log = logging.getLogger("eagle_ray")
 PUBLISH_EVERY_S = 2.0
 MANY = 10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
 
@@ -50,6 +53,7 @@ class Replica(AtNodeAddress):
 
     def __init__(self, config: ServeConfig, keys: ApiKeys, threads: int, board: DeploymentHandle):
         super().__init__()
+        _log_to_stderr(config.logging.level)
         self._service = Service.start(config, threads, keys)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._board = board
@@ -74,6 +78,13 @@ class Replica(AtNodeAddress):
             with suppress(RayError, RayServeException):  # the board may be on its way back
                 await self._publish(self._service.snapshot())
             await asyncio.sleep(PUBLISH_EVERY_S)
+
+
+def _log_to_stderr(level: str) -> None:
+    """Show what a start does in the replica's log, which Ray keeps."""
+    log.setLevel(level.upper())
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
 
 
 class BoardReplica(AtNodeAddress, Board):

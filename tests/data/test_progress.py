@@ -1,5 +1,7 @@
 """The sum of what workers report, whether a failing one ends the job, and when to give up."""
 
+import logging
+
 import pytest
 
 from eagle_ray.data.progress import Progress, ProgressActor, Report
@@ -62,3 +64,15 @@ def test_a_worker_that_cannot_start_ends_the_job_only_where_no_other_may(is_own,
     if is_own:
         assert book.fail("one", ClusterError("no"), is_own) is False  # the same one again
         assert book.fail("two", ClusterError("no"), is_own) is True
+
+
+def test_the_part_of_a_start_that_was_logged_last_is_known_until_a_worker_is_ready():
+    book = ProgressActor(num_workers=2)
+    assert book.snapshot().starting is None
+    for line in ("reading the target's weights: 0.9 GB from here", "measuring the cost of steps: for up to 5 s"):
+        book.log(logging.INFO, line)
+        book.log(logging.INFO, line)  # of the other worker
+    assert len(book.snapshot().start_lines) == 2
+    assert book.snapshot().starting == "measuring the cost of steps"
+    book.report(Report("a", 0, 0))
+    assert book.snapshot().starting is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -25,11 +26,11 @@ from eagle_ray.data.schema import request_schema, table_of
 from eagle_ray.data.stops import ClusterError
 from eagle_ray.data.storage import Location
 from eagle_ray.data.worker import Worker
-from eagle_ray.data.worker_process import ProcessEnded, WorkerProcess
+from eagle_ray.data.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.errors import EngineError
 from tests.conftest import PAIR, token_rows
 from tests.data import fragile_worker
-from tests.data.fragile_worker import GREEDY, IS_BUGGY, KILLER, TOO_LARGE
+from tests.data.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE
 from tests.data.test_worker import answers, outputs
 
 PATIENCE_S = 60
@@ -271,3 +272,14 @@ def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job):
     given = pickle.dumps((*arguments_of(config), *batches_of(config)))
     said = subprocess.run([sys.executable, "-c", ALONE], input=given, capture_output=True, check=True).stdout
     assert said.decode().split() == ["2", "False", "False", "False", "True"]
+
+
+def test_what_a_worker_logs_while_it_starts_is_told_here(make_job, monkeypatch):
+    monkeypatch.setattr(worker_process, "MODULE", fragile_worker.__name__)
+    told: list[LogLine] = []
+    worker = WorkerProcess(*arguments_of(make_job(token_rows(1), name=LOGS)), tell=told.append)
+    try:
+        worker.wait_until_ready()
+        assert LogLine(logging.INFO, LOGGED) in told
+    finally:
+        worker.close()

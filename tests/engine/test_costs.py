@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import Bench, SetPlanner, Setting, added_by_each, backlog, measure, warm_up
+from eagle_ray.engine.measure import Bench, Budget, SetPlanner, Setting, added_by_each, backlog, measure, warm_up
 from eagle_ray.engine.planner import Outcome, UniformPlanner
 from eagle_ray.engine.stopwatch import Seconds
 from eagle_ray.models.blocks import BLOCK_SIZE
@@ -182,13 +182,16 @@ def test_real_steps_are_measured_and_forgotten():
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
-    engine = llama_engine(4)
+    engine = llama_engine(4, 8, 3, 3)
     engine.planner, longest = SetPlanner(), 2 * BLOCK_SIZE
     bench, held = Bench(engine, apart), engine.target.cache.blocks._held
     bench.take(Setting(1, 1, 0, 0), longest)
     bench.take(Setting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
-    assert min(bench._attend(Setting(4, 3, 2, 2))) >= 0
+    bench.run([Setting(1, 1, 0, 0), Setting(1, 2, 1, 1)])
+    bench.run_contexts(Setting(4, 3, 2, 2), Budget(60.0))
+    costs = bench.costs()
+    assert costs.attend >= 0 and costs.attend_row >= 0
     bench.clear()
     engine.scheduler.check_integrity()
 

@@ -1,0 +1,53 @@
+"""What a start tells of itself: a long part while it lasts, and all parts once the engine is ready."""
+
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from eagle_ray import start_log
+from eagle_ray.start_log import StartLog
+
+PATIENCE_S = 60
+NEVER_S = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def info():
+    logging.getLogger("eagle_ray").setLevel(logging.INFO)
+
+
+def test_a_long_part_is_told_of_while_it_lasts(messages):
+    with StartLog(long_s=0.0).part("read", "reading the weights"):
+        deadline = time.monotonic() + PATIENCE_S
+        while messages != ["reading the weights"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_short_start_is_silent(messages):
+    start = StartLog(NEVER_S)
+    with start.part("read", "reading the weights"):
+        pass
+    start.ready()
+    assert messages == []
+
+
+def test_the_last_line_has_the_seconds_of_all_parts_that_took_any(messages, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(start_log, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    start = StartLog()
+    for name, seconds in (("read", 1.2), ("packed", 0.01), ("measured", 5.0), ("read", 0.3)):
+        with start.part(name, "..."):
+            now[0] += seconds
+    start.ready()
+    assert messages == ["ready after 6.5 s: read 1.5, measured 5.0"]
+
+
+def test_a_part_that_fails_is_timed_and_raises(messages):
+    start = StartLog(long_s=0.0)
+    with pytest.raises(ValueError), start.part("read", "reading the weights"):
+        raise ValueError
+    start.ready()
+    assert messages[-1].startswith("ready after 0.0 s")
