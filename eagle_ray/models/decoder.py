@@ -195,7 +195,7 @@ def ops_for(weight: Tensor) -> ModuleType:
 
 
 def is_llama_shaped(model: PreTrainedModel) -> bool:
-    """Return whether Decoder computes what the model does: its family, dense weights of one kind and place, no hooks."""
+    """Return whether Decoder computes what the model does: its family, dense weights of one dtype and device."""
     if type(model).__name__ not in CAUSAL_LMS:
         return False
     kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}

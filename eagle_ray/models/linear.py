@@ -12,6 +12,7 @@ cannot be moved.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,7 @@ from eagle_ray.models.linear_kernels import (
 DTYPES = (torch.float32, torch.bfloat16)
 FEWEST_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
 READY_ROWS, MOST_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
+MOST_S = 1.0  # seconds that making kernels may take for one model
 MERGED = {
     **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
     **{f"{name}MLP": [("gate_proj", "up_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
@@ -215,16 +217,19 @@ def make_kernels(model: nn.Module, most_rows: int) -> None:
     """Run a packed layer of every shape once for each number of rows, up to READY_ROWS: oneDNN compiles one for each.
 
     In a model of 230M parameters the first pass of a number of rows takes 6 ms longer in fp32, and 9 in bf16. A kernel
-    takes half a megabyte. Layers of more than MOST_WEIGHTS are left out: beside what they take that is nothing.
+    takes half a megabyte. Layers of more than MOST_WEIGHTS are left out: beside what they take that is nothing. After
+    MOST_S the rest is left to the first passes.
     """
     most_rows = max(min(most_rows, READY_ROWS), FEWEST_ROWS)
     packed = (module for module in model.modules() if isinstance(module, PackedLinear))
     shapes = {(x.in_features, x.out_features): x for x in packed if x.in_features * x.out_features <= MOST_WEIGHTS}
+    ends_at = time.perf_counter() + MOST_S
     with torch.inference_mode():
-        for layer in shapes.values():
-            rows = torch.zeros(most_rows, layer.in_features, dtype=layer.weight.dtype)
-            for num_rows in range(FEWEST_ROWS, most_rows + 1):
-                layer(rows[:num_rows])
+        for num_rows in range(FEWEST_ROWS, most_rows + 1):
+            for layer in shapes.values():
+                layer(torch.zeros(num_rows, layer.in_features, dtype=layer.weight.dtype))
+            if time.perf_counter() > ends_at:
+                return
 
 
 def rows_of(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:

@@ -94,7 +94,7 @@ def test_a_kernel_is_made_for_every_number_of_rows_once_per_shape(monkeypatch):
     monkeypatch.setattr("eagle_ray.models.linear.MOST_WEIGHTS", 512 * 640)
     sizes = (512, 512, 640, 1024)
     make_kernels(nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)), 9)
-    assert made == [(size, rows) for size in (512, 640) for rows in range(FEWEST_ROWS, 10)]
+    assert made == [(size, rows) for rows in range(FEWEST_ROWS, 10) for size in (512, 640)]
     made.clear()
     make_kernels(nn.Sequential(PackedLinear(nn.Linear(512, 512))), 1)  # whose passes are filled up
     assert made == [(512, FEWEST_ROWS)]
