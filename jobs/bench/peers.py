@@ -1,7 +1,7 @@
 """Compare eagle_ray's tokens/s with engines that a user could run on this CPU instead, in turns.
 
     python jobs/bench/peers.py --peers transformers vllm llama.cpp openvino --batches 1 8 32 --json peers.json \\
-        --python vllm=/envs/vllm/bin/python --python llama.cpp=/envs/lcpp/bin/python --python openvino=/envs/ov/bin/python
+        --python vllm=vllm/bin/python --python llama.cpp=lcpp/bin/python --python openvino=ov/bin/python
 
 Every engine decodes greedily, on as many threads, the same prompts; a rate counts the time of prompts too. eagle_ray
 runs plain and with its default SpeculativeConfig, vLLM plain and with chains from the same head, the others plain. FILE

@@ -1,5 +1,7 @@
 """Decode with eagle_ray: settings.mode is "plain" (method none) or "default" (SpeculativeConfig's defaults)."""
 
+from functools import reduce
+
 import torch
 from protocol import serve
 
@@ -8,6 +10,7 @@ from eagle_ray.engine.measure import warm_up
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import build_pair
 from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.stats import AcceptanceStats
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -44,14 +47,9 @@ class EagleRay:
             self.engine.add(sequence)
         while self.engine.has_work:
             self.engine.step()
-        self.extras = {"tau": _tau(sequences), "torch_threads": torch.get_num_threads()}
+        stats = reduce(AcceptanceStats.merge, (sequence.stats for sequence in sequences))
+        self.extras = {"tau": stats.mean_acceptance_length, "torch_threads": torch.get_num_threads()}
         return [sequence.output_ids for sequence in sequences]
-
-
-def _tau(sequences):
-    """Return the tokens per target pass and sequence, prompts left out; None if every output is one token."""
-    passes = sum(sequence.target_forwards for sequence in sequences)
-    return sum(len(sequence.output_ids) - 1 for sequence in sequences) / passes if passes else None
 
 
 if __name__ == "__main__":
