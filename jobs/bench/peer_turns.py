@@ -5,13 +5,16 @@ Round 0 warms up and is not counted. Each round takes other prompts.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from peer_engines import REFERENCE, Engine
@@ -46,7 +49,8 @@ class Plan:
     timeout_s: float
 
     def prompts_of(self, batch: int, number: int) -> list[list[int]]:
-        count = num_prompts(batch)
+        """Return a round's prompts; the round that warms up has fewer."""
+        count = num_prompts(batch) if number else max(2, batch)
         start = number * count % len(self.prompts)
         return list(islice(cycle(self.prompts), start, start + count))
 
@@ -70,7 +74,8 @@ class Bench:
         workers: by engine; an engine that fails is taken out.
         versions: by engine, of its packages.
         failures: by engine, why it has no further figures.
-        report: called with what to show a reader who waits.
+        report: called with a line that shows progress.
+        lock: a file that is locked during each round; None locks nothing.
     """
 
     plan: Plan
@@ -78,12 +83,14 @@ class Bench:
     versions: dict[Engine, dict[str, str]]
     failures: dict[Engine, str]
     report: Callable[[str], None]
+    lock: Path | None
     turns: dict[tuple[Engine, int], list[Turn]] = field(default_factory=lambda: defaultdict(list))
 
     def measure(self, batch: int) -> None:
         """Take one untimed and all timed rounds at one batch size."""
         for number in range(self.plan.rounds + 1):
-            self._round(batch, number)
+            with locked(self.lock):
+                self._round(batch, number)
 
     def _round(self, batch: int, number: int) -> None:
         order = list(self.workers)
@@ -130,6 +137,17 @@ class Bench:
     def _num_tokens(self, outputs: Outputs) -> int:
         """Count tokens, with the EOS of each output that is shorter than max_tokens."""
         return sum(len(ids) + (len(ids) < self.plan.max_tokens) for ids in outputs)
+
+
+@contextmanager
+def locked(file: Path | None) -> Iterator[None]:
+    """Hold a lock on a file, as flock(1) does."""
+    if file is None:
+        yield
+        return
+    with file.open("a") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 def _num_same(outputs: Outputs, reference: Outputs) -> int:

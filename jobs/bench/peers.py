@@ -56,6 +56,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL: prompt_token_ids, prompt or messages")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "peers", metavar="DIR")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="locked during each round, against other benchmarks")
     parser.add_argument("--timeout", type=positive, default=600, help="seconds for a start, a conversion or a turn")
     args = parser.parse_args(words)
     if args.target is None and args.draft is not None:
@@ -117,7 +118,7 @@ def measure(
     """Return the rows of one dtype's engines; write them behind the earlier ones after each batch size."""
     rows: list[dict[str, Any]] = []
     with ExitStack() as workers:
-        bench = Bench(plan, {}, {}, {}, say)
+        bench = Bench(plan, {}, {}, {}, say, args.lock)
         for engine in engines:
             start(launcher, engine, bench, workers)
         for done, batch in enumerate(args.batches, 1):
