@@ -100,13 +100,14 @@ class Bench:
         loads = {}
         for engine in order:
             loads[engine] = os.getloadavg()[0]
-            answer = self._ask(engine, batch, prompts)
+            answer = self.ask(engine, batch, prompts)
             if answer is not None:
                 answers[engine] = answer
         if number > 0:
             self._record(batch, answers, loads)
 
-    def _ask(self, engine: Engine, batch: int, prompts: Outputs) -> dict[str, Any] | None:
+    def ask(self, engine: Engine, batch: int, prompts: Outputs) -> dict[str, Any] | None:
+        """Return one engine's answer; None, and the engine is taken out, if it fails."""
         question = {"batch": batch, "prompts": prompts, "max_tokens": self.plan.max_tokens}
         try:
             answer = self.workers[engine].ask(question, self.plan.timeout_s)
@@ -116,7 +117,8 @@ class Bench:
             self.report(f"{engine.label}: {error}")
             return None
         answer["outputs"] = [self._without_eos(ids) for ids in answer["outputs"]]
-        answer["tokens_per_s"] = self._num_tokens(answer["outputs"]) / answer["seconds"]
+        answer["num_tokens"] = self._num_tokens(answer["outputs"])
+        answer["tokens_per_s"] = answer["num_tokens"] / answer["seconds"]
         self.report(f"batch {batch}: {engine.label} {answer['tokens_per_s']:.1f} tokens/s")
         return answer
 
@@ -154,7 +156,7 @@ def _num_same(outputs: Outputs, reference: Outputs) -> int:
     return sum(ids == expected for ids, expected in zip(outputs, reference, strict=True))
 
 
-def rows_of(bench: Bench, engine: Engine, batch: int, threads: int) -> Row:
+def row_of(bench: Bench, engine: Engine, batch: int, threads: int) -> Row:
     """Return an engine's line of the JSON file at one batch size."""
     row = {"engine": engine.name, "mode": engine.mode, "dtype": engine.dtype, "batch": batch}
     turns = bench.turns.get((engine, batch), [])

@@ -26,7 +26,7 @@ from peer_engines import PEERS, Engine, Launcher, engines_of
 from peer_inputs import Models, load_prompts, model_len, widened_pair
 from peer_process import WorkerError
 from peer_table import table
-from peer_turns import Bench, Plan, rows_of
+from peer_turns import Bench, Plan, row_of
 
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.models.widening import BENCH
@@ -123,7 +123,7 @@ def measure(
             start(launcher, engine, bench, workers)
         for done, batch in enumerate(args.batches, 1):
             bench.measure(batch)
-            rows = [rows_of(bench, engine, b, args.threads) for b in args.batches[:done] for engine in engines]
+            rows = [row_of(bench, engine, b, args.threads) for b in args.batches[:done] for engine in engines]
             write(args.json, earlier + rows)
     return rows
 
