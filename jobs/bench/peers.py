@@ -26,7 +26,7 @@ from peer_engines import PEERS, Engine, Launcher, engines_of
 from peer_inputs import Models, load_prompts, model_len, widened_pair
 from peer_process import WorkerError
 from peer_table import table
-from peer_turns import Bench, Plan, row_of
+from peer_turns import Bench, Plan, locked, row_of
 
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.models.widening import BENCH
@@ -56,7 +56,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL: prompt_token_ids, prompt or messages")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "peers", metavar="DIR")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="locked during each round, against other benchmarks")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="held during each start and each round")
     parser.add_argument("--timeout", type=positive, default=600, help="seconds for a start, a conversion or a turn")
     args = parser.parse_args(words)
     if args.target is None and args.draft is not None:
@@ -120,7 +120,8 @@ def measure(
     with ExitStack() as workers:
         bench = Bench(plan, {}, {}, {}, say, args.lock)
         for engine in engines:
-            start(launcher, engine, bench, workers)
+            with locked(args.lock):
+                start(launcher, engine, bench, workers)
         for done, batch in enumerate(args.batches, 1):
             bench.measure(batch)
             rows = [row_of(bench, engine, b, args.threads) for b in args.batches[:done] for engine in engines]
