@@ -9,6 +9,7 @@ import fcntl
 import os
 import random
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,6 +110,8 @@ class Bench:
     def ask(self, engine: Engine, batch: int, prompts: Outputs) -> dict[str, Any] | None:
         """Return one engine's answer; None, and the engine is taken out, if it fails."""
         question = {"batch": batch, "prompts": prompts, "max_tokens": self.plan.max_tokens}
+        busy = busy_seconds()
+        started = time.perf_counter()
         try:
             answer = self.workers[engine].ask(question, self.plan.timeout_s)
         except WorkerError as error:
@@ -116,6 +119,8 @@ class Bench:
             self.workers.pop(engine).kill()
             self.report(f"{engine.label}: {error}")
             return None
+        elsewhere = busy_seconds() - busy - answer["all_cpu_seconds"]
+        answer["cores_elsewhere"] = max(0.0, elsewhere / (time.perf_counter() - started))
         answer["outputs"] = [self._without_eos(ids) for ids in answer["outputs"]]
         answer["num_tokens"] = self._num_tokens(answer["outputs"])
         answer["tokens_per_s"] = answer["num_tokens"] / answer["seconds"]
@@ -127,7 +132,10 @@ class Bench:
             reference = answers.get(Engine(*REFERENCE, engine.dtype))
             outputs = answer["outputs"]
             same = None if reference is None else _num_same(outputs, reference["outputs"])
-            extras = answer["extras"] | {"cpu_per_wall": answer["cpu_seconds"] / answer["seconds"]}
+            extras = answer["extras"] | {
+                "cores_used": answer["cpu_seconds"] / answer["seconds"],
+                "cores_elsewhere": answer["cores_elsewhere"],
+            }
             turn = Turn(answer["tokens_per_s"], same, len(outputs), loads[engine], extras)
             self.turns[engine, batch].append(turn)
 
@@ -150,6 +158,13 @@ def locked(file: Path | None) -> Iterator[None]:
     with file.open("a") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield
+
+
+def busy_seconds() -> float:
+    """Return how long the machine's cores have computed since it started, all together."""
+    first = Path("/proc/stat").read_text().splitlines()[0].split()
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _num_same(outputs: Outputs, reference: Outputs) -> int:

