@@ -23,6 +23,7 @@ from peer_process import WorkerError, WorkerProcess
 
 Outputs = list[list[int]]
 Row = dict[str, Any]
+YIELD_S = 0.5  # in which a process that waits for the lock can take it
 NUM_PROMPTS = {1: 4, 8: 16, 32: 48}
 
 
@@ -158,6 +159,7 @@ def locked(file: Path | None) -> Iterator[None]:
     with file.open("a") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield
+    time.sleep(YIELD_S)
 
 
 def busy_seconds() -> float:
