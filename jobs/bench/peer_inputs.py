@@ -1,0 +1,120 @@
+"""What every engine is given: a target and a draft head in transformers' layout, and prompts as token ids."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PretrainedConfig
+
+from eagle_ray.models.checkpoint import SAFETENSORS, load_head, read_config
+from eagle_ray.models.loading import load_target
+from eagle_ray.models.places import Shape
+from eagle_ray.models.widening import widen_pair
+from eagle_ray.pair import resolve
+from eagle_ray.text import Text
+from eagle_ray.training.prompts import prompt_rows
+
+EMBEDDED = "embedded:tiny"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+PROMPTS_PER_CATEGORY = 16
+PROMPT_SEED = 7
+LENGTH_STEP = 128  # tokens that max_model_len is a multiple of
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Local directories. draft is None if there is no head."""
+
+    target: Path
+    draft: Path | None
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """The generation config's EOS ids, else the config's."""
+        for name in ("generation_config.json", "config.json"):
+            file = self.target / name
+            ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+            if ids is not None:
+                return ids if isinstance(ids, list) else [ids]
+        return []
+
+
+def widened_pair(folder: Path, shape: Shape) -> Models:
+    """Return the embedded pair at a larger shape, from ``folder`` if it was exported there before."""
+    models = Models(folder / "target", folder / "draft")
+    if folder.exists():
+        return models
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _export(Models(partial / "target", partial / "draft"), shape)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return models
+
+
+def _export(models: Models, shape: Shape) -> None:
+    source = Models(resolve(EMBEDDED, "target"), resolve(EMBEDDED, "draft"))
+    small = load_target(source.target, torch.float32, "cpu")
+    wide, wide_head = widen_pair(small, load_head(source.draft, small.config), shape)
+
+    _save(models.target, wide, wide.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    for name in TOKENIZER_FILES:
+        shutil.copy(source.target / name, models.target / name)
+    _save(models.draft, wide_head, _widened_config(read_config(source.draft), wide_head.config))
+
+
+def _widened_config(raw: dict[str, Any], wide: PretrainedConfig) -> dict[str, Any]:
+    """Return the published head's config.json with the sizes of the widened one."""
+    sizes = {key: value for key, value in wide.to_dict().items() if key in raw and key != "architectures"}
+    return raw | sizes
+
+
+def _save(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
+    path.mkdir()
+    tensors = {key: value.detach().contiguous() for key, value in model.state_dict().items()}
+    save_file(tensors, path / SAFETENSORS, metadata={"format": "pt"})
+    theta = config["rope_parameters"]["rope_theta"]  # older readers look for it beside rope_parameters
+    said = config | {"dtype": "float32", "rope_theta": theta}
+    (path / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+
+
+def load_prompts(target: Path, file: Path | None) -> list[list[int]]:
+    """Return token ids of the rows of a JSONL file, else of the bundled prompts, the categories by turns."""
+    text = Text.load(target)
+    if file is not None:
+        rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+        return [_encode(row, text, f"{file}:{number}") for number, row in enumerate(rows, 1)]
+    rows = list(prompt_rows(PROMPTS_PER_CATEGORY, PROMPT_SEED))
+    by_turns = [row for start in range(PROMPTS_PER_CATEGORY) for row in rows[start::PROMPTS_PER_CATEGORY]]
+    return [_encode(row, text, "the bundled prompts") for row in by_turns]
+
+
+def _encode(row: dict[str, Any], text: Text | None, place: str) -> list[int]:
+    if "prompt_token_ids" in row:
+        return list(row["prompt_token_ids"])
+    if text is None:
+        raise ValueError(f"{place}: the target has no tokenizer. Give rows with prompt_token_ids by --prompts.")
+    if "prompt" in row:
+        return text.encode(row["prompt"])
+    if "messages" not in row:
+        raise ValueError(f"{place}: no prompt. Give each row prompt_token_ids, prompt or messages.")
+    if text.described()["chat_template"] is None:
+        return text.encode("\n\n".join(message["content"] for message in row["messages"]))
+    return text.encode_chat(row["messages"])
+
+
+def model_len(prompts: list[list[int]], max_tokens: int) -> int:
+    """Return the context length that every engine is given: room for the longest prompt and its output."""
+    longest = max(map(len, prompts)) + max_tokens
+    return -(-longest // LENGTH_STEP) * LENGTH_STEP

@@ -1,0 +1,56 @@
+"""Decode with eagle_ray: settings.mode is "plain" (method none) or "default" (SpeculativeConfig's defaults)."""
+
+from functools import reduce
+
+import torch
+from protocol import serve
+
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.engine.measure import warm_up
+from eagle_ray.engine.sequence import Sequence
+from eagle_ray.pair import build_pair
+from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.speculative.stats import AcceptanceStats
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class EagleRay:
+    def __init__(self, settings):
+        self.threads = settings.threads
+        self.speculative = SpeculativeConfig(method="none") if settings.mode == "plain" else SpeculativeConfig()
+        self.model = ModelConfig(
+            target=settings.target,
+            draft=settings.draft,
+            dtype=DTYPES[settings.dtype],
+            device="cpu",
+            max_model_len=settings.max_model_len,
+        )
+        self.batch = None
+        self.engine = None
+        self.extras = {}
+
+    def prepare(self, batch):
+        """Build the engine of ``batch`` slots in place of the last one, as a user's job would."""
+        if batch == self.batch:
+            return
+        self.engine = None
+        torch.set_num_threads(self.threads)
+        self.engine = build_pair(self.model, self.speculative, batch).engine
+        warm_up(self.engine, self.speculative.top_k)
+        self.batch = batch
+
+    def generate(self, batch, prompts, max_tokens):
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        sequences = [Sequence(str(index), prompt, sampling) for index, prompt in enumerate(prompts)]
+        for sequence in sequences:
+            self.engine.add(sequence)
+        while self.engine.has_work:
+            self.engine.step()
+        stats = reduce(AcceptanceStats.merge, (sequence.stats for sequence in sequences))
+        self.extras = {"tau": stats.mean_acceptance_length, "torch_threads": torch.get_num_threads()}
+        return [sequence.output_ids for sequence in sequences]
+
+
+if __name__ == "__main__":
+    serve(EagleRay, ["torch", "transformers"])
