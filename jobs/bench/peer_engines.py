@@ -98,7 +98,8 @@ class Launcher:
             "converted": str(self._converted(engine, python)) if engine.name in CONVERTED else None,
         }
         command = [python, str(WORKERS / PROGRAMS[engine.name]), json.dumps(settings)]
-        worker = WorkerProcess(command, self._log(engine.label, engine.dtype), self._environment())
+        environment = self._environment() | preloaded(engine.name, python)
+        worker = WorkerProcess(command, self._log(engine.label, engine.dtype), environment)
         try:
             return worker, worker.wait_until_ready(self.timeout_s)["versions"]
         except BaseException:
@@ -139,6 +140,18 @@ class Launcher:
         run_to_end(command, self._log(f"{engine.name} conversion", engine.dtype), self.timeout_s)
         os.replace(partial, path)
         return path
+
+
+def preloaded(name: str, python: str) -> dict[str, str]:
+    """Return variables that preload Intel's OpenMP for vLLM, which its manual asks for, most of all with drafts.
+
+    The wheel for CPUs installs the library beside its Python.
+    """
+    library = Path(python).parent.parent / "lib" / "libiomp5.so"
+    before = os.environ.get("LD_PRELOAD", "")
+    if name != "vllm" or "libiomp5" in before or not library.exists():
+        return {}
+    return {"LD_PRELOAD": f"{library}:{before}".rstrip(":")}
 
 
 def _fingerprint(target: Path) -> str:
