@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from eagle_ray.training.prompts import prompt_rows
 
 EMBEDDED = "embedded:tiny"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-PROMPTS_PER_CATEGORY = 16
+PROMPTS_PER_CATEGORY = 48  # in all enough for five rounds of 48 without a prompt that a prefix cache has seen
 PROMPT_SEED = 7
+NUM_MADE_UP = 288  # prompts for a target without a tokenizer
+MADE_UP_LENGTHS = (16, 96)  # tokens, both included
 LENGTH_STEP = 128  # tokens that max_model_len is a multiple of
 
 
@@ -90,14 +93,25 @@ def _save(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def load_prompts(target: Path, file: Path | None) -> list[list[int]]:
-    """Return token ids of the rows of a JSONL file, else of the bundled prompts, the categories by turns."""
+    """Return token ids of the rows of a JSONL file, else of the bundled prompts, the categories by turns.
+
+    A target without a tokenizer gets made-up ids.
+    """
     text = Text.load(target)
     if file is not None:
         rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
         return [_encode(row, text, f"{file}:{number}") for number, row in enumerate(rows, 1)]
+    if text is None:
+        return _made_up_prompts(json.loads((target / "config.json").read_text())["vocab_size"])
     rows = list(prompt_rows(PROMPTS_PER_CATEGORY, PROMPT_SEED))
     by_turns = [row for start in range(PROMPTS_PER_CATEGORY) for row in rows[start::PROMPTS_PER_CATEGORY]]
     return [_encode(row, text, "the bundled prompts") for row in by_turns]
+
+
+def _made_up_prompts(vocab_size: int) -> list[list[int]]:
+    chosen = random.Random(PROMPT_SEED)
+    lengths = [chosen.randint(*MADE_UP_LENGTHS) for _ in range(NUM_MADE_UP)]
+    return [[chosen.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 def _encode(row: dict[str, Any], text: Text | None, place: str) -> list[int]:

@@ -121,6 +121,52 @@ def test_a_head_that_is_missing_stops_only_the_modes_that_need_it(module, tmp_pa
             launcher.start(engine)
 
 
+def test_vllm_is_given_the_openmp_library_of_its_environment(module, tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/other.so")
+    preloaded = module("peer_engines").preloaded
+    library = tmp_path / "lib" / "libiomp5.so"
+    python = str(tmp_path / "bin" / "python")
+    assert preloaded("vllm", python) == {}
+    library.parent.mkdir()
+    library.touch()
+    assert preloaded("vllm", python) == {"LD_PRELOAD": f"{library}:/other.so"}
+    assert preloaded("openvino", python) == {}
+    monkeypatch.setenv("LD_PRELOAD", "/mine/libiomp5.so")
+    assert preloaded("vllm", python) == {}
+
+
+def test_rounds_of_32_share_no_prompt_that_a_prefix_cache_could_have_seen(module):
+    prompts = module("peer_inputs").load_prompts(TARGET, None)
+    plan = module("peer_turns").Plan(prompts, [4], rounds=3, max_tokens=8, timeout_s=WAIT_S)
+    asked = [tuple(prompt) for number in range(4) for prompt in plan.prompts_of(32, number)]
+    assert len(set(asked)) == len(asked) == 32 + 3 * 48
+
+
+def test_a_target_without_a_tokenizer_gets_made_up_ids(module, tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    prompts = module("peer_inputs").load_prompts(tmp_path, None)
+    assert len(set(map(tuple, prompts))) > 200
+    assert {token for prompt in prompts for token in prompt} == set(range(50))
+
+
+def test_a_worker_ends_when_the_comparison_is_killed_in_its_turn(tmp_path):
+    """As after an out-of-memory kill, where nothing of the comparison's own can end workers."""
+    sleeps = ECHO.replace("return prompts", "import time; time.sleep(1000)")
+    parent = f"""
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", {sleeps!r}, '{{"mortal": false}}'], stdin=-1, stdout=-1, text=True)
+worker.stdout.readline()
+worker.stdin.write('{{"batch": 1, "prompts": [[1]], "max_tokens": 1}}\\n')
+worker.stdin.flush()
+print(worker.pid, flush=True)
+worker.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        worker = int(process.stdout.readline())
+        process.kill()
+    until_gone(worker)
+
+
 def test_a_worker_that_dies_at_its_start_says_why(module, tmp_path):
     process = module("peer_process")
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]

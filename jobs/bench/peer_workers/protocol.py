@@ -5,17 +5,20 @@
     -> {"batch": 8, "prompts": [[1, 17], [1, 20]], "max_tokens": 64}
     <- {"outputs": [[5, 4], [6, 7]], "seconds": 0.4, "cpu_seconds": 0.8, "all_cpu_seconds": 0.8, "extras": {}}
 
-The worker ends when stdin ends.
+The worker ends when stdin ends or the process that started it does.
 """
 
+import ctypes
 import importlib.metadata
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from types import SimpleNamespace
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl(2)
 LONGEST_REASON = 300  # characters of an error message
 
 
@@ -27,6 +30,7 @@ def serve(start, packages):
             max_tokens)``, which returns one list of token ids per prompt. The object may have a dict ``extras``.
         packages: the packages whose versions are reported.
     """
+    _die_with_parent()
     answers = _own_stdout()
     engine = start(SimpleNamespace(**json.loads(sys.argv[1])))
     _write(answers, {"ready": True, "versions": {name: importlib.metadata.version(name) for name in packages}})
@@ -58,6 +62,12 @@ def admit_and_step(prompts, batch, admit, step):
             outputs[index] = ids
             running -= 1
     return outputs
+
+
+def _die_with_parent():
+    """Let Linux kill this process when the one that asks is killed, even in the middle of a turn."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _own_stdout():

@@ -52,17 +52,33 @@ def add_config(writer, config):
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope_theta(config))
+    rope = rope_parameters(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    divisors = rotary_divisors(rope, head_dim)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
 
 
-def rope_theta(config):
+def rope_parameters(config):
+    """Return rope_theta, rope_type and what the type needs, also from configs older than transformers 5."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        sys.exit(f"rope_type: no conversion of {kind!r} to GGUF. Take a checkpoint without rotary scaling.")
-    return rope.get("rope_theta") or config.get("rope_theta", 10000.0)
+    return {"rope_theta": config.get("rope_theta", 10000.0), **rope, "rope_type": kind}
+
+
+def rotary_divisors(rope, head_dim):
+    """Return what Llama 3.1 and later divide the frequency of each rotary pair by; None where there is no scaling."""
+    if rope["rope_type"] == "default":
+        return None
+    if rope["rope_type"] != "llama3":
+        sys.exit(f"rope_type: no conversion of {rope['rope_type']!r} to GGUF. Take a checkpoint without it.")
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    wavelengths = 2 * numpy.pi * rope["rope_theta"] ** (numpy.arange(0, head_dim, 2) / head_dim)
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    kept = numpy.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that is not divided
+    return (1 / (kept + (1 - kept) / rope["factor"])).astype(numpy.float32)
 
 
 def converted(source, config, architecture):
