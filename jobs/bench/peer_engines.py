@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_inputs import Models
+from peer_lock import locked
 from peer_process import WorkerError, WorkerProcess, run_to_end
 
 WORKERS = Path(__file__).parent / "peer_workers"
@@ -128,9 +129,12 @@ class Launcher:
         folder = self.work / "converted" / _fingerprint(self.models.target)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / ("openvino" if engine.name == "openvino" else f"{engine.dtype}.gguf")
-        if path.exists():
-            return path
+        with locked(folder / "lock"):
+            if not path.exists():
+                self._convert(engine, python, path)
+        return path
 
+    def _convert(self, engine: Engine, python: str, path: Path) -> None:
         partial = path.with_name(path.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         if engine.name == "openvino":
@@ -139,7 +143,6 @@ class Launcher:
             command = [python, str(WORKERS / "to_gguf.py"), str(self.models.target), str(partial), engine.dtype]
         run_to_end(command, self._log(f"{engine.name} conversion", engine.dtype), self.timeout_s)
         os.replace(partial, path)
-        return path
 
 
 def preloaded(name: str, python: str) -> dict[str, str]:

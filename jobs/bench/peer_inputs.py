@@ -6,12 +6,12 @@ import json
 import os
 import random
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peer_lock import locked
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
@@ -54,15 +54,14 @@ class Models:
 def widened_pair(folder: Path, shape: Shape) -> Models:
     """Return the embedded pair at a larger shape, from ``folder`` if it was exported there before."""
     models = Models(folder / "target", folder / "draft")
-    if folder.exists():
-        return models
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
-        _export(Models(partial / "target", partial / "draft"), shape)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with locked(folder.with_name(folder.name + ".lock")):
+        if not folder.exists():
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _export(Models(partial / "target", partial / "draft"), shape)
+            os.replace(partial, folder)
     return models
 
 

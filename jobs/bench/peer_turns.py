@@ -5,14 +5,12 @@ Round 0 warms up and is not counted. Each round takes other prompts.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -23,7 +21,6 @@ from peer_process import WorkerError, WorkerProcess
 
 Outputs = list[list[int]]
 Row = dict[str, Any]
-YIELD_S = 0.5  # in which a process that waits for the lock can take it
 NUM_PROMPTS = {1: 4, 8: 16, 32: 48}
 
 
@@ -77,7 +74,6 @@ class Bench:
         versions: by engine, of its packages.
         failures: by engine, why it has no further figures.
         report: called with a line that shows progress.
-        lock: a file that is locked during each round; None locks nothing.
     """
 
     plan: Plan
@@ -85,16 +81,10 @@ class Bench:
     versions: dict[Engine, dict[str, str]]
     failures: dict[Engine, str]
     report: Callable[[str], None]
-    lock: Path | None
     turns: dict[tuple[Engine, int], list[Turn]] = field(default_factory=lambda: defaultdict(list))
 
-    def measure(self, batch: int) -> None:
-        """Take one untimed and all timed rounds at one batch size."""
-        for number in range(self.plan.rounds + 1):
-            with locked(self.lock):
-                self._round(batch, number)
-
-    def _round(self, batch: int, number: int) -> None:
+    def take_round(self, batch: int, number: int) -> None:
+        """Ask every engine once at one batch size; round 0 is not counted."""
         order = list(self.workers)
         random.Random(number).shuffle(order)
         prompts = self.plan.prompts_of(batch, number)
@@ -150,18 +140,6 @@ class Bench:
         return sum(len(ids) + (len(ids) < self.plan.max_tokens) for ids in outputs)
 
 
-@contextmanager
-def locked(file: Path | None) -> Iterator[None]:
-    """Hold a lock on a file, as flock(1) does."""
-    if file is None:
-        yield
-        return
-    with file.open("a") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-    time.sleep(YIELD_S)
-
-
 def busy_seconds() -> float:
     """Return how long the machine's cores have computed since it started, all together."""
     first = Path("/proc/stat").read_text().splitlines()[0].split()
@@ -193,5 +171,6 @@ def row_of(bench: Bench, engine: Engine, batch: int, threads: int) -> Row:
         "versions": bench.versions[engine],
     }
     for key in sorted({key for turn in turns for key in turn.extras}):
-        row[key] = statistics.median(turn.extras[key] for turn in turns if turn.extras.get(key) is not None)
+        values = [turn.extras[key] for turn in turns if turn.extras.get(key) is not None]
+        row[key] = statistics.median(values) if values else None
     return row | ({"reason": bench.failures[engine]} if engine in bench.failures else {})

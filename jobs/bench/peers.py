@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,21 +28,27 @@ from typing import Any
 
 from peer_engines import PEERS, Engine, Launcher, engines_of
 from peer_inputs import Models, load_prompts, model_len, widened_pair
+from peer_lock import locked
 from peer_process import WorkerError
 from peer_table import table
-from peer_turns import Bench, Plan, locked, row_of
+from peer_turns import Bench, Plan, row_of
 
 from eagle_ray.data.interrupts import interruptible
 from eagle_ray.models.widening import BENCH
 
 ROOT = Path(__file__).resolve().parents[2]
+INTERRUPTED = 130  # exit code
 DTYPES = ["fp32", "bf16"]
 
 
 def main() -> None:
     args = parse_arguments()
-    with interruptible(), tempfile.TemporaryDirectory() as costs:
-        run(args, costs)
+    try:
+        with interruptible(), tempfile.TemporaryDirectory() as costs:
+            run(args, costs)
+    except KeyboardInterrupt:
+        say(f"interrupted. {args.json} has the rounds that were complete.")
+        sys.exit(INTERRUPTED)
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -118,17 +125,19 @@ def plan_of(args: argparse.Namespace, models: Models) -> Plan:
 def measure(
     args: argparse.Namespace, launcher: Launcher, plan: Plan, engines: list[Engine], earlier: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the rows of one dtype's engines; write them behind the earlier ones after each batch size."""
+    """Return the rows of one dtype's engines; write them behind the earlier ones after each round."""
     rows: list[dict[str, Any]] = []
     with ExitStack() as workers:
-        bench = Bench(plan, {}, {}, {}, say, args.lock)
+        bench = Bench(plan, {}, {}, {}, say)
         for engine in engines:
             with locked(args.lock):
                 start(launcher, engine, bench, workers)
         for done, batch in enumerate(args.batches, 1):
-            bench.measure(batch)
-            rows = [row_of(bench, engine, b, args.threads) for b in args.batches[:done] for engine in engines]
-            write(args.json, earlier + rows)
+            for number in range(plan.rounds + 1):
+                with locked(args.lock):
+                    bench.take_round(batch, number)
+                rows = [row_of(bench, engine, b, args.threads) for b in args.batches[:done] for engine in engines]
+                write(args.json, earlier + rows)
     return rows
 
 

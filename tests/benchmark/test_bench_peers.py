@@ -182,8 +182,9 @@ def test_an_engine_that_dies_in_its_turn_leaves_the_others_running(module, tmp_p
         plan = turns.Plan([[5, 6, 4, 9], [7]], [4], rounds=2, max_tokens=DEADLY, timeout_s=WAIT_S)
         said: list[str] = []
         workers = {reference: steady, peer: mortal}
-        bench = turns.Bench(plan, workers, {reference: {}, peer: {}}, {}, said.append, tmp_path / "lock")
-        bench.measure(1)
+        bench = turns.Bench(plan, workers, {reference: {}, peer: {}}, {}, said.append)
+        for number in range(3):
+            bench.take_round(1, number)
 
     row = turns.row_of(bench, reference, 1, threads=1)
     assert (row["rounds"], row["same"], row["of"]) == (2, 8, 8)
@@ -197,7 +198,7 @@ def test_outputs_are_compared_up_to_their_eos(module, tmp_path):
     reference = engines.Engine("eagle_ray", "plain", "fp32")
     with echo(module, tmp_path, mortal=False) as worker:
         plan = turns.Plan([[5, 6, 4, 9]], [4], rounds=1, max_tokens=8, timeout_s=WAIT_S)
-        bench = turns.Bench(plan, {reference: worker}, {reference: {}}, {}, lambda line: None, None)
+        bench = turns.Bench(plan, {reference: worker}, {reference: {}}, {}, lambda line: None)
         answer = bench.ask(reference, 1, [[5, 6, 4, 9], [5, 6]])
     assert answer["outputs"] == [[5, 6], [5, 6]]
     assert answer["num_tokens"] == 6  # two EOS are counted, whether the engine returns them or not
@@ -227,6 +228,7 @@ def test_a_comparison_that_is_terminated_leaves_no_process(module, tmp_path):
         children = children_of(process.pid)
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
+    assert process.returncode == 130
     assert len(children) == 3
     for child in children:
         until_gone(child)
