@@ -39,7 +39,7 @@ from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.families import exact_positions, numbers_per_token
-from eagle_ray.models.heap import keep_freed_memory
+from eagle_ray.models.heap import keep_freed_memory, use_huge_pages
 from eagle_ray.models.kernel_tree_layout import takes_kernels
 from eagle_ray.models.linear import READY_ROWS, make_kernels, pack_linears
 from eagle_ray.models.loading import load_config, load_target
@@ -70,6 +70,7 @@ NEVER_READ = [
 ]  # the same weights
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 RECORDING = "recording steps as CUDA graphs"
+LEAST_HUGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
 
@@ -198,6 +199,7 @@ def build_engine(
     layers = feature_layers(weights, config.num_hidden_layers)
     target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
     if target.device.type == "cpu":
+        _place_in_huge_pages([causal_lm, weights])
         keep_freed_memory()
         most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
         with start.part("kernels", f"making kernels for passes of up to {min(most_rows, READY_ROWS)} rows"):
@@ -239,6 +241,14 @@ def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -
             return measure(engine, *_tree_of(speculative))
 
     return cached_costs(parts, measured)
+
+
+def _place_in_huge_pages(models: list[nn.Module | None]) -> None:
+    """Do so if the linear layers are so large that a pass is bound by reading them."""
+    layers = [layer for model in models if model is not None for layer in linear_layers(model)]
+    num_bytes = sum(layer.in_features * layer.out_features * layer.weight.dtype.itemsize for layer in layers)
+    if num_bytes >= LEAST_HUGE_BYTES:
+        use_huge_pages()
 
 
 def _make_kernels(models: list[nn.Module | None], most_rows: int) -> None:
