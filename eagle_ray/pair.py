@@ -41,7 +41,7 @@ from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.heap import keep_freed_memory, use_huge_pages
 from eagle_ray.models.kernel_tree_layout import takes_kernels
-from eagle_ray.models.linear import READY_ROWS, make_kernels, pack_linears
+from eagle_ray.models.linear import READY_ROWS, linear_layers, make_kernels, pack_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.processor import processor_name
