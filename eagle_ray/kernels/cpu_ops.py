@@ -104,7 +104,7 @@ def add_rms_norm(
     out = torch.empty_like(residual)
     pointer = None if delta is None else delta.data_ptr()
     sizes = (*residual.shape, eps, torch.get_num_threads())
-    _functions(residual.dtype)["add_rms_norm"](out.data_ptr(), residual.data_ptr(), pointer, weight.data_ptr(), *sizes)
+    _run("add_rms_norm", residual.dtype, out.data_ptr(), residual.data_ptr(), pointer, weight.data_ptr(), *sizes)
     return out
 
 
@@ -112,7 +112,7 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
     """Return SiLU(gate) * up, where each row holds gate and then up."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
-    _functions(gate_up.dtype)["silu_mul"](out.data_ptr(), gate_up.data_ptr(), rows, size, torch.get_num_threads())
+    _run("silu_mul", gate_up.dtype, out.data_ptr(), gate_up.data_ptr(), rows, size, torch.get_num_threads())
     return out
 
 
@@ -136,7 +136,7 @@ def rotate_and_write(
     tensors = (qkv, keys, values, cells, cosine, sine, q_norm, k_norm)
     pointers = (None if x is None else x.data_ptr() for x in tensors)
     sizes = (len(qkv), heads, kv_heads, dim, torch.get_num_threads())
-    _functions(qkv.dtype)["rotate_and_write"](*pointers, eps, *sizes)
+    _run("rotate_and_write", qkv.dtype, *pointers, eps, *sizes)
 
 
 def attend(
@@ -157,8 +157,13 @@ def attend(
     shape = _Heads(*sizes, rule.scaling, rule.softcap or 0.0, torch.get_num_threads())
     sinks = None if rule.sinks is None else rule.sinks.data_ptr()
     pointers = (query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), sinks)
-    _functions(query.dtype)["attend"](seen._rows, shape, *pointers)
+    _run("attend", query.dtype, seen._rows, shape, *pointers)
     return out
+
+
+def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
+    function = _functions(dtype)[name]
+    function(*arguments)
 
 
 @cache

@@ -7,6 +7,7 @@ layout = side_by_side(trees, prompts, 24)      # both in one pass
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 

@@ -35,6 +35,7 @@ from tests.data.test_worker import answers, outputs
 
 PATIENCE_S = 60
 LONG = {"sampling.max_tokens": 1000, "model.max_model_len": 1024, "sampling.ignore_eos": True}  # a second for each row
+SILENT = {"model.dtype": "float32"}  # auto says what it chose
 
 
 def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
@@ -205,7 +206,7 @@ from pathlib import Path
 from tests.conftest import small_job, token_rows
 from tests.data import test_worker_process as t
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-config = small_job(Path(sys.argv[1]), token_rows(100), **{LONG!r})
+config = small_job(Path(sys.argv[1]), token_rows(100), **{LONG | SILENT!r})
 worker = t.WorkerProcess(*t.arguments_of(config))
 print(t.pid_of(worker.worker_id), flush=True)
 if sys.argv[2] == "answering":

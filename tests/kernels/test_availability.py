@@ -5,10 +5,11 @@ import sys
 import pytest
 import torch
 
-from eagle_ray.kernels import availability, tile_shape
+from eagle_ray.kernels import availability, cpu_ops, tile_shape
 from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.models.attention import TreeLayout
 from eagle_ray.models.blocks import Blocks
+from eagle_ray.models.cpu_layout import CpuLayout
 from eagle_ray.models.kernel_tree_layout import takes_kernels
 from eagle_ray.models.kv_cache import KVCache
 from eagle_ray.speculative.sampling import SamplingParams
@@ -64,11 +65,15 @@ def test_a_model_that_kernels_do_not_serve_takes_the_portable_path(monkeypatch, 
     assert len([m for m in messages if "heads of 320 numbers are larger than 256" in m]) == 1
 
 
-def test_a_cpu_needs_nothing_of_triton(monkeypatch, messages):
+@pytest.mark.parametrize("layout, method", [(TreeLayout, "attend"), (CpuLayout, "attend_projected")])
+def test_a_cpu_needs_nothing_of_triton(layout, method, monkeypatch, messages):
     for name in ("triton", "eagle_ray.kernels.flash_decoding", "eagle_ray.kernels.tree_attention"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    if layout is CpuLayout and not cpu_ops.available(CPU, torch.float32):
+        pytest.skip("cpu_ops is not compiled")
+    monkeypatch.setattr(cpu_ops, "available", lambda *args: layout is CpuLayout)
     attended = []
-    attend = TreeLayout.attend
-    monkeypatch.setattr(TreeLayout, "attend", lambda *args: attended.append(1) or attend(*args))
+    attend = getattr(layout, method)
+    monkeypatch.setattr(layout, method, lambda *args: attended.append(1) or attend(*args))
     run(llama_engine(1, 4, 2, 2), [[5, 6, 7]], [SamplingParams(max_tokens=4, ignore_eos=True)])
     assert attended and not [m for m in messages if "Triton" in m]
