@@ -26,7 +26,7 @@ def job(ray_session, tmp_path) -> list[str]:
     settings = {
         "model.target": PAIR / "target",
         "speculative.method": "none",
-        "sampling.max_tokens": 96,  # long enough for NEVER even where the clock is heard late
+        "sampling.max_tokens": 400,  # long enough for NEVER even where the clock is heard late
         "sampling.ignore_eos": "true",
         "execution.slots": 4,
         "execution.rows_per_file": 2,
