@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.verify_step import TreeSizes
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
+from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.families import exact_positions, numbers_per_token
 from eagle_ray.models.heap import keep_freed_memory, use_huge_pages
-from eagle_ray.models.kernel_tree_layout import takes_kernels
-from eagle_ray.models.linear import READY_ROWS, linear_layers, make_kernels, pack_linears
+from eagle_ray.models.layouts import kernels_of
+from eagle_ray.models.linear import READY_ROWS, linear_layers, make_kernels, pack_linears, run_linears
 from eagle_ray.models.loading import load_config, load_target
 from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
 from eagle_ray.models.processor import processor_name
@@ -168,8 +170,16 @@ def load_causal_lm(
         pack_linears(causal_lm)
     if device == "cpu":
         with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
-            settle_threads(causal_lm, slots)
+            settle_threads(partial(_trial_pass, causal_lm, slots))
     return causal_lm
+
+
+def _trial_pass(causal_lm: nn.Module, num_rows: int) -> None:
+    """Take about as long as a pass over num_rows tokens does in an engine."""
+    if is_llama_shaped(causal_lm):
+        run_linears(causal_lm, num_rows)  # the engine's own forward runs merged layers once
+    else:
+        causal_lm.base_model(input_ids=torch.zeros(1, num_rows, dtype=torch.int64), use_cache=False)
 
 
 def _gigabytes(path: Path) -> str:
@@ -447,7 +457,7 @@ def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, obje
         "draft": engine.drafter.shape,
         "dtype": str(target.dtype),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
-        "kernels": takes_kernels(target.cache),
+        "kernels": kernels_of(target.cache),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,

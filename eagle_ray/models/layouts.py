@@ -66,6 +66,13 @@ def side_by_side(first: Layout, second: Layout, num_first: int) -> Layout:
     return SideBySide(first, second, num_first)
 
 
+def kernels_of(kv_cache: KVCache) -> str:
+    """Return what passes over this cache attend by: triton, cpp or torch."""
+    if takes_kernels(kv_cache):
+        return "triton"
+    return "cpp" if runs_in_cpp(kv_cache) else "torch"
+
+
 def runs_in_cpp(kv_cache: KVCache) -> bool:
     """Return whether passes over this cache attend by kernels/cpu_ops."""
     return cpu_ops.available(kv_cache.keys.device, kv_cache.keys.dtype) and not takes_kernels(kv_cache)

@@ -111,6 +111,12 @@ def linear_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, PackedLinear | nn.Linear)]
 
 
+def run_linears(model: nn.Module, num_rows: int) -> None:
+    """Run each linear layer of a packed model once, over zeros: most of what a pass over num_rows tokens takes."""
+    for layer in linear_layers(model):
+        layer(torch.zeros(num_rows, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device))
+
+
 def is_dense(module: nn.Module) -> bool:
     """Return whether this is a linear layer of plain weights, packed or not, and nothing besides."""
     return isinstance(module, PackedLinear | OutputSlice) or _plain_weight(module) is not None

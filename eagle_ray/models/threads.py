@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 WORTH = 1.2  # times faster that twice the threads must be
 REPLAYS = 7
@@ -20,11 +19,14 @@ LONG_S = 0.2  # passes this long are not replayed: their times are no accident
 Result = TypeVar("Result")
 
 
-def settle_threads(model: nn.Module, num_rows: int) -> int:
-    """Sets torch's number of threads, at most the present one, by passes over num_rows tokens; returns it."""
+def settle_threads(run: Callable[[], object]) -> int:
+    """Set torch's number of threads, at most the present one, and return it.
+
+    run: takes the time of a pass, such as one over as many tokens as there are slots.
+    """
     threads = torch.get_num_threads()
     while threads > 1:
-        seconds = _seconds(model, num_rows, (threads, threads // 2))
+        seconds = _seconds(run, (threads, threads // 2))
         if seconds[threads // 2] > WORTH * seconds[threads]:
             break
         threads //= 2
@@ -44,15 +46,14 @@ def in_passing_thread(work: Callable[[], Result]) -> Result:
 
 
 @torch.inference_mode()
-def _seconds(model: nn.Module, num_rows: int, numbers: tuple[int, int]) -> dict[int, float]:
-    """The quickest of a few passes with each number of threads, by turns; the first turn is for what is made once."""
-    tokens = torch.zeros(1, num_rows, dtype=torch.int64)
+def _seconds(run: Callable[[], object], numbers: tuple[int, int]) -> dict[int, float]:
+    """The quickest of a few runs with each number of threads, by turns; the first turn is for what is made once."""
     best = dict.fromkeys(numbers, torch.inf)
     for replay in range(1 + REPLAYS):
         for number in numbers:
             torch.set_num_threads(number)
             started = time.perf_counter()
-            model.base_model(input_ids=tokens, use_cache=False)
+            run()
             seconds = time.perf_counter() - started
             best[number] = min(best[number], seconds) if replay else torch.inf
         if replay and max(best.values()) > LONG_S:

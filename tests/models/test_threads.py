@@ -5,19 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from eagle_ray.models import threads
 
 
-class Timed(nn.Module):
-    """Takes as long as the number of threads says, by a clock of its own."""
+class Timed:
+    """Work that takes as long as the number of threads says, by a clock of its own."""
 
     def __init__(self, seconds: dict[int, float]):
-        super().__init__()
-        self.base_model, self._seconds, self.now = self, seconds, 0.0
+        self._seconds, self.now = seconds, 0.0
 
-    def forward(self, input_ids, use_cache):
+    def run(self) -> None:
         self.now += self._seconds[torch.get_num_threads()]
 
 
@@ -38,9 +36,9 @@ def eight_threads():
     ],
 )
 def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, monkeypatch, seconds, wanted):
-    model = Timed(seconds)
-    monkeypatch.setattr(threads.time, "perf_counter", lambda: model.now)
-    assert threads.settle_threads(model, 16) == wanted == torch.get_num_threads()
+    work = Timed(seconds)
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: work.now)
+    assert threads.settle_threads(work.run) == wanted == torch.get_num_threads()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the process's threads in /proc")
