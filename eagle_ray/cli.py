@@ -244,19 +244,19 @@ def _last_input(inputs: list[str] | None) -> str | None:
 
 def _demo(args: argparse.Namespace) -> int:
     from eagle_ray.demo import run_demo
-    from eagle_ray.review import run_at
+    from eagle_ray.review import parse_run_path
 
-    return run_demo(run_at(args.output))
+    return run_demo(parse_run_path(args.output))
 
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.job import run_to_end, show_log
+    from eagle_ray.job import configure_logging, run_to_end
     from eagle_ray.keep_going import end_with_parent, keep_going, write_ending
     from eagle_ray.on_finish import tell
 
     if args.keep_going:
-        show_log(config.logging.level)
+        configure_logging(config.logging.level)
         ending = keep_going(args.arguments, config)
     else:
         if args.parent is not None:
@@ -292,16 +292,16 @@ def _submit(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     from eagle_ray.data.status import status_json, status_of, status_text
-    from eagle_ray.review import run_at
+    from eagle_ray.review import parse_run_path
 
-    print((status_json if args.json else status_text)(status_of(run_at(args.run))))
+    print((status_json if args.json else status_text)(status_of(parse_run_path(args.run))))
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle_ray.review import review, review_json, run_at
+    from eagle_ray.review import parse_run_path, review, review_json
 
-    print((review_json if args.json else review)(run_at(args.run)))
+    print((review_json if args.json else review)(parse_run_path(args.run)))
     return 0
 
 
@@ -311,9 +311,9 @@ def _compare(args: argparse.Namespace) -> int:
         return _compare_methods(args)
     if len(args.runs) != 2 or for_methods:
         raise ConfigError("compare: give two runs and nothing of methods, or no run to compare methods on prompts")
-    from eagle_ray.review import comparison, comparison_json, run_at
+    from eagle_ray.review import comparison, comparison_json, parse_run_path
 
-    print((comparison_json if args.json else comparison)(*map(run_at, args.runs)))
+    print((comparison_json if args.json else comparison)(*map(parse_run_path, args.runs)))
     return 0
 
 
@@ -321,10 +321,10 @@ def _compare_methods(args: argparse.Namespace) -> int:
     check_address_space("torch")
     config = _config_of_pair(args)
     from eagle_ray.evaluate import evaluate, use_threads
-    from eagle_ray.job import show_log
+    from eagle_ray.job import configure_logging
     from eagle_ray.report.evaluation import evaluation_text
 
-    show_log(config.logging.level)
+    configure_logging(config.logging.level)
     use_threads(args.threads)
     numbers = evaluate(config, args.methods, args.temperatures or [0.0, 1.0], args.batch or 1, args.per_task)
     print(json.dumps(numbers, indent=2) if args.json else evaluation_text(numbers))
@@ -333,9 +333,9 @@ def _compare_methods(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from eagle_ray.export import export
-    from eagle_ray.review import run_at
+    from eagle_ray.review import parse_run_path
 
-    if said := export(run_at(args.run), args.to, args.output, args.partial, args.overwrite):
+    if said := export(parse_run_path(args.run), args.to, args.output, args.partial, args.overwrite):
         print(said)
     return 0
 

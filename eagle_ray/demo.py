@@ -17,8 +17,8 @@ from typing import Any
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.data.parts import tables
 from eagle_ray.data.record import DATA, REPORT, SUMMARY
-from eagle_ray.data.storage import Location, read_json, write_json
-from eagle_ray.job import GROUP_BY, complete, exit_code_of, log, write_report
+from eagle_ray.data.storage import StoragePath, read_json, write_json
+from eagle_ray.job import GROUP_BY, log, run_and_report, run_to_completion, write_report
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.table import comparison_table
 
@@ -52,18 +52,18 @@ SHOWN = ("chat", "code")  # categories of which a completion is printed
 SHOWN_CHARACTERS = 600
 
 
-def run_demo(output: Location) -> int:
+def run_demo(output: StoragePath) -> int:
     """Write OUTPUT and OUTPUT/baseline anew and print what there is to see; returns the exit code."""
-    return exit_code_of(lambda: _demo(output), "info")
+    return run_and_report(lambda: _demo(output), "info")
 
 
-def _demo(output: Location) -> str:
+def _demo(output: StoragePath) -> str:
     started = time.monotonic()
     baseline = output / "baseline"
     log.info("EAGLE-2 decoding into %s", output.shown)
-    complete(demo_config(output, "eagle2"))
+    run_to_completion(demo_config(output, "eagle2"))
     log.info("plain decoding into %s", baseline.shown)
-    complete(demo_config(baseline, "none"))
+    run_to_completion(demo_config(baseline, "none"))
     comparison = compare(partial(tables, output / DATA), partial(tables, baseline / DATA), GROUP_BY).as_json()
     summary = read_json(output / SUMMARY) | {"baseline": comparison}
     write_json(output / SUMMARY, summary)
@@ -74,7 +74,7 @@ def _demo(output: Location) -> str:
     return "\n\n".join([*parts, f"{time.monotonic() - started:.0f} s in all"])
 
 
-def demo_config(output: Location, method: str) -> JobConfig:
+def demo_config(output: StoragePath, method: str) -> JobConfig:
     """The demo's settings and nothing of the environment's."""
     return load_config(None, env={}, overrides=SETTINGS | {"output.path": str(output), "speculative.method": method})
 
@@ -84,7 +84,7 @@ def _identity(comparison: dict[str, Any]) -> str:
     return line + "".join(f"\n  differs: {id} sample {j}" for id, j in comparison["differing"])
 
 
-def _completions(output: Location) -> list[str]:
+def _completions(output: StoragePath) -> list[str]:
     """One completion of each category in SHOWN, so that there is text to look at."""
     columns = [GROUP_BY, "request_id", "status", "prompt", "text"]
     rows = [row for table in tables(output / DATA, columns) for row in table.to_pylist()]
@@ -97,7 +97,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
-def _where(output: Location) -> str:
+def _where(output: StoragePath) -> str:
     here = output.shown
     files = f"{here}/data/*.parquet"
     return (

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.data.ray_environment import LOCAL, prepare
 from eagle_ray.data.stops import ClusterError
-from eagle_ray.job import show_log
+from eagle_ray.job import configure_logging
 from eagle_ray.serve.keys import ApiKeys, read_keys
 
 log = logging.getLogger("eagle_ray")
@@ -32,15 +32,15 @@ SAY_EVERY_S = 10.0
 
 def run_endpoint(config: ServeConfig) -> int:
     """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
-    show_log(config.logging.level)
+    configure_logging(config.logging.level)
     serving = config.serving
-    _check_free(serving.host, serving.port)
+    _check_port(serving.host, serving.port)
     keys = read_keys(serving.api_keys_file)
     if not keys and not _is_loopback(serving.host):
         log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
-    from eagle_ray.pair import check_pair  # torch, seconds
+    from eagle_ray.pair import check_models  # torch, seconds
 
-    check_pair(config.model, config.speculative)
+    check_models(config.model, config.speculative)
     address = prepare(serving.ray_address)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -62,15 +62,15 @@ def _serve(config: ServeConfig, keys: ApiKeys, most_threads: int | None) -> None
     import ray
     from ray import serve
 
-    from eagle_ray.serve.deployment import application_of, shape_of
+    from eagle_ray.serve.deployment import application_of, plan_replicas
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     resources = ray.cluster_resources()
-    shape = shape_of(config, resources.get("GPU", 0), resources.get("CPU", 1), most_threads)
+    shape = plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1), most_threads)
     serving = config.serving
     serve.start(proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port})
     try:
-        with _patience(f"loading {config.model.target}"):
+        with _log_while_waiting(f"loading {config.model.target}"):
             try:
                 serve.run(application_of(config, keys, shape), name=config.name)
             except RuntimeError as error:
@@ -85,7 +85,7 @@ def _serve(config: ServeConfig, keys: ApiKeys, most_threads: int | None) -> None
 
 
 @contextmanager
-def _patience(words: str) -> Iterator[None]:
+def _log_while_waiting(words: str) -> Iterator[None]:
     """Say what takes so long: at once, and again while it lasts."""
     over, began = threading.Event(), time.monotonic()
 
@@ -122,7 +122,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_free(host: str, port: int) -> None:
+def _check_port(host: str, port: int) -> None:
     """Raises ConfigError where the address cannot be had: Serve's proxy would try for minutes."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -20,18 +20,18 @@ import torch
 from torch import nn
 
 from eagle_ray import __version__
-from eagle_ray.benchmark.evaluation import FEWEST, Question, Round, figures, rounds
+from eagle_ray.benchmark.evaluation import FEWEST, BenchmarkPrompt, Round, figures, rounds
 from eagle_ray.benchmark.identity import Identity, compare
-from eagle_ray.benchmark.ways import PLAIN, PUBLISHED, Way, default_names, ways_of, weights_of
+from eagle_ray.benchmark.ways import PLAIN, PUBLISHED, DraftMethod, default_names, ways_of, weights_of
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.samples import message_of, sequences_of
 from eagle_ray.engine import sequence as engine_sequence
-from eagle_ray.engine.sequence import check_fits
+from eagle_ray.engine.sequence import check_length
 from eagle_ray.errors import RequestError
 from eagle_ray.job import GROUP_BY
-from eagle_ray.pair import check_pair, limits_of, load_causal_lm, load_text
-from eagle_ray.text import Text
+from eagle_ray.pair import check_models, load_causal_lm, load_tokenizer, model_limits
+from eagle_ray.text import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 END = -1  # after an output, so that one that is only a beginning of another differs from it
@@ -48,7 +48,7 @@ def evaluate(
     """
     ways = ways_of(default_names(config.speculative) if names is None else names, config.model, config.speculative)
     for way in ways:
-        check_pair(config.model.model_copy(update={"draft": way.draft}), way.speculative)
+        check_models(config.model.model_copy(update={"draft": way.draft}), way.speculative)
     questions = list(_questions(config, per_task))
     if not questions:
         raise ConfigError("input.path: no row can be answered")
@@ -59,8 +59,8 @@ def evaluate(
     turns: list[Round] = []
     for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
         engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
-        turns += _told(rounds(engines, questions, temperature), len(ways))
-    return _about(config, ways, batch, causal_lm) | {"cells": list(_cells(turns, ways, causal_lm))}
+        turns += _with_log(rounds(engines, questions, temperature), len(ways))
+    return _metadata(config, ways, batch, causal_lm) | {"cells": list(_cells(turns, ways, causal_lm))}
 
 
 def use_threads(threads: int | None) -> None:
@@ -69,36 +69,36 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _questions(config: JobConfig, per_task: int | None) -> Iterator[Question]:
+def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPrompt]:
     """The rows that can be answered, in order; the others are named."""
-    text = load_text(config.model)
-    limits, count = limits_of(config.model), Counter()
+    text = load_tokenizer(config.model)
+    limits, count = model_limits(config.model), Counter()
     for row in requests_of(plan_input(config)):
         task = str(row.get(GROUP_BY) or NO_TASK)
         ask = partial(_asked, row, config, text)
         if per_task is not None and count[task] == per_task:
             continue
         try:
-            check_fits(ask(), limits.max_model_len, limits.vocab_size)
+            check_length(ask(), limits.max_model_len, limits.vocab_size)
         except RequestError as error:
             log.warning("left out: %s", message_of(row, error))
             continue
         count[task] += 1
-        yield Question(task, ask)
+        yield BenchmarkPrompt(task, ask)
 
 
-def _asked(row: dict[str, Any], config: JobConfig, text: Text | None) -> engine_sequence.Sequence:
+def _asked(row: dict[str, Any], config: JobConfig, text: Tokenizer | None) -> engine_sequence.Sequence:
     [sequence] = sequences_of(row, config, text, n=1)
     return sequence
 
 
-def _longest(questions: Sequence[Question]) -> int:
+def _longest(questions: Sequence[BenchmarkPrompt]) -> int:
     """Tokens of the longest prompt with its answer: the engines' caches need no more."""
     asked = [question.ask() for question in questions]
     return max(len(sequence.prompt_ids) + sequence.sampling.max_tokens for sequence in asked)
 
 
-def _told(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
+def _with_log(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
     """A line for every task that begins."""
     last = None
     for turn in turns:
@@ -108,7 +108,7 @@ def _told(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
         yield turn
 
 
-def _cells(turns: Sequence[Round], ways: Sequence[Way], causal_lm: nn.Module) -> Iterator[dict[str, Any]]:
+def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Module) -> Iterator[dict[str, Any]]:
     """For each temperature, method and task, and for all tasks together (task None)."""
     names = {way.name for way in ways}
     for temperature in dict.fromkeys(turn.temperature for turn in turns):
@@ -134,7 +134,7 @@ def _identity(
     )
 
 
-def _about(config: JobConfig, ways: Sequence[Way], batch: int, causal_lm: nn.Module) -> dict[str, Any]:
+def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal_lm: nn.Module) -> dict[str, Any]:
     on_gpu = causal_lm.device.type == "cuda"
     return {
         "eagle_ray": __version__,

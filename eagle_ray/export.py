@@ -22,11 +22,11 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.ledger import Ledger
+from eagle_ray.data.ledger import OutputIndex
 from eagle_ray.data.parts import columns_of, tables
 from eagle_ray.data.record import DATA, SUCCESS, SUMMARY
-from eagle_ray.data.stops import JobStopped
-from eagle_ray.data.storage import Location, object_in
+from eagle_ray.data.stops import JobError
+from eagle_ray.data.storage import StoragePath, read_json_object
 from eagle_ray.report.openai_batch import COLUMNS, Spell, line_of
 from eagle_ray.review import record_of
 
@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 256
 Row = dict[str, Any]
 
 
-def export(run: Location, to: str, target: str | None, partial: bool, overwrite: bool) -> str:
+def export(run: StoragePath, to: str, target: str | None, partial: bool, overwrite: bool) -> str:
     """Write the rows of a run to a file, or to stdout where target is None; returns what to say about it.
 
     to: openai-batch or csv. partial: a run that is not finished is exported as far as it is. overwrite: a target that
@@ -45,7 +45,7 @@ def export(run: Location, to: str, target: str | None, partial: bool, overwrite:
         _check_free(target, run, record, overwrite)
     if not partial and not (run / SUCCESS).exists():
         raise ConfigError(f"{run} is not finished: run the job to its end, or export what is there with --partial")
-    _check_whole(run, 0 if partial else (object_in(run / SUMMARY) or {}).get("total", {}).get("rows", 0))
+    _check_whole(run, 0 if partial else (read_json_object(run / SUMMARY) or {}).get("total", {}).get("rows", 0))
     lines = _batch_lines(data, record["config"]["model"]) if to == "openai-batch" else _csv_lines(data)
     if target is None:
         sys.stdout.buffer.writelines(line.encode() for line in lines)
@@ -54,20 +54,20 @@ def export(run: Location, to: str, target: str | None, partial: bool, overwrite:
     return f"rows of {run} in {target}"
 
 
-def _check_whole(run: Location, num_rows: int) -> None:
+def _check_whole(run: StoragePath, num_rows: int) -> None:
     """Raises ConfigError where a file cannot be read, or where there are fewer rows than the run's own count."""
     try:
-        there = int(Ledger.read(run / DATA).rows.sum())
-    except JobStopped as error:
+        there = int(OutputIndex.read(run / DATA).rows.sum())
+    except JobError as error:
         raise ConfigError(str(error)) from None
     if there < num_rows:
         raise ConfigError(f"{run} holds {there} rows of {num_rows}: start its command again, which makes the others")
 
 
-def _check_free(target: str, run: Location, record: dict[str, Any], overwrite: bool) -> None:
+def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite: bool) -> None:
     """Raises ConfigError where the target holds something that would be lost."""
     try:
-        place = Location.of(target)
+        place = StoragePath.of(target)
         if place.below(run) is not None or str(place) in record["inputs"]:
             raise ConfigError(f"-o: {target} belongs to the run, which export never changes: name another file")
         if not overwrite and place.exists():
@@ -78,19 +78,19 @@ def _check_free(target: str, run: Location, record: dict[str, Any], overwrite: b
 
 def _write(target: str, lines: Iterable[str]) -> None:
     try:
-        Location.of(target).write_whole("".join(lines).encode())
+        StoragePath.of(target).write_whole("".join(lines).encode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"-o: cannot write {target}: {error}") from None
 
 
-def _batch_lines(data: Location, model: dict[str, Any]) -> Iterator[str]:
+def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
     spell = _spelling(model)
     there = columns_of(data).names
     for rows in _requests(data, [name for name in COLUMNS if name in there]):
         yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
 
 
-def _csv_lines(data: Location) -> Iterator[str]:
+def _csv_lines(data: StoragePath) -> Iterator[str]:
     """A header, then a record for each row; null is an empty value."""
     columns = columns_of(data).names
     yield _csv_line(columns)
@@ -112,7 +112,7 @@ def _cell(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _requests(data: Location, columns: list[str]) -> Iterator[list[Row]]:
+def _requests(data: StoragePath, columns: list[str]) -> Iterator[list[Row]]:
     """The samples of one request after the other; a second copy, as a killed run may leave it, is left out."""
     seen: set[str] = set()
     for table in tables(data, columns):
@@ -132,11 +132,11 @@ def _spelling(model: dict[str, Any]) -> Spell:
 
     @cache
     def text() -> Any:
-        from eagle_ray.pair import resolve  # torch: only where rows have logprobs
-        from eagle_ray.text import Text
+        from eagle_ray.pair import download  # torch: only where rows have logprobs
+        from eagle_ray.text import Tokenizer
 
         try:
-            return Text.load(resolve(model["target"], "target"), model["chat_template"])
+            return Tokenizer.load(download(model["target"], "target"), model["chat_template"])
         except (ConfigError, OSError):
             return None
 

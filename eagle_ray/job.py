@@ -23,12 +23,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.data.asked import Asked, asked_of, names_of
+from eagle_ray.data.asked import ExpectedRows, expected_rows_of, sample_ids
 from eagle_ray.data.fingerprints import check_unchanged
-from eagle_ray.data.ids import NONE, among
+from eagle_ray.data.ids import EMPTY, isin
 from eagle_ray.data.input.plan import InputPlan, check_not_empty, plan_input, requests_of
 from eagle_ray.data.interrupts import interruptible
-from eagle_ray.data.ledger import Ledger, error_ids, without_ids
+from eagle_ray.data.ledger import OutputIndex, error_ids, without_ids
 from eagle_ray.data.lock import lock_output
 from eagle_ray.data.origins import check_origins
 from eagle_ray.data.overlap import check_apart, check_not_own
@@ -43,11 +43,11 @@ from eagle_ray.data.record import (
     RUN,
     SUCCESS,
     SUMMARY,
-    Run,
-    noting_outcome,
+    RunHandle,
     open_run,
     output_of,
-    read_record,
+    read_manifest,
+    record_outcome,
 )
 from eagle_ray.data.schema import differing, lacking
 from eagle_ray.data.stops import (
@@ -57,15 +57,15 @@ from eagle_ray.data.stops import (
     STOPS,
     TOO_MANY_ERRORS,
     Ending,
+    FencedError,
     Incomplete,
     OutputMismatch,
-    Overtaken,
     TooManyErrors,
     WorkerDefect,
 )
-from eagle_ray.data.storage import Location, object_in, parquet_bytes, write_json
+from eagle_ray.data.storage import StoragePath, parquet_bytes, read_json_object, write_json
 from eagle_ray.data.submission import check_output_outlives_job
-from eagle_ray.data.zombies import outlast_writers, remove_strays
+from eagle_ray.data.zombies import remove_stale_files, wait_for_stale_writers
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.page import page
 from eagle_ray.report.speed_up import SpeedUp
@@ -91,7 +91,7 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
 
     def work() -> str:
         check_output_outlives_job(config)
-        summary, output = complete(config, retry_errors), output_of(config)
+        summary, output = run_to_completion(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             _show_errors(output, num_errors)
         place, files = output.shown, "**/*.parquet" if config.output.partition_by else "*.parquet"
@@ -110,35 +110,35 @@ def _counts(config: JobConfig, ending: Ending, began: datetime) -> tuple[int | N
     with suppress(ConfigError, OSError):
         output = output_of(config)
         if ending.outcome in (DONE, TOO_MANY_ERRORS):
-            total = (object_in(output / SUMMARY) or {}).get("total", {})
+            total = (read_json_object(output / SUMMARY) or {}).get("total", {})
             return total.get("rows"), total.get("errors")
         if output.is_local or not ending.outcome.is_transient:
-            progress = object_in(output / PROGRESS) or {}
+            progress = read_json_object(output / PROGRESS) or {}
             if progress and datetime.fromisoformat(progress["written_at"]) >= began.replace(microsecond=0):
                 return progress["rows_in_files"], progress["errors"]
     return None, None
 
 
-def _show_errors(output: Location, num_errors: int) -> None:
+def _show_errors(output: StoragePath, num_errors: int) -> None:
     """The first few, and where all of them are. No file is read past the last that is shown."""
     for row in itertools.islice(_error_rows(output / DATA), min(num_errors, ERRORS_SHOWN)):
         log.warning("error row %s: %s", row["request_id"], row["error_message"])
     log.warning("all of them: the rows of %s/%s with status 'error'", output.shown, DATA)
 
 
-def _error_rows(data: Location) -> Iterator[dict[str, str]]:
+def _error_rows(data: StoragePath) -> Iterator[dict[str, str]]:
     for table in tables(data, ["request_id", "status", "error_message"]):
         yield from table.filter(pc.equal(table["status"], "error")).to_pylist()
 
 
-def exit_code_of(work: Callable[[], str], log_level: str) -> int:
+def run_and_report(work: Callable[[], str], log_level: str) -> int:
     """Do the work as ``ending_of`` does; returns the exit code."""
     return ending_of(work, log_level).outcome.code
 
 
 def ending_of(work: Callable[[], str], log_level: str) -> Ending:
     """Do the work and print what it returns; what stops it is said in one line and becomes the ending."""
-    show_log(log_level)
+    configure_logging(log_level)
     try:
         with interruptible():
             result = work()
@@ -163,11 +163,11 @@ def _line_of(error: BaseException) -> str:
     return f"stopped: {error}"
 
 
-def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
+def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     """Make every row that is missing, count what stands in the files and sum it up; returns ``_summary.json``.
 
     retry_errors: rows that ended in errors are taken out of the files first, and so are missing.
-    Raises ConfigError before anything started, JobStopped where it cannot be done.
+    Raises ConfigError before anything started, JobError where it cannot be done.
     """
     log.info("reading the input")
     output = output_of(config)
@@ -176,23 +176,23 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     check_not_empty(plan, config)
     Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
     check_not_own(plan.files, output)
-    asked = asked_of(plan, config)
-    plan = replace(plan, ids=NONE)  # sixteen bytes a row that `asked` has, too
+    asked = expected_rows_of(plan, config)
+    plan = replace(plan, ids=EMPTY)  # sixteen bytes a row that `asked` has, too
     if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     with lock_output(output) as check_lock:
         run = replace(open_run(config, plan.files), check_lock=check_lock)
-        with noting_outcome(run), outlasting_outages():
+        with record_outcome(run), outlasting_outages():
             check_unchanged(plan.files, {})  # since they were scanned: before their digests were noted
-            remove_strays(run)
+            remove_stale_files(run)
             if retry_errors:
-                _take_out_errors(config, run, asked)
+                _drop_error_rows(config, run, asked)
             with _checking_input(plan, run):
-                _make_missing(config, plan, run, asked)
-                outlast_writers(run)
-                _settle(config, plan, run, asked)
-            there = object_in(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
-            summary = there | sum_up(run) | _checks(config, plan, run, asked, there)
+                _generate_missing(config, plan, run, asked)
+                wait_for_stale_writers(run)
+                _deduplicate_and_check(config, plan, run, asked)
+            there = read_json_object(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
+            summary = there | summarize_run(run) | _checks(config, plan, run, asked, there)
             run.check_current()  # checks take minutes, and an output that was deleted meanwhile is not made again
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
@@ -202,7 +202,7 @@ def complete(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     return summary
 
 
-def _report(run: Run, summary: dict[str, Any]) -> None:
+def _report(run: RunHandle, summary: dict[str, Any]) -> None:
     """Write the report of a finished run. A failure is only logged: the rows and their numbers are complete."""
     place = (run.output / REPORT).shown
     run.check_current()
@@ -214,7 +214,7 @@ def _report(run: Run, summary: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _checking_input(plan: InputPlan, run: Run) -> Iterator[None]:
+def _checking_input(plan: InputPlan, run: RunHandle) -> Iterator[None]:
     """Raises InputChanged if a file changed meanwhile, in place of what that made of the rows."""
     try:
         yield
@@ -224,27 +224,27 @@ def _checking_input(plan: InputPlan, run: Run) -> Iterator[None]:
     _check_input(plan, run)
 
 
-def _check_input(plan: InputPlan, run: Run) -> None:
-    check_unchanged(plan.files, (read_record(run.output) or {"inputs": {}})["inputs"])
+def _check_input(plan: InputPlan, run: RunHandle) -> None:
+    check_unchanged(plan.files, (read_manifest(run.output) or {"inputs": {}})["inputs"])
 
 
-def write_report(output: Location, summary: dict[str, Any]) -> None:
+def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
     """Write ``report.html`` from a summary and the run's record."""
-    (output / REPORT).write_whole(page(summary, read_record(output)).encode())
+    (output / REPORT).write_whole(page(summary, read_manifest(output)).encode())
 
 
-def _take_out_errors(config: JobConfig, run: Run, asked: Asked) -> None:
+def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> None:
     """Rewrite each file that holds error rows of these ids without them; error rows of other inputs stay."""
-    for file in Ledger.read(run.data).files:
+    for file in OutputIndex.read(run.data).files:
         before, wrong = file.stat().version, error_ids(file)
-        if len(wrong := wrong[among(wrong, asked.ids)]):
+        if len(wrong := wrong[isin(wrong, asked.ids)]):
             log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
             _rewrite(file, before, without_ids(file, wrong), config, run)
 
 
-def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
+def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
     """Answer the ids that no file holds yet."""
-    done = Ledger.read(run.data).done(asked.samples_of)
+    done = OutputIndex.read(run.data).done(asked.samples_of)
     check_origins(run, plan.files, asked.ids)
     num_rows = asked.without(done).num_rows
     log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
@@ -259,7 +259,7 @@ def _make_missing(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) ->
     generate(config, plan, run, done, num_rows)
 
 
-def _check_columns(plan: InputPlan, run: Run) -> None:
+def _check_columns(plan: InputPlan, run: RunHandle) -> None:
     """Rows of a new input file stand beside the old ones: they have the same columns, or no reader reads them all."""
     there = columns_of(run.data)
     if unread := plan.row_settings.intersection(lacking(there)):
@@ -284,32 +284,34 @@ def _join_cluster(config: JobConfig) -> None:
 
 def _check_models(config: JobConfig) -> None:
     """Models that cannot work are refused here, in one line, and not by every worker on its own."""
-    from eagle_ray.pair import check_pair  # torch: only where there is work left
+    from eagle_ray.pair import check_models  # torch: only where there is work left
 
-    check_pair(config.model, config.speculative)
+    check_models(config.model, config.speculative)
 
 
-def _settle(config: JobConfig, plan: InputPlan, run: Run, asked: Asked) -> None:
+def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
     """Recount from the files: an id found twice is written down to one, a missing one stops the job."""
-    ledger = Ledger.read(run.data)
+    ledger = OutputIndex.read(run.data)
     for file, ids in ledger.excess(asked.samples_of).items():
-        log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, names_of(ids, plan))
+        log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
         before = file.stat().version
         _rewrite(file, before, without_ids(file, ids), config, run)
     if len(missing := asked.without(ledger.done(asked.samples_of)).ids):
-        names = names_of(missing, plan)
+        names = sample_ids(missing, plan)
         raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
 
 
-def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked, there: dict[str, Any]) -> dict[str, Any]:
+def _checks(
+    config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows, there: dict[str, Any]
+) -> dict[str, Any]:
     """What CHECKS ask for, where it is not `there`, in these rows' summary, already."""
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
         return {}
     _join_cluster(config)
-    from eagle_ray.data.checks import checked
+    from eagle_ray.data.checks import run_checks
 
-    found = checked(config, plan, run, asked.ids, wanted)
+    found = run_checks(config, plan, run, asked.ids, wanted)
     if turns := found.get("baseline_rows", {}).pop("turns", None):
         found["baseline_rows"] |= SpeedUp.of(turns).as_json()
     for row in found.get("verify_rows", {}).get("differing", []):
@@ -317,13 +319,13 @@ def _checks(config: JobConfig, plan: InputPlan, run: Run, asked: Asked, there: d
     return found
 
 
-def sum_up(run: Run) -> dict[str, Any]:
+def summarize_run(run: RunHandle) -> dict[str, Any]:
     """What ``_summary.json`` says, of what the files hold now."""
     by = GROUP_BY if has_column(run.data, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
     read = partial(tables, run.data)
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
-    last_work = {"last_work": object_in(run.output / PROGRESS)}
+    last_work = {"last_work": read_json_object(run.output / PROGRESS)}
     return facts | summary_json(summarise(read, by), by) | over_time | last_work
 
 
@@ -340,18 +342,18 @@ def _check_error_rate(counts: dict[str, Any], most: float) -> None:
         )
 
 
-def _rewrite(file: Location, before: int | str, table: pa.Table, config: JobConfig, run: Run) -> None:
+def _rewrite(file: StoragePath, before: int | str, table: pa.Table, config: JobConfig, run: RunHandle) -> None:
     """before: the version that the table was read from."""
     if table.num_rows:
         data = parquet_bytes(table, config.output.compression)
         if file.replace(data, before, run.check_current) is None:
-            raise Overtaken(f"{file} was rewritten by another driver")
+            raise FencedError(f"{file} was rewritten by another driver")
     else:
         run.check_current()
         file.remove()
 
 
-def show_log(level: str) -> None:
+def configure_logging(level: str) -> None:
     """What the job says of itself goes to stderr, a plain line each; its result goes to stdout."""
     log.setLevel(level.upper())
     if not log.handlers:

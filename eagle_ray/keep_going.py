@@ -29,9 +29,9 @@ from eagle_ray.config import JobConfig
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.data.interrupts import is_interrupted
 from eagle_ray.data.parts import part_files
-from eagle_ray.data.record import DATA, output_of, read_record
-from eagle_ray.data.stops import DEFECT, INTERRUPTED, TRANSIENT, Ending, JobStopped, outcome_of, with_code
-from eagle_ray.data.storage import Location
+from eagle_ray.data.record import DATA, output_of, read_manifest
+from eagle_ray.data.stops import DEFECT, INTERRUPTED, TRANSIENT, Ending, JobError, outcome_of, with_code
+from eagle_ray.data.storage import StoragePath
 
 log = logging.getLogger("eagle_ray")
 RESTARTED = "--restarted"  # resume what the previous attempt began, even if the command says --overwrite
@@ -109,7 +109,7 @@ def _wait(ending: Ending, restarts: RestartsConfig, num_in_a_row: int) -> None:
     time.sleep(seconds)
 
 
-def _state_or_none(output: Location) -> OutputState | None:
+def _state_or_none(output: StoragePath) -> OutputState | None:
     """None if the storage does not answer for now. What else is wrong with it, the child finds and says."""
     try:
         return OutputState(_last_driver(output), frozenset(str(file) for file in part_files(output / DATA)))
@@ -117,10 +117,10 @@ def _state_or_none(output: Location) -> OutputState | None:
         return None if outcome_of(error).is_transient else OutputState(None, frozenset())
 
 
-def _last_driver(output: Location) -> str | None:
+def _last_driver(output: StoragePath) -> str | None:
     try:
-        record = read_record(output)
-    except JobStopped as error:  # damaged
+        record = read_manifest(output)
+    except JobError as error:  # damaged
         return str(error)
     return record["attempts"][-1].get("driver") if record and record["attempts"] else None
 

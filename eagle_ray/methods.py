@@ -19,29 +19,29 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, needs
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, draft_requirement
 from eagle_ray.datastore import read_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.drafting.lookahead import LookaheadDrafter
-from eagle_ray.drafting.merged import MergedDrafter
-from eagle_ray.drafting.ngram import NgramSource
-from eagle_ray.drafting.path import PathDrafter
+from eagle_ray.drafting.merged import EnsembleDrafter
+from eagle_ray.drafting.ngram import NgramIndex
+from eagle_ray.drafting.path import MedusaDrafter
 from eagle_ray.drafting.recycling import RecyclingDrafter
-from eagle_ray.drafting.rest import RestSource
-from eagle_ray.drafting.suffix import SuffixSource
-from eagle_ray.drafting.text_drafter import Source, TextDrafter
+from eagle_ray.drafting.rest import RestIndex
+from eagle_ray.drafting.suffix import SuffixIndex
+from eagle_ray.drafting.text_drafter import LookupDrafter, LookupIndex
 from eagle_ray.engine.planner import Planner
 from eagle_ray.engine.sequoia_planner import SequoiaPlanner
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.errors import EngineError
-from eagle_ray.models.checkpoint import blank_head, load_head
+from eagle_ray.models.checkpoint import load_head, meta_head
 from eagle_ray.models.draft_model import check_draft_model, load_draft_model
 from eagle_ray.models.heads import DraftHead, Eagle3Head, EagleHead
 from eagle_ray.models.path_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
-from eagle_ray.models.target import Target
-from eagle_ray.speculative.blend import Blend
+from eagle_ray.models.target import TargetModel
+from eagle_ray.speculative.blend import EnsembleCalibration
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.rank_acceptance import RankAcceptance
@@ -52,17 +52,17 @@ Weights = nn.Module | None  # what a method reads from model.draft
 
 def check_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> None:
     """What `load_weights` would refuse, told without reading weights. Raises EngineError."""
-    CHECKS[needs(speculative.method)](path, target)
+    CHECKS[draft_requirement(speculative.method)](path, target)
 
 
 def load_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> nn.Module:
     """What model.draft holds, in fp32. Raises EngineError where it does not fit the method or the target."""
-    return LOADERS[needs(speculative.method)](path, target)
+    return LOADERS[draft_requirement(speculative.method)](path, target)
 
 
 def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
     """Whether the EAGLE head in `path`, which fits, brings its own lm_head."""
-    return isinstance(blank_head(path, target), Eagle3Head)
+    return isinstance(meta_head(path, target), Eagle3Head)
 
 
 def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
@@ -70,13 +70,15 @@ def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
     return weights.feature_layers(num_layers) if isinstance(weights, DraftHead) else None
 
 
-def make_drafter(speculative: SpeculativeConfig, target: Target, weights: Weights) -> Drafter:
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> Drafter:
     """Who drafts; a merge of all where several are named."""
-    names = sorted(speculative.method.split("+"), key=lambda name: needs(name) is None)  # those with a model first
+    names = sorted(
+        speculative.method.split("+"), key=lambda name: draft_requirement(name) is None
+    )  # those with a model first
     parts = [DRAFTERS[name](speculative, target, weights) for name in names]
     if len(parts) == 1:
         return parts[0]
-    return MergedDrafter(parts, Blend(speculative.max_depth, len(parts), target.device))
+    return EnsembleDrafter(parts, EnsembleCalibration(speculative.max_depth, len(parts), target.device))
 
 
 def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
@@ -86,7 +88,7 @@ def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner |
 
 
 def _check_head_3(path: Path, target: PretrainedConfig) -> None:
-    if not isinstance(blank_head(path, target), Eagle3Head):
+    if not isinstance(meta_head(path, target), Eagle3Head):
         raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
 
 
@@ -95,21 +97,21 @@ def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
     return load_head(path, target)
 
 
-def _eagle(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
+def _eagle(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> EagleDrafter:
     return _drafter(speculative, target, head, _calibration(speculative, target))
 
 
-def _path(speculative: SpeculativeConfig, target: Target, heads: Weights) -> PathDrafter:
-    return PathDrafter(heads, target, _calibration(speculative, target), _coupling(speculative, target))
+def _path(speculative: SpeculativeConfig, target: TargetModel, heads: Weights) -> MedusaDrafter:
+    return MedusaDrafter(heads, target, _calibration(speculative, target), _coupling(speculative, target))
 
 
-def _sequoia(speculative: SpeculativeConfig, target: Target, head: Weights) -> EagleDrafter:
+def _sequoia(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> EagleDrafter:
     width = min(speculative.top_k, target.vocab_size)
     return _drafter(speculative, target, head, RankAcceptance(speculative.max_depth, width, target.device))
 
 
 def _drafter(
-    speculative: SpeculativeConfig, target: Target, head: Weights, calibration: Calibration | None
+    speculative: SpeculativeConfig, target: TargetModel, head: Weights, calibration: Calibration | None
 ) -> EagleDrafter:
     """speculative.draft_vocab is for a head that reads the target's lm_head."""
     token_ids = None
@@ -121,50 +123,50 @@ def _drafter(
     )
 
 
-def _calibration(speculative: SpeculativeConfig, target: Target) -> Calibration | None:
+def _calibration(speculative: SpeculativeConfig, target: TargetModel) -> Calibration | None:
     """Return None where speculative.ranking leaves the head's own probabilities as they are."""
     return None if speculative.ranking == "published" else Calibration(speculative.max_depth, target.device)
 
 
-def _coupling(speculative: SpeculativeConfig, target: Target) -> Coupling | None:
+def _coupling(speculative: SpeculativeConfig, target: TargetModel) -> Coupling | None:
     return Coupling(speculative.max_depth, target.device) if speculative.ranking == "coupled" else None
 
 
 def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticPlanner:
-    return StaticPlanner(MC_SIM_7B_63.within(speculative.max_nodes, speculative.max_depth, speculative.top_k))
+    return StaticPlanner(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k))
 
 
 def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> SequoiaPlanner:
     return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
 
 
-def _text(source: Source, speculative: SpeculativeConfig) -> TextDrafter:
-    return TextDrafter(source, Calibration(speculative.max_depth))
+def _text(source: LookupIndex, speculative: SpeculativeConfig) -> LookupDrafter:
+    return LookupDrafter(source, Calibration(speculative.max_depth))
 
 
-def _ngram(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
-    return _text(NgramSource(), speculative)
+def _ngram(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookupDrafter:
+    return _text(NgramIndex(), speculative)
 
 
-def _suffix(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
-    return _text(SuffixSource(), speculative)
+def _suffix(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookupDrafter:
+    return _text(SuffixIndex(), speculative)
 
 
-def _rest(speculative: SpeculativeConfig, target: Target, weights: Weights) -> TextDrafter:
-    return _text(RestSource(read_datastore(speculative.datastore, target.vocab_size)), speculative)
+def _rest(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookupDrafter:
+    return _text(RestIndex(read_datastore(speculative.datastore, target.vocab_size)), speculative)
 
 
-def _recycling(speculative: SpeculativeConfig, target: Target, weights: Weights) -> RecyclingDrafter:
+def _recycling(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> RecyclingDrafter:
     calibration = Calibration(speculative.max_depth, target.device)
     return RecyclingDrafter(target.vocab_size, speculative.top_k, target.device, calibration)
 
 
-def _lookahead(speculative: SpeculativeConfig, target: Target, weights: Weights) -> LookaheadDrafter:
+def _lookahead(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookaheadDrafter:
     return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
 
 
 CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
-    HEAD: blank_head,
+    HEAD: meta_head,
     HEAD_3: _check_head_3,
     DRAFT_MODEL: check_draft_model,
     HYDRA: check_hydra,
@@ -177,7 +179,7 @@ LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
     HYDRA: load_hydra,
     MEDUSA: load_medusa,
 }
-DRAFTERS: dict[str, Callable[[SpeculativeConfig, Target, Weights], Drafter]] = {
+DRAFTERS: dict[str, Callable[[SpeculativeConfig, TargetModel, Weights], Drafter]] = {
     "draft_model": _eagle,
     "eagle1": _eagle,
     "eagle2": _eagle,

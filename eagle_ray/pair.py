@@ -1,6 +1,6 @@
 """From a configuration to an engine and its text: the one place that builds them.
 
-    pair = build_pair(config.model, config.speculative, slots=4)
+    pair = build_engine_from_config(config.model, config.speculative, slots=4)
     pair.engine.add(Sequence("a", pair.text.encode_chat([{"role": "user", "content": "Hi"}]), SamplingParams()))
 
 Knows where models live and how large their caches must be. Does not know rows, files or Ray.
@@ -21,36 +21,36 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from torch import nn
 
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import needs
+from eagle_ray.config.methods import draft_requirement
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import tree_columns
-from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.drafting.none import NullDrafter
 from eagle_ray.engine.capture import capture, capture_fixed
 from eagle_ray.engine.cost_cache import cache_path, cached_costs
 from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import GlobalPlanner
-from eagle_ray.engine.graphs import Graphs, why_not_captured
-from eagle_ray.engine.measure import BUDGET_S, measure, warm_up
+from eagle_ray.engine.global_planner import BudgetPlanner
+from eagle_ray.engine.graphs import CudaGraphRunner, unsupported_reason
+from eagle_ray.engine.measure import BUDGET_S, calibrate_costs, warm_up
 from eagle_ray.engine.planner import UniformPlanner
-from eagle_ray.engine.verify_step import TreeSizes
+from eagle_ray.engine.verify_step import MaxTreeSizes
 from eagle_ray.errors import EngineError
 from eagle_ray.methods import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.dtypes import auto_dtype
-from eagle_ray.models.families import exact_positions, numbers_per_token
-from eagle_ray.models.heap import keep_freed_memory, use_huge_pages
-from eagle_ray.models.layouts import kernels_of
-from eagle_ray.models.linear import READY_ROWS, linear_layers, make_kernels, pack_linears, run_linears
+from eagle_ray.models.families import kv_elements_per_token, max_exact_position
+from eagle_ray.models.heap import tune_malloc, use_huge_pages
+from eagle_ray.models.layouts import backend_name
+from eagle_ray.models.linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.loading import load_config, load_target
-from eagle_ray.models.placement import layer_sizes, other_size, place_layers, spread
-from eagle_ray.models.processor import processor_name
-from eagle_ray.models.target import Target
-from eagle_ray.models.threads import in_passing_thread, settle_threads
+from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers
+from eagle_ray.models.processor import cpu_name
+from eagle_ray.models.target import TargetModel
+from eagle_ray.models.threads import run_in_temporary_thread, tune_num_threads
 from eagle_ray.start_log import StartLog
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
@@ -58,9 +58,9 @@ GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
-SHORTEST = 64  # tokens that must have room beside one tree
+MIN_KV_TOKENS = 64  # tokens that must have room beside one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
-NEVER_READ = [
+IGNORE_PATTERNS = [
     "original/*",
     "metal/*",
     "consolidated*",
@@ -76,12 +76,12 @@ LEAST_HUGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
 
-class OutOfReach(ConfigError):
+class ModelUnavailable(ConfigError):
     """A hub id that is not on this machine, while the hub does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """What a prompt must keep to. max_model_len: tokens, prompt and output together."""
 
     max_model_len: int
@@ -89,23 +89,23 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class EngineBundle:
     """A target and its drafter, ready to step. text: None where the target has no tokenizer."""
 
     engine: Engine
-    text: Text | None
+    text: Tokenizer | None
     target_name: str
     draft_name: str | None
 
 
-def build_pair(
+def build_engine_from_config(
     model: ModelConfig,
     speculative: SpeculativeConfig,
     slots: int,
     kv_tokens: int | None = None,
     num_gpus: int = 1,
     start: StartLog | None = None,
-) -> Pair:
+) -> EngineBundle:
     """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
 
     num_gpus: over which the target is placed; without effect on a CPU, where torch's threads may become fewer instead:
@@ -115,36 +115,36 @@ def build_pair(
     start = start or StartLog()
     causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
     weights = None
-    if needs(speculative.method) is not None:
+    if draft_requirement(speculative.method) is not None:
         with start.part("draft", f"reading the draft's weights from {model.draft}"):
             weights = load_draft(model, speculative, causal_lm)
-    engine = build_engine(causal_lm, weights, speculative, slots, limits_of(model).max_model_len, kv_tokens, start)
-    return Pair(engine, load_text(model), model.target, None if weights is None else model.draft)
+    engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
+    return EngineBundle(engine, load_tokenizer(model), model.target, None if weights is None else model.draft)
 
 
-def start_pair(
+def build_in_thread(
     model: ModelConfig,
     speculative: SpeculativeConfig,
     slots: int,
     kv_tokens: int | None,
     num_gpus: int,
     threads: int,
-) -> Pair:
-    """build_pair's pair, ready for an engine's own thread: nothing of a row's time goes to what is made only once.
+) -> EngineBundle:
+    """Build what build_engine_from_config does, and take the first steps, so that the engine's own thread serves at once.
 
-    threads: CPU threads of torch's, at most. Raises as build_pair does.
+    threads: CPU threads of torch's, at most. Raises as build_engine_from_config does.
     """
 
-    def make() -> Pair:
+    def make() -> EngineBundle:
         start = StartLog()
         torch.set_num_threads(threads)
-        pair = build_pair(model, speculative, slots, kv_tokens, num_gpus, start)
+        pair = build_engine_from_config(model, speculative, slots, kv_tokens, num_gpus, start)
         with start.part("first steps", "taking the first steps"):
             warm_up(pair.engine, speculative.top_k)
         start.ready()
         return pair
 
-    return in_passing_thread(make)
+    return run_in_temporary_thread(make)
 
 
 def load_causal_lm(
@@ -154,23 +154,23 @@ def load_causal_lm(
     num_gpus: int = 1,
     start: StartLog | None = None,
 ) -> nn.Module:
-    """The target, ready for the engines of build_pair's arguments. Raises as build_pair does."""
+    """Load the target for engines of these arguments. Raises as build_engine_from_config does."""
     start = start or StartLog()
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
-    path = resolve(model.target, "target")
+    path = download(model.target, "target")
     dtype = _dtype(model.dtype, device, path)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         causal_lm = load_target(path, dtype, "cpu" if is_spread else device)
     if is_spread:
-        tokens = kv_tokens or slots * limits_of(model).max_model_len
-        _spread(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
+        tokens = kv_tokens or slots * model_limits(model).max_model_len
+        _dispatch(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":
         with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
-            settle_threads(partial(_trial_pass, causal_lm, slots))
+            tune_num_threads(partial(_trial_pass, causal_lm, slots))
     return causal_lm
 
 
@@ -207,14 +207,14 @@ def build_engine(
     columns = 1 if plain else _tree_columns(speculative, config.vocab_size)
     _check_kv_tokens(kv_tokens, columns)
     layers = feature_layers(weights, config.num_hidden_layers)
-    target = Target(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
+    target = TargetModel(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
-        keep_freed_memory()
+        tune_malloc()
         most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
-        with start.part("kernels", f"making kernels for passes of up to {min(most_rows, READY_ROWS)} rows"):
+        with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
             _make_kernels([causal_lm, weights], most_rows)
-    drafter = NoDrafter() if plain else make_drafter(speculative, target, weights)
+    drafter = NullDrafter() if plain else make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
@@ -225,7 +225,7 @@ def build_engine(
         return engine
     fixed = fixed_planner(speculative, drafter)
     tree = _tree_of(speculative)
-    planner, sizes = fixed or UniformPlanner(*tree), TreeSizes.of(*tree)
+    planner, sizes = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
     engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, graphs=graphs, trees=sizes)
     if speculative.budget == "global" and fixed is None:
         costs = _costs_of(engine, speculative, start)
@@ -233,7 +233,7 @@ def build_engine(
             with start.part("recorded", RECORDING):
                 capture(engine, *tree)
         can_look, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
-        engine.planner = GlobalPlanner(*tree, costs, can_look, padded)
+        engine.planner = BudgetPlanner(*tree, costs, can_look, padded)
     elif ahead:
         with start.part("recorded", RECORDING):
             capture_fixed(engine)
@@ -242,13 +242,13 @@ def build_engine(
 
 def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:
     """Return the costs that an earlier start kept, or measure them."""
-    parts = cost_parts(engine, speculative)
+    parts = cost_key(engine, speculative)
     seconds = BUDGET_S[engine.target.device.type]
 
     def measured() -> StepCosts:
         line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
         with start.part("measured", line):
-            return measure(engine, *_tree_of(speculative))
+            return calibrate_costs(engine, *_tree_of(speculative))
 
     return cached_costs(parts, measured)
 
@@ -265,10 +265,10 @@ def _make_kernels(models: list[nn.Module | None], most_rows: int) -> None:
     """For the passes of a step, of up to most_rows rows; prompts are of any length."""
     for model in models:
         if model is not None:
-            make_kernels(model, most_rows)
+            warm_up_kernels(model, most_rows)
 
 
-def graphs_for(target: Target, drafter: Drafter) -> Graphs | None:
+def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
     """Steps are replayed on a GPU where nothing stands against it; EAGLE_RAY_GRAPHS=off or on says otherwise.
 
     On a CPU `on` runs the same fixed shapes without being faster: that is for tests.
@@ -278,37 +278,37 @@ def graphs_for(target: Target, drafter: Drafter) -> Graphs | None:
         raise ConfigError(f"{GRAPHS}: {wish!r} is neither 'off' nor 'on'")
     if wish is None and target.device.type != "cuda":
         return None
-    reason = f"{GRAPHS}=off" if wish == "off" else why_not_captured(target, drafter)
+    reason = f"{GRAPHS}=off" if wish == "off" else unsupported_reason(target, drafter)
     if reason is not None:
         log.info("steps are not replayed: %s", reason)
         return None
-    return Graphs.of(target)
+    return CudaGraphRunner.of(target)
 
 
-def limits_of(model: ModelConfig) -> Limits:
+def model_limits(model: ModelConfig) -> ModelLimits:
     """What the target allows, from its config alone. Raises ConfigError where max_model_len is more than that."""
     config = _target_config(model)
-    own = exact_positions(config) or getattr(config, "max_position_embeddings", None)
+    own = max_exact_position(config) or getattr(config, "max_position_embeddings", None)
     if model.max_model_len is None:
-        return Limits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
+        return ModelLimits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
     if own is not None and model.max_model_len > own:
         raise ConfigError(
             f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
             f"for{_before_scaling(config)}; set it to {own} or less"
         )
-    return Limits(model.max_model_len, config.vocab_size)
+    return ModelLimits(model.max_model_len, config.vocab_size)
 
 
-def check_pair(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Refuse what cannot work, from configs and headers of weights alone: no weights are read.
 
     Raises ConfigError naming model.target, model.draft, model.max_model_len, speculative.datastore or
     speculative.draft_vocab.
     """
-    limits_of(model)
+    model_limits(model)
     if speculative.datastore is not None:
         check_datastore(speculative.datastore)
-    if needs(speculative.method) is None:
+    if draft_requirement(speculative.method) is None:
         return
     try:
         check_weights(speculative, _draft_path(model, speculative), _target_config(model))
@@ -327,38 +327,42 @@ def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> No
     read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
 
 
-def out_of_reach(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, OutOfReach]:
+def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
     """The keys of `model` that name what cannot be looked at from here, and why."""
-    finders = {"target": describe} | ({"draft": resolve} if needs(speculative.method) is not None else {})
+    finders = {"target": download_metadata} | (
+        {"draft": download} if draft_requirement(speculative.method) is not None else {}
+    )
     found = {}
     for part, find in finders.items():
         try:
             find(getattr(model, part) or "", part)
-        except OutOfReach as error:
+        except ModelUnavailable as error:
             found[part] = error
     return found
 
 
-def load_text(model: ModelConfig) -> Text | None:
+def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
     """The target's words; None where it has no tokenizer. Raises ConfigError where that cannot be read."""
     try:
-        return Text.load(describe(model.target, "target"), model.chat_template, limits_of(model).max_model_len)
+        return Tokenizer.load(
+            download_metadata(model.target, "target"), model.chat_template, model_limits(model).max_model_len
+        )
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 
 
-def resolve(name: str, part: str) -> Path:
+def download(name: str, part: str) -> Path:
     """The local directory of a model. part: "target" or "draft", which `embedded:` names have both.
 
     A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or the hub where it is reachable).
-    Raises OutOfReach where only the hub's silence is in the way, ConfigError where the name can be no model.
+    Raises ModelUnavailable where only the hub's silence is in the way, ConfigError where the name can be no model.
     """
-    return _find(name, part, NEVER_READ)
+    return _find(name, part, IGNORE_PATTERNS)
 
 
-def describe(name: str, part: str) -> Path:
+def download_metadata(name: str, part: str) -> Path:
     """The same without its weights, which may be hundreds of gigabytes: they are there only if they were before."""
-    return _find(name, part, NEVER_READ + WEIGHTS)
+    return _find(name, part, IGNORE_PATTERNS + WEIGHTS)
 
 
 def _find(name: str, part: str, left_out: list[str]) -> Path:
@@ -372,7 +376,7 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, ignore_patterns=left_out))
     except LocalEntryNotFoundError as error:
-        raise OutOfReach(
+        raise ModelUnavailable(
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
             f"`hf download {name}` fetches it, and a copied directory can be named instead"
         ) from error
@@ -391,30 +395,32 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
 def _target_config(model: ModelConfig) -> Any:
     """The target's config; its own class has whatever attributes that model has."""
     try:
-        return load_config(describe(model.target, "target"))
+        return load_config(download_metadata(model.target, "target"))
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 
 
 def _before_scaling(config: Any) -> str:
-    return " before its rotary scaling sets in" if exact_positions(config) is not None else ""
+    return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
 
 
 def _draft_path(model: ModelConfig, speculative: SpeculativeConfig) -> Path:
     if model.draft is None:
-        raise ConfigError(f"model.draft: missing; method {speculative.method} needs {needs(speculative.method)}")
-    return resolve(model.draft, "draft")
+        raise ConfigError(
+            f"model.draft: missing; method {speculative.method} needs {draft_requirement(speculative.method)}"
+        )
+    return download(model.draft, "draft")
 
 
 def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
-    """What model.draft holds, beside its target. Raises as build_pair does."""
+    """What model.draft holds, beside its target. Raises as build_engine_from_config does."""
     weights = load_weights(speculative, _draft_path(model, speculative), causal_lm.config.get_text_config(decoder=True))
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)
     return weights
 
 
-def _spread(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
+def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
     """Place the target over the first num_gpus devices. reserved: bytes of the first one that are not for weights."""
     if torch.cuda.device_count() < num_gpus:
         raise ConfigError(
@@ -423,19 +429,19 @@ def _spread(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
     devices = [torch.device("cuda", i) for i in range(num_gpus)]
     room = [int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]) for device in devices]
     room[0] = max(0, room[0] - int(reserved) - other_size(causal_lm))
-    spread(causal_lm, devices, place_layers(layer_sizes(causal_lm), room))
+    dispatch(causal_lm, devices, place_layers(layer_sizes(causal_lm), room))
 
 
 def _bytes_of_token(causal_lm: nn.Module) -> int:
     """Keys and values of one token in all layers."""
     config = causal_lm.config.get_text_config(decoder=True)
     itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
-    return config.num_hidden_layers * numbers_per_token(config) * itemsize
+    return config.num_hidden_layers * kv_elements_per_token(config) * itemsize
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
     """Refuse a pool in which not even a short sequence has room for its tree."""
-    least = SHORTEST + -(-tree_columns // SHORTEST) * SHORTEST
+    least = MIN_KV_TOKENS + -(-tree_columns // MIN_KV_TOKENS) * MIN_KV_TOKENS
     if kv_tokens is not None and kv_tokens < least:
         raise ConfigError(
             f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {least} or "
@@ -447,17 +453,17 @@ def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
     return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
 
 
-def cost_parts(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
+def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
     """Everything that the costs of this pair's steps depend on, by name: what they are kept under."""
     target = engine.target
     config = target.model.config.to_dict()
     return {
         "target": {name: value for name, value in config.items() if name != "_name_or_path"},  # wherever it lies
         "method": speculative.method,
-        "draft": engine.drafter.shape,
+        "draft": engine.drafter.cost_key,
         "dtype": str(target.dtype),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
-        "kernels": kernels_of(target.cache),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else cpu_name(),
+        "kernels": backend_name(target.cache),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,

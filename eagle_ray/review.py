@@ -14,28 +14,28 @@ from typing import Any
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.parts import has_column, tables
-from eagle_ray.data.record import DATA, REPORT, RUN, SUCCESS, SUMMARY, Run, read_record
+from eagle_ray.data.record import DATA, REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
 from eagle_ray.data.stops import OutputDamaged
-from eagle_ray.data.storage import Location, object_in
-from eagle_ray.job import GROUP_BY, sum_up, write_report
+from eagle_ray.data.storage import StoragePath, read_json_object
+from eagle_ray.job import GROUP_BY, summarize_run, write_report
 from eagle_ray.report.side_by_side import side_by_side
 from eagle_ray.report.table import run_table, side_by_side_table
 
 
-def run_at(text: str) -> Location:
+def parse_run_path(text: str) -> StoragePath:
     """The output directory that the user named. Raises ConfigError where it cannot be one."""
     try:
-        return Location.of(text)
+        return StoragePath.of(text)
     except ValueError as error:
         raise ConfigError(f"RUN: {error}") from None
 
 
-def review(output: Location) -> str:
+def review(output: StoragePath) -> str:
     """Write the run's report and return its table. Raises ConfigError if there is no run.
 
     A report that cannot be written, as on a read-only file system, is mentioned below the table.
     """
-    numbers = numbers_of(output)
+    numbers = load_summary(output)
     place = (output / REPORT).shown
     try:
         write_report(output, numbers)
@@ -44,22 +44,22 @@ def review(output: Location) -> str:
     return f"{run_table(numbers)}\nreport in {place}"
 
 
-def review_json(output: Location) -> str:
+def review_json(output: StoragePath) -> str:
     """Every number of the report."""
-    return json.dumps(numbers_of(output), indent=2)
+    return json.dumps(load_summary(output), indent=2)
 
 
-def comparison(run_a: Location, run_b: Location) -> str:
+def comparison(run_a: StoragePath, run_b: StoragePath) -> str:
     """Two runs over the same rows as a table, and where their outputs part."""
     return f"A: {run_a}, B: {run_b}\n{side_by_side_table(compared(run_a, run_b))}"
 
 
-def comparison_json(run_a: Location, run_b: Location) -> str:
+def comparison_json(run_a: StoragePath, run_b: StoragePath) -> str:
     """Every number of the comparison, and every row that differs."""
     return json.dumps(compared(run_a, run_b), indent=2)
 
 
-def compared(run_a: Location, run_b: Location) -> dict[str, Any]:
+def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
     """Raises ConfigError where either is no run, or stored no token ids, or where they have no row in common."""
     records = [record_of(run) for run in (run_a, run_b)]
     try:
@@ -72,21 +72,21 @@ def compared(run_a: Location, run_b: Location) -> dict[str, Any]:
     return {"runs": {side: record["run_id"] for side, record in zip("ab", records, strict=True)}} | numbers
 
 
-def numbers_of(output: Location) -> dict[str, Any]:
+def load_summary(output: StoragePath) -> dict[str, Any]:
     """``_summary.json`` of a run that has ended well; of any other the same, added up now. Raises ConfigError."""
     record = record_of(output)
-    if (output / SUCCESS).exists() and (summary := object_in(output / SUMMARY)):
+    if (output / SUCCESS).exists() and (summary := read_json_object(output / SUMMARY)):
         return summary
     try:
-        return sum_up(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
+        return summarize_run(RunHandle(output, record["run_id"], record["attempt"], record["config_hash"]))
     except ValueError as error:  # Arrow's, of a damaged file
         raise ConfigError(f"{output}: {error}: start the run's command again, which names the file") from error
 
 
-def record_of(output: Location) -> dict[str, Any]:
+def record_of(output: StoragePath) -> dict[str, Any]:
     """``_run.json``. Raises ConfigError where there is none, or a damaged one."""
     try:
-        record = read_record(output)
+        record = read_manifest(output)
     except OutputDamaged as error:
         raise ConfigError(str(error)) from error
     if record is None:

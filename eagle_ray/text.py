@@ -20,12 +20,12 @@ from eagle_ray.chat_templates import NAMES, template_path
 from eagle_ray.errors import EngineError, RequestError, in_one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-HALF_A_CHARACTER = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
+REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
 LONG_TOKEN = 8  # characters; a text of more than so many for each token that there is room for is looked at first
 LOST_AT_A_CUT = 64  # tokens: a text's beginning has at most so many more than it has within the whole text
 
 
-class Text:
+class Tokenizer:
     """The words of one target. Build it with load. max_model_len: tokens; a prompt of far more is refused."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Text:
         self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str = "auto", max_model_len: int | None = None) -> Text | None:
+    def load(cls, path: str | Path, chat_template: str = "auto", max_model_len: int | None = None) -> Tokenizer | None:
         """The tokenizer of a local target directory; None where it has none.
 
         chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. Raises EngineError
@@ -121,9 +121,9 @@ class Text:
         """A fresh check for one output; None where there is nothing to look for."""
         return StopCheck(self, stops) if stops else None
 
-    def growing(self, stops: Sequence[str]) -> GrowingText:
+    def growing(self, stops: Sequence[str]) -> DecodeStream:
         """A fresh reader of one output that is still being made."""
-        return GrowingText(self, stops)
+        return DecodeStream(self, stops)
 
     def text_of(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """An output's text without EOS, and without the stop string that ended it and what follows."""
@@ -139,7 +139,7 @@ class StopCheck:
     A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str]):
+    def __init__(self, text: Tokenizer, stops: Sequence[str]):
         self._text, self._stops = text, stops
         self._window = 0  # ids before it are not decoded again
         self._read = 0  # ids before it are in _tail, or too old for any stop string
@@ -160,7 +160,7 @@ class StopCheck:
     def _completes(self, ids: list[int], end: int) -> bool:
         old = self._text.decode(ids[self._window : self._read])
         new = self._text.decode(ids[self._window : end])
-        whole = new.rstrip(HALF_A_CHARACTER)
+        whole = new.rstrip(REPLACEMENT_CHAR)
         text = self._tail + whole[len(old) :]
         if any(stop in text for stop in self._stops):
             return True
@@ -170,13 +170,13 @@ class StopCheck:
         return False
 
 
-class GrowingText:
+class DecodeStream:
     """One output's text piece by piece: what was told is always a prefix of `text_of` of the whole output.
 
     No piece splits a character, and what may turn out to be the beginning of a stop string is held back.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str]):
+    def __init__(self, text: Tokenizer, stops: Sequence[str]):
         self._text, self._stops = text, stops
         self._ids: list[int] = []
         self._window = 0  # as in StopCheck
@@ -189,7 +189,7 @@ class GrowingText:
         self._ids += ids
         old = self._text.decode(self._ids[self._window : self._read])
         new = self._text.decode(self._ids[self._window :])
-        if new.endswith(HALF_A_CHARACTER) or len(new) <= len(old):
+        if new.endswith(REPLACEMENT_CHAR) or len(new) <= len(old):
             return ""
         self._window, self._read = self._read, len(self._ids)
         known = self._held + new[len(old) :]

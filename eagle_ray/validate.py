@@ -15,19 +15,19 @@ from itertools import islice
 from typing import Any
 
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
-from eagle_ray.config.methods import needs
+from eagle_ray.config.methods import draft_requirement
 from eagle_ray.data.input.plan import InputPlan, check_not_empty, plan_input, requests_of
-from eagle_ray.data.ledger import Ledger, own_files
+from eagle_ray.data.ledger import OutputIndex, own_files
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.partitions import Partitions
-from eagle_ray.data.record import DATA, check_no_foreign_data, naming_output, output_of, read_record
+from eagle_ray.data.record import DATA, check_no_foreign_data, output_of, read_manifest, wrap_os_errors
 from eagle_ray.data.samples import message_of, sequences_of
-from eagle_ray.data.stops import JobStopped
-from eagle_ray.data.storage import Location
-from eagle_ray.engine.sequence import check_fits
+from eagle_ray.data.stops import JobError
+from eagle_ray.data.storage import StoragePath
+from eagle_ray.engine.sequence import check_length
 from eagle_ray.errors import RequestError
-from eagle_ray.pair import Limits, check_pair, limits_of, load_text, out_of_reach
-from eagle_ray.text import Text
+from eagle_ray.pair import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
+from eagle_ray.text import Tokenizer
 
 FIRST_ROWS = 100
 WITHOUT_TEXT: dict[str, Any] = {"prompt_token_ids": [0], "stop": []}  # in place of what only a tokenizer can check
@@ -41,8 +41,8 @@ UNSEEN = {
 class Seen:
     """What was found of the target. text: None where it has no tokenizer."""
 
-    text: Text | None
-    limits: Limits
+    text: Tokenizer | None
+    limits: ModelLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ def validate(config: JobConfig) -> str:
     check_not_empty(plan, config)
     Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
     check_not_own(plan.files, output_of(config))
-    unseen = out_of_reach(config.model, config.speculative)
+    unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
-        check_pair(config.model, config.speculative)
+        check_models(config.model, config.speculative)
     seen = None if "target" in unseen else _seen(config)
     rows = [_checked(row, config, seen) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
@@ -74,8 +74,8 @@ def validate(config: JobConfig) -> str:
 
 
 def _seen(config: JobConfig) -> Seen:
-    limits = limits_of(config.model)
-    return Seen(load_text(config.model), limits)
+    limits = model_limits(config.model)
+    return Seen(load_tokenizer(config.model), limits)
 
 
 def _checked(request: dict[str, Any], config: JobConfig, seen: Seen | None) -> CheckedRow:
@@ -84,7 +84,7 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: Seen | None) -> C
             sequences_of(request | WITHOUT_TEXT, config, None, n=1)
             return CheckedRow(request["request_id"], [], None)
         [sequence] = sequences_of(request, config, seen.text, n=1)
-        check_fits(sequence, seen.limits.max_model_len, seen.limits.vocab_size)
+        check_length(sequence, seen.limits.max_model_len, seen.limits.vocab_size)
     except RequestError as error:
         return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]")
     return CheckedRow(request["request_id"], sequence.prompt_ids, None)
@@ -118,7 +118,7 @@ def _first_prompt(good: Iterable[CheckedRow], seen: Seen | None) -> str:
 
 
 def _model(config: JobConfig) -> str:
-    wanted = needs(config.speculative.method)
+    wanted = draft_requirement(config.speculative.method)
     draft = "no draft head" if wanted is None else f"head {config.model.draft}"
     return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
 
@@ -126,28 +126,28 @@ def _model(config: JobConfig) -> str:
 def _output(config: JobConfig) -> str:
     """Whether the output can be written, and what a run would find there. Leaves nothing behind."""
     output = output_of(config)
-    with naming_output(output):
+    with wrap_os_errors(output):
         output.check_writable()
     try:
         return f"output   {output} can be written; {_found_there(output, config)}"
-    except JobStopped as error:  # damaged, or somebody else's
+    except JobError as error:  # damaged, or somebody else's
         raise ConfigError(f"output.path: {error}") from None
 
 
-def _found_there(output: Location, config: JobConfig) -> str:
+def _found_there(output: StoragePath, config: JobConfig) -> str:
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(output / DATA))} files there"
-    record = read_record(output)
+    record = read_manifest(output)
     if record is None:
         return _new_there(output, config)
     if config.output.if_exists == "fail":
         raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
     if keys := changed_keys(upgrade_config(record["config"]), recorded(config)):
         raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
-    Ledger.read(output / DATA)
+    OutputIndex.read(output / DATA)
     return f"a run would resume run {record['run_id']}"
 
 
-def _new_there(output: Location, config: JobConfig) -> str:
+def _new_there(output: StoragePath, config: JobConfig) -> str:
     check_no_foreign_data(output)
     return f"a run would start it as configuration {config_hash(config)}"

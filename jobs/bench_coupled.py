@@ -21,7 +21,7 @@ import torch
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import Pair, build_pair
+from eagle_ray.pair import EngineBundle, build_engine_from_config
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.training.prompts import prompt_rows
@@ -101,11 +101,11 @@ def cell(shape: TreeShape, rows: list[dict], params: SamplingParams, slots: int)
     yield f"{place} | {identical} | {ece} | {time.monotonic() - started:.0f} s | | |"
 
 
-def build(speculative: SpeculativeConfig, slots: int) -> Pair:
-    return build_pair(ModelConfig(max_model_len=1024, device="cpu", dtype="float32"), speculative, slots)
+def build(speculative: SpeculativeConfig, slots: int) -> EngineBundle:
+    return build_engine_from_config(ModelConfig(max_model_len=1024, device="cpu", dtype="float32"), speculative, slots)
 
 
-def answer(pair: Pair, rows: list[dict], params: SamplingParams) -> Arm:
+def answer(pair: EngineBundle, rows: list[dict], params: SamplingParams) -> Arm:
     """Every prompt's answer; the seed of a prompt's noise is its place."""
     sequences = [
         Sequence(row["id"], pair.text.encode_chat(row["messages"]), with_seed(params, i)) for i, row in enumerate(rows)

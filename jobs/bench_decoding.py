@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import ASSETS, Pair, build_pair, resolve
+from eagle_ray.pair import ASSETS, EngineBundle, build_engine_from_config, download
 from eagle_ray.speculative.sampling import SamplingParams
 
 PLAIN = SpeculativeConfig(method="none")
@@ -29,10 +29,10 @@ Way = Callable[[Prompts], float]  # answers prompts and returns the seconds it t
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    model = LlamaForCausalLM.from_pretrained(resolve("embedded:tiny", "target"), dtype=torch.float32).eval()
+    model = LlamaForCausalLM.from_pretrained(download("embedded:tiny", "target"), dtype=torch.float32).eval()
     print(f"torch {torch.__version__}, {args.threads} threads, {args.rounds} rounds")
     for batch in args.batches:
-        plain = build_pair(ModelConfig(max_model_len=1024), PLAIN, batch)
+        plain = build_engine_from_config(ModelConfig(max_model_len=1024), PLAIN, batch)
         prompts = bundled_prompts(plain)
         same_length = [ids[-40:] for ids in prompts if len(ids) >= 40][:batch]  # generate at its best: no padding
         fixed = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bundled_prompts(pair: Pair) -> Prompts:
+def bundled_prompts(pair: EngineBundle) -> Prompts:
     rows = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
     return [pair.text.encode_chat(row["messages"]) for row in rows]
 
@@ -68,7 +68,7 @@ def generate(model: LlamaForCausalLM, num_tokens: int) -> Way:
     return run
 
 
-def engine(pair: Pair, params: SamplingParams) -> Way:
+def engine(pair: EngineBundle, params: SamplingParams) -> Way:
     def run(prompts: Prompts) -> float:
         for i, ids in enumerate(prompts):
             pair.engine.add(Sequence(str(i), ids, params))

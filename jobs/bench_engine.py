@@ -37,7 +37,7 @@ from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare
 from eagle_ray.benchmark.intervals import Counted, pooled_ratio
 from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
-from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
+from eagle_ray.benchmark.stretch import Sample, SteadyQueue, run_to_completion
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.engine import Engine
@@ -48,8 +48,8 @@ from eagle_ray.models.heads import EagleHead
 from eagle_ray.models.linear import linear_layers, pack_linears
 from eagle_ray.models.loading import load_target
 from eagle_ray.models.widening import BENCH, widen_pair
-from eagle_ray.pair import build_engine, resolve
-from eagle_ray.text import Text
+from eagle_ray.pair import build_engine, download
+from eagle_ray.text import Tokenizer
 from eagle_ray.training.prompts import shuffled_prompts
 
 MAX_MODEL_LEN = 512
@@ -98,9 +98,9 @@ class Models:
 
     @classmethod
     def load(cls, args: argparse.Namespace, head_name: str) -> Models:
-        path, dtype = resolve("embedded:tiny", "target"), getattr(torch, args.dtype)
+        path, dtype = download("embedded:tiny", "target"), getattr(torch, args.dtype)
         causal_lm = load_target(path, torch.float32, args.device)
-        head = load_head(resolve("embedded:tiny", "draft"), causal_lm.config)
+        head = load_head(download("embedded:tiny", "draft"), causal_lm.config)
         head = HEADS[head_name](head).to(args.device)
         if args.pair == "wide":
             causal_lm, head = widen_pair(causal_lm, head, BENCH, dtype=dtype, device=args.device)
@@ -108,7 +108,7 @@ class Models:
         pack_linears(causal_lm)
         pack_linears(head)
         meter = ForwardMeter(*linear_layers(causal_lm), *linear_layers(head))
-        text = Text.load(path)
+        text = Tokenizer.load(path)
         prompts, tuning = (shuffled_prompts(text, PER_CATEGORY, seed) for seed in (args.seed, args.seed + 1))
         return cls(causal_lm, head, meter, prompts, tuning)
 
@@ -264,7 +264,7 @@ def drain(
     for turn, name, lane in turns(lanes, lead_in + num_rounds):
         stream = requests(models.prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
         rows = list(itertools.islice(stream, num_rows))
-        sample = drained(lanes[lane].engine, rows, models.meter)
+        sample = run_to_completion(lanes[lane].engine, rows, models.meter)
         done[name] += rows
         if turn >= lead_in:
             samples[name].append(sample)

@@ -41,7 +41,7 @@ from eagle_ray.benchmark.peers import tokens_per_second  # noqa: E402
 from eagle_ray.models.places import Shape  # noqa: E402
 from eagle_ray.models.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair  # noqa: E402
 from eagle_ray.report.gpu import markdown, page, section  # noqa: E402
-from eagle_ray.text import Text  # noqa: E402
+from eagle_ray.text import Tokenizer  # noqa: E402
 from eagle_ray.training.prompts import prompt_rows  # noqa: E402
 
 TINY = Shape(320, 10, 8, 2, 64, 512, 1600)
@@ -96,7 +96,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def prompts() -> list[list[int]]:
     """Held-out prompts of the six categories, in turn."""
-    text = Text.load(ASSETS / "target")
+    text = Tokenizer.load(ASSETS / "target")
     rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category=32, seed=SEED)]
     return [ids for i in range(32) for ids in rows[i::32]]
 

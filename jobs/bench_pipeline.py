@@ -38,7 +38,7 @@ from eagle_ray.models.checkpoint import load_head, read_config, save_head
 from eagle_ray.models.loading import load_target
 from eagle_ray.models.places import Shape
 from eagle_ray.models.widening import widen_pair
-from eagle_ray.pair import build_pair, resolve
+from eagle_ray.pair import build_engine_from_config, download
 from eagle_ray.training.prompts import prompt_rows
 
 LOOK_EVERY_S = 0.5
@@ -118,7 +118,7 @@ def spread(numbers: list[float], digits: str) -> str:
 
 def save_wide_pair(directory: Path) -> dict[str, str]:
     """The embedded pair at the shape of WIDE, as checkpoints on disk; the settings that name them."""
-    small, published = resolve("embedded:tiny", "target"), resolve("embedded:tiny", "draft")
+    small, published = download("embedded:tiny", "target"), download("embedded:tiny", "draft")
     target, draft = directory / "target", directory / "draft"
     model = load_target(small, torch.float32, "cpu")
     model, head = widen_pair(model, load_head(published, model.config), WIDE)
@@ -130,7 +130,9 @@ def save_wide_pair(directory: Path) -> dict[str, str]:
 
 def engine_alone(config: JobConfig) -> float:
     """Seconds from the first row's prompt to the last one's end, all rows queued at once."""
-    pair = build_pair(config.model, config.speculative, config.execution.slots, config.execution.kv_tokens)
+    pair = build_engine_from_config(
+        config.model, config.speculative, config.execution.slots, config.execution.kv_tokens
+    )
     sequences = [s for row in requests_of(plan_input(config)) for s in sequences_of(row, config, pair.text)]
     started = time.monotonic()
     for sequence in sequences:

@@ -19,15 +19,15 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_ray.benchmark.priced import Priced, amx, avx512, busy, cpu, flat, mistaken
+from eagle_ray.benchmark.priced import SimulatedPlanner, amx, avx512, busy, cpu, flat, mistaken
 from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
-from eagle_ray.benchmark.stretch import SteadyQueue, drained
+from eagle_ray.benchmark.stretch import SteadyQueue, run_to_completion
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.global_planner import BudgetPlanner
 from eagle_ray.engine.planner import Planner, UniformPlanner
-from eagle_ray.pair import build_pair
+from eagle_ray.pair import build_engine_from_config
 from eagle_ray.training.prompts import shuffled_prompts
 
 WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "busy": busy, "flat": flat, "avx512": avx512, "amx": amx}
@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     drain_slots = args.drain_slots if args.drain else []
     most = max([*args.batches, *drain_slots, 1])
-    made = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), most)
+    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), most)
     prompts = shuffled_prompts(made.text, PER_CATEGORY, args.seed)
     print(f"{HEADER}\n{'|---' * 9}|", flush=True)
     for batch in args.batches:
@@ -60,11 +60,11 @@ def main() -> None:
         print(line(args, name, slots, lambda p, n=slots: drain(made.engine, p, prompts, n, args)), flush=True)
 
 
-def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced], None]) -> str:
+def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[SimulatedPlanner], None]) -> str:
     """One row of the table: every fixed tree that has a chance, none, and ours, all by `run`."""
 
-    def priced(planner: Planner) -> Priced:
-        made = Priced(planner, WORLDS[args.world](), args.noise, args.noise_seed)
+    def priced(planner: Planner) -> SimulatedPlanner:
+        made = SimulatedPlanner(planner, WORLDS[args.world](), args.noise, args.noise_seed)
         run(made)
         return made
 
@@ -74,7 +74,7 @@ def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced]
     speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
     best = max(speeds, key=speeds.__getitem__)
     costs = mistaken(WORLDS[args.believed or args.world](), args.mistaken, args.noise_seed)
-    ours = priced(GlobalPlanner(*OURS, costs))
+    ours = priced(BudgetPlanner(*OURS, costs))
     steps = ours.outcomes
     ratios = [speeds[best] / speeds["none"], ours.tokens_per_second / speeds["none"]]
     ratios.append(ours.tokens_per_second / speeds[best])
@@ -85,9 +85,11 @@ def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Priced]
     return "| " + " | ".join(parts) + " |"
 
 
-def steady(engine: Engine, planner: Priced, prompts: list[list[int]], batch: int, args: argparse.Namespace) -> None:
+def steady(
+    engine: Engine, planner: SimulatedPlanner, prompts: list[list[int]], batch: int, args: argparse.Namespace
+) -> None:
     engine.planner = planner
-    engine.drafter.forget()
+    engine.drafter.reset_learning()
     queue = SteadyQueue(engine, requests(prompts, [args.tokens_each], args.temperatures), NoMeter(), batch)
     queue.fill()
     queue.window(args.warm, ENDLESS_S)
@@ -96,13 +98,15 @@ def steady(engine: Engine, planner: Priced, prompts: list[list[int]], batch: int
     queue.end()
 
 
-def drain(engine: Engine, planner: Priced, prompts: list[list[int]], slots: int, args: argparse.Namespace) -> None:
+def drain(
+    engine: Engine, planner: SimulatedPlanner, prompts: list[list[int]], slots: int, args: argparse.Namespace
+) -> None:
     engine.planner = planner
-    engine.drafter.forget()
+    engine.drafter.reset_learning()
     num_rows = int(DRAIN_ROWS * slots)
     for turn in range(1 + args.drain):
         rows = requests(prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
-        drained(engine, list(itertools.islice(rows, num_rows)), NoMeter(), slots)
+        run_to_completion(engine, list(itertools.islice(rows, num_rows)), NoMeter(), slots)
         if not turn:
             planner.reset()
 

@@ -16,7 +16,7 @@ from torch import nn
 from eagle_ray.benchmark.identity import Identity, compare, first_difference
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import build_engine, load_causal_lm, load_draft, load_text
+from eagle_ray.pair import build_engine, load_causal_lm, load_draft, load_tokenizer
 from eagle_ray.speculative.near_tie import NEAR_TIE
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.training.prompts import shuffled_prompts
@@ -53,7 +53,7 @@ def lines(dtype: str, name: str, sampling: dict[str, float], args: argparse.Name
     """Return a table row for many sequences at once without drafts, and one for EAGLE-2."""
     model = ModelConfig(dtype=dtype, device="cpu")
     causal_lm = load_causal_lm(model, args.batch)
-    prompts = shuffled_prompts(load_text(model), args.per_category, seed=78)
+    prompts = shuffled_prompts(load_tokenizer(model), args.per_category, seed=78)
     params = [SamplingParams(max_tokens=args.max_tokens, seed=i, **sampling) for i in range(len(prompts))]
 
     def decode(speculative: SpeculativeConfig, slots: int) -> list[list[int]]:

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from eagle_ray.config import ConfigError, ModelConfig
 from eagle_ray.datastore import columns_of
 from eagle_ray.draft_vocab import write_draft_vocab
-from eagle_ray.pair import load_text
-from eagle_ray.text import Text
+from eagle_ray.pair import load_tokenizer
+from eagle_ray.text import Tokenizer
 
 
 def main() -> int:
@@ -68,10 +68,10 @@ def counted(source: str, target: str | None) -> Iterator[Counter[int]]:
                 yield Counter(text.encode(line, add_special_tokens=False))
 
 
-def tokenizer_of(target: str | None, source: str) -> Text:
+def tokenizer_of(target: str | None, source: str) -> Tokenizer:
     if target is None:
         raise ConfigError(f"--target: missing; its tokenizer reads {source}, which is no run and no Parquet file")
-    text = load_text(ModelConfig(target=target, draft=None))
+    text = load_tokenizer(ModelConfig(target=target, draft=None))
     if text is None:
         raise ConfigError(f"--target: {target} has no tokenizer")
     return text

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from eagle_ray.models.path_checkpoint import save_path_heads
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.pair import resolve
+from eagle_ray.pair import download
 from eagle_ray.training.corpus import TRAINING_MIX, training_conversations
 from eagle_ray.training.head import FrozenTarget
 from eagle_ray.training.optimization import StepReport
@@ -33,7 +33,7 @@ ROW_LENGTH, ROWS_PER_STEP = 384, 4
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    directory = resolve("embedded:tiny", "target")
+    directory = download("embedded:tiny", "target")
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().requires_grad_(False)
     target = FrozenTarget(
         lambda ids: model.model(input_ids=ids, use_cache=False).last_hidden_state,

@@ -7,7 +7,7 @@ import duckdb
 import pyarrow.parquet as pq
 
 from eagle_ray.config import changed_keys, load_config
-from eagle_ray.data.storage import Location, read_json
+from eagle_ray.data.storage import StoragePath, read_json
 from eagle_ray.demo import demo_config, run_demo
 from eagle_ray.report.laws import broken_laws
 
@@ -18,7 +18,7 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
     output = tmp_path / "demo"
     (output / "data").mkdir(parents=True)
     (output / "notes.txt").write_text("mine")
-    assert run_demo(Location.of(output)) == 0
+    assert run_demo(StoragePath.of(output)) == 0
     shown = capsys.readouterr().out
     rows = [row for part in (output, output / "baseline") for row in pq.read_table(part / "data").to_pylist()]
     count = len(rows) // 2
@@ -27,7 +27,7 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
     assert f"{count} of {count} outputs are token for token plain decoding's" in shown
     own = [line for line in shown.splitlines() if "(raylet)" not in line]  # Ray says things of its own in between
     assert {line.split()[0] for line in own[1:7]} == {row["category"] for row in rows}
-    baseline = read_json(Location.of(output / "_summary.json"))["baseline"]
+    baseline = read_json(StoragePath.of(output / "_summary.json"))["baseline"]
     assert baseline["differing"] == []
     assert baseline["total"]["mean_acceptance_length"] > 1  # how much above it is a matter of the machine
     assert (output / "notes.txt").read_text() == "mine"
@@ -39,8 +39,8 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
 
 def test_the_demos_settings_are_those_of_its_configuration_file(tmp_path):
     file = load_config(CONFIGS / "demo.yaml", env={}).model_dump(mode="json")
-    assert changed_keys(file, demo_config(Location.of(tmp_path), "eagle2").model_dump(mode="json")) == []
+    assert changed_keys(file, demo_config(StoragePath.of(tmp_path), "eagle2").model_dump(mode="json")) == []
 
 
 def test_an_output_that_cannot_be_made_is_exit_2():
-    assert run_demo(Location.of("/dev/null/x")) == 2
+    assert run_demo(StoragePath.of("/dev/null/x")) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray import cli
-from eagle_ray.pair import resolve
+from eagle_ray.pair import download
 
 ROOT = Path(__file__).parent.parent
 ROWS = [
@@ -28,7 +28,7 @@ def prompts(tmp_path):
 
 
 def test_methods_beside_each_other(prompts, capsys, messages):
-    methods = f"eagle2,draft_model={resolve('embedded:tiny', 'target')}"
+    methods = f"eagle2,draft_model={download('embedded:tiny', 'target')}"
     assert cli.main(["compare", *prompts, "--json", "--methods", methods, "--per-task", "1"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     cells = {(cell["temperature"], cell["method"], cell["task"]): cell for cell in numbers["cells"]}

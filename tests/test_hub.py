@@ -6,7 +6,7 @@ import pytest
 
 from eagle_ray import cli
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.pair import build_pair, resolve
+from eagle_ray.pair import build_engine_from_config, download
 from tests.conftest import PAIR
 from tests.hub import hub
 
@@ -45,11 +45,13 @@ def test_a_gated_model_says_how_to_be_let_in(asked, tmp_path, capsys):
 
 def test_a_name_that_the_hub_does_not_know_is_refused(asked):
     with pytest.raises(ConfigError, match=r"model\.draft: 'org/nobody' is neither .* nor a hub id"):
-        resolve("org/nobody", "draft")
+        download("org/nobody", "draft")
 
 
 def test_what_runs_is_fetched_whole(asked, tmp_path):
     model = ModelConfig(target="org/target", draft="org/head", max_model_len=64)
-    pair = build_pair(model, SpeculativeConfig(method="eagle3", max_nodes=4, max_depth=2, budget="uniform"), slots=1)
+    pair = build_engine_from_config(
+        model, SpeculativeConfig(method="eagle3", max_nodes=4, max_depth=2, budget="uniform"), slots=1
+    )
     assert pair.draft_name == "org/head" and pair.engine.target.vocab_size == 512
     assert {"org/target/model.safetensors", "org/head/model.safetensors"} <= set(asked)

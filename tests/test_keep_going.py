@@ -17,7 +17,7 @@ import pytest
 
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.data.lock import lock_output
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 from eagle_ray.keep_going import delay_s
 from tests.conftest import PAIR, token_rows
 from tests.data.nodes import parent_of
@@ -108,7 +108,7 @@ def test_a_permanent_end_is_not_restarted(flags, tmp_path):
 
 
 def test_a_busy_output_is_not_waited_for(flags, tmp_path):
-    with lock_output(Location.of(tmp_path / "out")):
+    with lock_output(StoragePath.of(tmp_path / "out")):
         run = start(*flags)
         _, said = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 7 and "is being written by process" in said and "restart" not in said

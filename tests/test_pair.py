@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from eagle_ray import pair as pair_module
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.engine.cost_cache import cache_home
-from eagle_ray.engine.measure import Budget, measure
+from eagle_ray.engine.measure import Budget, calibrate_costs
 from eagle_ray.methods import make_drafter
 from eagle_ray.models.path_checkpoint import save_path_heads
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.models.target import Target
-from eagle_ray.pair import build_pair, check_pair, cost_parts, limits_of, load_causal_lm, load_draft
+from eagle_ray.models.target import TargetModel
+from eagle_ray.pair import build_engine_from_config, check_models, cost_key, load_causal_lm, load_draft, model_limits
 from eagle_ray.start_log import StartLog
 from tests.conftest import PAIR
 from tests.toy import LLAMA, llama
@@ -30,20 +30,20 @@ def draft(tmp_path) -> Path:
 
 def check(draft: Path | None, method: str = "eagle2") -> None:
     target = str(PAIR / "target")
-    check_pair(ModelConfig(target=target, draft=draft and str(draft)), SpeculativeConfig(method=method))
+    check_models(ModelConfig(target=target, draft=draft and str(draft)), SpeculativeConfig(method=method))
 
 
 def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
     check(draft)
-    check_pair(ModelConfig(), SpeculativeConfig())
+    check_models(ModelConfig(), SpeculativeConfig())
     check(None, method="none")
 
 
 def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, draft):
     speculative, parts = SpeculativeConfig(budget="uniform"), []
     for target in (PAIR / "target", Path(shutil.copytree(PAIR / "target", tmp_path / "elsewhere"))):
-        pair = build_pair(ModelConfig(target=str(target), draft=str(draft)), speculative, slots=2)
-        parts.append(cost_parts(pair.engine, speculative))
+        pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, slots=2)
+        parts.append(cost_key(pair.engine, speculative))
     assert parts[0] == parts[1] and parts[0]["device"]
 
 
@@ -85,7 +85,7 @@ E3 = PAIR.parent / "pair_e3"
 
 def check_e3(method: str, target: Path = E3) -> None:
     model = ModelConfig(target=str(target / "target"), draft=str(E3 / "draft"))
-    check_pair(model, SpeculativeConfig(method=method))
+    check_models(model, SpeculativeConfig(method=method))
 
 
 def test_eagle2_takes_heads_of_both_generations_and_eagle3_its_own(draft):
@@ -136,7 +136,7 @@ def test_a_missing_head_is_asked_for():
 def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
     model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
     causal_lm = load_causal_lm(model, slots=1)
-    drafter = make_drafter(speculative, Target(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
+    drafter = make_drafter(speculative, TargetModel(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
     ranking = drafter.ranking
     assert (ranking.calibration is not None, ranking.coupling is not None) == (is_calibrated, is_coupled)
 
@@ -150,13 +150,13 @@ def target_that_says(tmp_path: Path, **config: object) -> ModelConfig:
 @pytest.mark.parametrize("family", ["llama4_text", "mamba", "gemma3"])
 def test_a_target_that_cannot_be_exact_is_refused_before_the_start(tmp_path, family):
     with pytest.raises(ConfigError, match=rf"model\.target: {family} is "):
-        check_pair(target_that_says(tmp_path, model_type=family), SpeculativeConfig(method="none"))
+        check_models(target_that_says(tmp_path, model_type=family), SpeculativeConfig(method="none"))
 
 
 def test_a_target_whose_quantiser_is_unknown_is_refused_before_the_start(tmp_path):
     model = target_that_says(tmp_path, model_type="llama", quantization_config={"quant_method": "guesswork"})
     with pytest.raises(ConfigError, match=r"model\.target: .*quantised \(guesswork\)"):
-        check_pair(model, SpeculativeConfig(method="none"))
+        check_models(model, SpeculativeConfig(method="none"))
 
 
 def test_rotations_that_move_bound_the_length(tmp_path):
@@ -164,10 +164,10 @@ def test_rotations_that_move_bound_the_length(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     said = dict(model_type="phi3", rope_parameters=rope, original_max_position_embeddings=100)
     model = target_that_says(tmp_path, **said)
-    assert limits_of(model).max_model_len == 100
-    assert limits_of(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
+    assert model_limits(model).max_model_len == 100
+    assert model_limits(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
     with pytest.raises(ConfigError, match=r"max_model_len: 101 is more than the 100 .* before its rotary scaling"):
-        limits_of(model.model_copy(update={"max_model_len": 101}))
+        model_limits(model.model_copy(update={"max_model_len": 101}))
 
 
 class Parts(StartLog):
@@ -185,13 +185,13 @@ class Parts(StartLog):
 def parts_of_start(draft: Path) -> list[str]:
     start = Parts()
     model = ModelConfig(target=str(PAIR / "target"), draft=str(draft), device="cpu", max_model_len=128)
-    build_pair(model, SpeculativeConfig(), 2, start=start)
+    build_engine_from_config(model, SpeculativeConfig(), 2, start=start)
     return [line.partition(":")[0] for line in start.lines]
 
 
 def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(pair_module, "measure", lambda *args: measure(*args, Budget(0.0)))
+    monkeypatch.setattr(pair_module, "calibrate_costs", lambda *args: calibrate_costs(*args, Budget(0.0)))
     first = parts_of_start(draft)
     assert first[0] == "reading the target's weights" and first[-1] == "measuring the cost of steps"
     assert any(line.startswith("making kernels") for line in first)

@@ -7,12 +7,13 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.text import HALF_A_CHARACTER, LONG_TOKEN, Text
+from eagle_ray.text import LONG_TOKEN, REPLACEMENT_CHAR, Tokenizer
 from tests.tokenizers_for_tests import write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
@@ -27,23 +28,23 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(directory):
-    return Text.load(directory)
+    return Tokenizer.load(directory)
 
 
-def ids_of(text: Text, string: str) -> list[int]:
+def ids_of(text: Tokenizer, string: str) -> list[int]:
     return text.encode(string)[1:]
 
 
-def kept_by_decoding_everything(text: Text, ids: list[int], stops: list[str]) -> int | None:
+def kept_by_decoding_everything(text: Tokenizer, ids: list[int], stops: list[str]) -> int | None:
     """What StopCheck must return: the first prefix whose whole characters hold a stop string."""
     for end in range(1, len(ids) + 1):
-        whole = text.decode(ids[:end]).rstrip(HALF_A_CHARACTER)
+        whole = text.decode(ids[:end]).rstrip(REPLACEMENT_CHAR)
         if any(stop in whole for stop in stops):
             return end
     return None
 
 
-def kept(text: Text, ids: list[int], stops: list[str], ids_per_step: int = 1) -> int | None:
+def kept(text: Tokenizer, ids: list[int], stops: list[str], ids_per_step: int = 1) -> int | None:
     """The answer of a check that is asked after each step, as the engine asks."""
     check = text.stop_check(stops)
     for end in range(ids_per_step, len(ids) + ids_per_step, ids_per_step):
@@ -66,7 +67,10 @@ def test_a_conversation_gets_what_the_template_writes_and_nothing_more(text):
 
 
 def test_a_target_without_a_template_refuses_messages(tmp_path, directory):
-    for bare in (Text.load(write_tokenizer(tmp_path / "bare", chat_template=None)), Text.load(directory, "none")):
+    for bare in (
+        Tokenizer.load(write_tokenizer(tmp_path / "bare", chat_template=None)),
+        Tokenizer.load(directory, "none"),
+    ):
         assert bare.encode("Hi")[0] == BOS
         with pytest.raises(RequestError, match="need a chat template") as error:
             bare.encode_chat(HI)
@@ -85,13 +89,13 @@ def test_what_the_template_refuses_is_the_rows_error(text):
 def test_whatever_a_template_raises_is_the_rows_error(tmp_path, directory, template):
     (tmp_path / "mine.jinja").write_text(template)
     with pytest.raises(RequestError, match=r"refuses these messages: (TypeError|RecursionError)") as error:
-        Text.load(directory, str(tmp_path / "mine.jinja")).encode_chat(HI)
+        Tokenizer.load(directory, str(tmp_path / "mine.jinja")).encode_chat(HI)
     assert error.value.code == "bad_messages"
 
 
 def test_a_template_may_come_from_a_file(tmp_path, directory):
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    assert Text.load(directory, str(tmp_path / "mine.jinja")).render_chat(HI) == "[Hi]"
+    assert Tokenizer.load(directory, str(tmp_path / "mine.jinja")).render_chat(HI) == "[Hi]"
 
 
 TURNS = [
@@ -125,7 +129,7 @@ SPELLED = {
     ("name", "messages", "spelled"), [(name, *case) for name, cases in SPELLED.items() for case in cases]
 )
 def test_templates_by_name_say_what_their_targets_were_trained_on(directory, name, messages, spelled):
-    text = Text.load(directory, name)
+    text = Tokenizer.load(directory, name)
     assert text.render_chat(messages) == spelled
     assert text.spell(text.encode_chat(messages)) == spelled
     assert text.encode_chat(messages).count(BOS) == spelled.count("<|bos|>")  # as tokens, and no further one
@@ -135,7 +139,7 @@ def test_templates_by_name_say_what_their_targets_were_trained_on(directory, nam
 @pytest.mark.parametrize("messages", [TURNS[1:], [*HI, *HI], [*HI, SYSTEM], [{"role": "tool", "content": "x"}]])
 def test_templates_by_name_refuse_what_their_targets_never_saw(directory, name, messages):
     with pytest.raises(RequestError, match="user and assistant take turns") as error:
-        Text.load(directory, name).render_chat(messages)
+        Tokenizer.load(directory, name).render_chat(messages)
     assert error.value.code == "bad_messages"
 
 
@@ -162,7 +166,7 @@ def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
     said = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"add_bos_token": True, "legacy": False}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
-    text = Text.load(tmp_path, "vicuna")
+    text = Tokenizer.load(tmp_path, "vicuna")
     own = SentencePieceProcessor(model_file=str(trained))
     for words in ("the cat sat on the mat", "How are  you? naïve"):
         assert text.encode(words) == [own.bos_id(), *own.encode(words)]
@@ -175,12 +179,12 @@ def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(EngineError, match=r"the tokenizer in .* cannot be read"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 def test_a_target_without_a_tokenizer_has_no_text(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert Text.load(tmp_path) is None
+    assert Tokenizer.load(tmp_path) is None
 
 
 def test_no_stops_no_check(text):
@@ -227,7 +231,7 @@ def test_the_window_finds_what_decoding_everything_finds(text, data):
     ids = data.draw(st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(emoji), min_size=1, max_size=30))
     whole = text.decode(ids)
     starts = data.draw(st.lists(st.integers(0, max(0, len(whole) - 1)), min_size=1, max_size=2))
-    stops = [stop for at in starts if (stop := whole[at : at + data.draw(st.integers(1, 5))].strip(HALF_A_CHARACTER))]
+    stops = [stop for at in starts if (stop := whole[at : at + data.draw(st.integers(1, 5))].strip(REPLACEMENT_CHAR))]
     if stops:
         per_step = data.draw(st.integers(1, 6))
         assert kept(text, ids, stops, per_step) == kept_by_decoding_everything(text, ids, stops)
@@ -235,9 +239,9 @@ def test_the_window_finds_what_decoding_everything_finds(text, data):
 
 def test_a_tokenizer_that_drops_the_first_space_still_shows_the_others():
     words = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "\u2581sat": 3}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer = FastTokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    text = Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
+    text = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
     assert text.decode([1, 2, 3]) == "the cat sat"
     assert kept(text, [1, 2, 3], ["e c"]) == 2
     assert kept(text, [1, 1, 2, 3], ["t s"]) == 4
@@ -260,7 +264,7 @@ def test_of_two_stops_in_one_token_the_one_that_ends_first_cuts(text):
 
 def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatch):
     """A hundred megabytes made whole into tokens would end the process."""
-    text, seen = Text.load(directory, max_model_len=50), []
+    text, seen = Tokenizer.load(directory, max_model_len=50), []
     encode = text._tokenizer.encode
     monkeypatch.setattr(text._tokenizer, "encode", lambda words, **how: seen.append(len(words)) or encode(words, **how))
     for ask in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}])):
@@ -271,16 +275,16 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatc
 
 def test_long_words_of_few_tokens_are_looked_at_whole(directory):
     """Many characters a token in the beginning: the number of tokens decides, not that of characters."""
-    text, free = Text.load(directory, max_model_len=3), Text.load(directory)
+    text, free = Tokenizer.load(directory, max_model_len=3), Tokenizer.load(directory)
     words = "the " * 12
     assert len(words) > LONG_TOKEN * 3 and text.encode(words) == free.encode(words)
 
 
 def test_an_eos_that_is_no_special_token_is_left_out_too(tmp_path):
     target = write_tokenizer(tmp_path)
-    plain_id = Text.load(target).encode("the")[-1]
+    plain_id = Tokenizer.load(target).encode("the")[-1]
     (target / "generation_config.json").write_text(f'{{"eos_token_id": {plain_id}}}')
-    text = Text.load(target)
+    text = Tokenizer.load(target)
     assert text.text_of([*ids_of(text, "cat"), plain_id], []) == "cat"
 
 
@@ -288,7 +292,7 @@ def test_the_config_names_the_eos_where_the_generation_config_does_not(tmp_path)
     target = write_tokenizer(tmp_path)
     (target / "generation_config.json").unlink()
     (target / "config.json").write_text('{"eos_token_id": 7}')
-    text = Text.load(target)
+    text = Tokenizer.load(target)
     assert text.text_of([*ids_of(text, "cat"), 7], []) == "cat"
 
 
@@ -299,7 +303,7 @@ def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, da
     ids = data.draw(st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(emoji), min_size=1, max_size=30))
     spelled = text.decode(ids)
     starts = data.draw(st.lists(st.integers(0, max(0, len(spelled) - 1)), max_size=2))
-    stops = [stop for at in starts if (stop := spelled[at : at + data.draw(st.integers(1, 5))].strip(HALF_A_CHARACTER))]
+    stops = [stop for at in starts if (stop := spelled[at : at + data.draw(st.integers(1, 5))].strip(REPLACEMENT_CHAR))]
     output = ids[: kept(text, ids, stops)] if stops else ids
     whole, growing, told, per_step = text.text_of(output, stops), text.growing(stops), "", data.draw(st.integers(1, 6))
     for start in range(0, len(output) - per_step, per_step):

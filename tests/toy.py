@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.benchmark.priced import Priced
+from eagle_ray.benchmark.priced import SimulatedPlanner
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
-from eagle_ray.drafting.none import NoDrafter
-from eagle_ray.drafting.ranking import Ranking
+from eagle_ray.drafting.none import NullDrafter
+from eagle_ray.drafting.ranking import CandidateRanker
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import Graphs
-from eagle_ray.engine.planner import Outcome, UniformPlanner
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.engine.planner import StepOutcome, UniformPlanner
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.engine.verify_step import TreeSizes
-from eagle_ray.models.blocks import Blocks
+from eagle_ray.engine.verify_step import MaxTreeSizes
+from eagle_ray.models.blocks import BlockManager
 from eagle_ray.models.heads import Eagle3Head, EagleHead
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.linear import pack_linears
-from eagle_ray.models.target import PromptPass, Prompts, Target
+from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
 
@@ -64,30 +64,30 @@ class TableTarget:
     cache: KVCache = field(init=False)
 
     def __post_init__(self) -> None:
-        self.cache = KVCache(Blocks(self.num_slots, 64 + TABLE_TREE), 1, 1, 1, torch.float32, "cpu")
+        self.cache = KVCache(BlockManager(self.num_slots, 64 + TABLE_TREE), 1, 1, 1, torch.float32, "cpu")
 
     @property
     def vocab_size(self) -> int:
         return len(self.table)
 
-    def prefill(self, prompts: Prompts) -> PromptPass:
+    def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
         nothing = torch.zeros(len(prompts.tokens), 1)
-        return PromptPass(self.table[prompts.tokens[prompts.last]], nothing, nothing)
+        return PrefillOutput(self.table[prompts.tokens[prompts.last]], nothing, nothing)
 
-    def verify(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> tuple[Tensor, Tensor]:
+    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> tuple[Tensor, Tensor]:
         return self.table[rows.tokens], torch.zeros(len(rows.tokens), 1)
 
     def verify_beside(
-        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, prompts: Prompts
-    ) -> tuple[Tensor, Tensor, PromptPass]:
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PrefillBatch
+    ) -> tuple[Tensor, Tensor, PrefillOutput]:
         return *self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
 
-    def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
+    def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         pass
 
 
 @dataclass
-class TableDrafter(NoDrafter):
+class TableDrafter(NullDrafter):
     """Drafts from a table of its own, right or wrong, by the real expansion and the real ranking.
 
     A node's "feature" is its token: that is all its logits depend on.
@@ -98,11 +98,15 @@ class TableDrafter(NoDrafter):
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
-        self.ranking = Ranking(lambda tokens: self.table[tokens[..., 0].long()], self.calibration, self.coupling)
+        self.ranking = CandidateRanker(
+            lambda tokens: self.table[tokens[..., 0].long()], self.calibration, self.coupling
+        )
 
-    def draft(self, batch: BatchSlots, roots: Tensor, plan: Plan, sampling: BatchSampling, texts: object) -> Draft:
+    def draft(
+        self, batch: DecodeSlots, roots: Tensor, plan: DraftPlan, sampling: SamplingBatch, texts: object
+    ) -> Draft:
         builder = TreeBuilder(roots, plan.width)
-        self.ranking.begin(sampling, batch.lengths)
+        self.ranking.start(sampling, batch.lengths)
         for level in range(plan.max_depth):
             frontier = builder.frontier() if level else None
             tokens = frontier.tokens if level else roots[:, None]
@@ -110,8 +114,8 @@ class TableDrafter(NoDrafter):
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
         return Draft(builder.build(), builder.levels, builder.depth, 0)
 
-    def learn(self, result: VerifyResult) -> None:
-        self.ranking.learn(result)
+    def on_verified(self, result: VerifyResult) -> None:
+        self.ranking.update(result)
 
 
 def table_engine(
@@ -126,7 +130,7 @@ def table_engine(
 ) -> Engine:
     """Table target and a drafter whose table is the target's plus noise; all three tree numbers 0 is plain decoding."""
     drafts = table + noise * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))
-    drafter = TableDrafter(drafts, calibration, coupling) if max_nodes else NoDrafter()
+    drafter = TableDrafter(drafts, calibration, coupling) if max_nodes else NullDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
     return Engine(TableTarget(table, num_slots), drafter, planner, max_model_len=64, num_spec_tokens=max_depth)
 
@@ -182,12 +186,12 @@ def llama_engine(
     for module in (model, weights) if packed else ():
         pack_linears(module, fewest_weights=1)
     layers = weights.feature_layers(model.config.num_hidden_layers)
-    target = Target(model, num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens, layers)
+    target = TargetModel(model, num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens, layers)
     learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))
-    drafter = EagleDrafter(weights, target, **learning) if max_nodes else NoDrafter()
+    drafter = EagleDrafter(weights, target, **learning) if max_nodes else NullDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
-    replayed = Graphs.of(target) if graphs else None
-    sizes = TreeSizes.of(max_nodes, max_depth, top_k)
+    replayed = CudaGraphRunner.of(target) if graphs else None
+    sizes = MaxTreeSizes.of(max_nodes, max_depth, top_k)
     return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed, sizes, overlap)
 
 
@@ -221,17 +225,17 @@ def random_tree(generator: torch.Generator, num_nodes: int, vocab: int = 50) -> 
     return best(builder.build(), [num_nodes])
 
 
-class Roomy(Priced):
+class Roomy(SimulatedPlanner):
     """Tells the steps in which a draft could be accepted from those in which all have one token to go."""
 
     def reset(self) -> None:
         super().reset()
         self._roomy: list[bool] = []
 
-    def plan(self, batch: Batch) -> Plan:
-        self._roomy.append(max(batch.rooms) > 1)
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        self._roomy.append(max(batch.remaining_tokens) > 1)
         return super().plan(batch)
 
     @property
-    def with_room(self) -> list[Outcome]:
+    def with_room(self) -> list[StepOutcome]:
         return [outcome for outcome, roomy in zip(self.outcomes, self._roomy, strict=True) if roomy]

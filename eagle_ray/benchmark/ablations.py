@@ -15,10 +15,10 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.planner import Allocation, UniformPlanner
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.plan import DraftPlan
 from eagle_ray.speculative.tree import DraftTree
 
 
@@ -51,7 +51,7 @@ class ExpandedPlanner(UniformPlanner):
         depth = max(max_depth - 1, 1)
         super().__init__(num_expanded(max_depth, top_k), depth, top_k)
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         keep = expanded(draft.tree, plan.width)
         num_nodes = min(1 + draft.depth * plan.width, draft.tree.num_nodes)
         return Allocation(keep, num_nodes, len(keep) * num_nodes)

@@ -22,8 +22,8 @@ from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare, first_difference
 from eagle_ray.benchmark.intervals import ratio_interval
 from eagle_ray.benchmark.requests import DRAIN_LENGTHS
-from eagle_ray.benchmark.rig import Rig, Watch, Way
-from eagle_ray.benchmark.stretch import Sample, SteadyQueue, drained
+from eagle_ray.benchmark.rig import Harness, PlannerProbe, Way
+from eagle_ray.benchmark.stretch import Sample, SteadyQueue, run_to_completion
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.speculative.sampling import SamplingParams
 
@@ -54,7 +54,7 @@ class Taken:
 
 
 def steady(
-    rig: Rig, ways: list[Way], cell: Cell, prompts: list[list[int]], rounds: int, seconds: float
+    rig: Harness, ways: list[Way], cell: Cell, prompts: list[list[int]], rounds: int, seconds: float
 ) -> dict[str, Taken]:
     """plain must be among the ways, first. seconds: of a window of plain decoding."""
     planners = {way.name: rig.planner(way) for way in ways}
@@ -70,9 +70,9 @@ def steady(
 
 def _take(
     taken: Taken,
-    rig: Rig,
+    rig: Harness,
     way: Way,
-    planner: Watch,
+    planner: PlannerProbe,
     cell: Cell,
     prompts: list[list[int]],
     turn: int,
@@ -94,9 +94,9 @@ def _take(
 
 
 def _window(
-    rig: Rig,
+    rig: Harness,
     way: Way,
-    planner: Watch,
+    planner: PlannerProbe,
     cell: Cell,
     prompts: list[list[int]],
     first: int,
@@ -117,16 +117,16 @@ def _window(
 
 
 def drain(
-    rig: Rig, ways: list[Way], cell: Cell, prompts: list[list[int]], num_rows: int
+    rig: Harness, ways: list[Way], cell: Cell, prompts: list[list[int]], num_rows: int
 ) -> dict[str, tuple[Sample, list[list[int]]]]:
     """The same rows of mixed lengths for each way, once, after a short job that is not counted."""
     done = {}
     for way in ways:
         engine = rig.engine(way, cell.context, cell.batch)
         short = islice(requests(prompts, 0, [16, 4, 12, 8], cell.context), cell.batch)
-        drained(engine, list(short), ForwardMeter(), cell.batch)
+        run_to_completion(engine, list(short), ForwardMeter(), cell.batch)
         rows = list(islice(requests(prompts, 0, DRAIN_LENGTHS, cell.context), num_rows))
-        done[way.name] = drained(engine, rows, ForwardMeter(), cell.batch), [s.output_ids for s in rows]
+        done[way.name] = run_to_completion(engine, rows, ForwardMeter(), cell.batch), [s.output_ids for s in rows]
     return done
 
 

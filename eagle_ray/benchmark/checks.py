@@ -20,13 +20,13 @@ from torch import nn
 from eagle_ray.benchmark.contexts import in_context
 from eagle_ray.benchmark.device import release
 from eagle_ray.benchmark.identity import Identity, compare, first_difference
-from eagle_ray.benchmark.rig import LARGEST, Rig, Way
+from eagle_ray.benchmark.rig import LARGEST, Harness, Way
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.kernels.availability import CHOICE, use_triton
 from eagle_ray.speculative.near_tie import NEAR_TIE, rounding_cause
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, sample
 
 SLOTS, LONGEST, TOKENS = 8, 640, 48
 EDGE_LOGITS = 256, 128256  # rows and a vocabulary
@@ -83,7 +83,7 @@ def checks(load: Load, prompts: list[list[int]], dtypes: list[torch.dtype]) -> I
 def _lossless(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
     """Trees of 60 nodes beside plain decoding, half of the prompts sampled."""
     model, head = load(dtype)
-    rig = Rig.of(model, head, SLOTS, LONGEST)
+    rig = Harness.of(model, head, SLOTS, LONGEST)
     params = _params(prompts)
     plain, trees = (generate(engine, prompts, params) for engine in (rig.plain, _drafting(rig)))
     return _compared(title, model, dtype, prompts, params, trees, plain)
@@ -97,7 +97,7 @@ def _kernels(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]
     both, params = [], _params(prompts)
     for choice in ("triton", "portable"):
         with kernels(choice):
-            rig = Rig.of(model, head, SLOTS, LONGEST)
+            rig = Harness.of(model, head, SLOTS, LONGEST)
             both.append(generate(_drafting(rig), prompts, params))
     return _compared(title, model, dtype, prompts, params, *both)
 
@@ -109,10 +109,10 @@ def _edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]])
         return Check(title, None, "no kernels of ours run on this device")
     logits = (2 * torch.randn(*EDGE_LOGITS, generator=torch.Generator(device).manual_seed(0), device=device)).to(dtype)
     params = [SamplingParams(temperature=1.0, top_p=(i + 0.5) / len(logits), seed=i) for i in range(len(logits))]
-    sampling, rows, both = BatchSampling.of(params, device), torch.arange(len(logits), device=device), []
+    sampling, rows, both = SamplingBatch.of(params, device), torch.arange(len(logits), device=device), []
     for choice in ("triton", "portable"):
         with kernels(choice):
-            both.append(pick(logits, sampling, rows, rows).tolist())
+            both.append(sample(logits, sampling, rows, rows).tolist())
     found = Identity()
     for i, (mine, other) in enumerate(zip(*both, strict=True)):
         cause = None
@@ -127,7 +127,7 @@ def _graphs(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]
     model, head = load(dtype)
     both, params = [], _params(prompts)
     for graphs in (True, False):
-        rig = Rig.of(model, head, SLOTS, LONGEST, graphs=graphs)
+        rig = Harness.of(model, head, SLOTS, LONGEST, graphs=graphs)
         if graphs and rig.drafting.graphs is None:
             return Check(title, None, "this engine has no graphs")
         both.append(generate(_drafting(rig), prompts, params))
@@ -158,17 +158,17 @@ def _told(found: Identity) -> str:
 
 
 def same_function(
-    title: str, small: tuple[nn.Module, nn.Module], wide: Rig, prompts: list[list[int]], noise: float
+    title: str, small: tuple[nn.Module, nn.Module], wide: Harness, prompts: list[list[int]], noise: float
 ) -> Check:
     """A widened pair beside the small one in fp32, both decoding plainly. noise: of the widened pair's dtype."""
     prompts, params = prompts[:SLOTS], [SamplingParams(max_tokens=TOKENS)] * SLOTS
-    wanted = generate(Rig.of(*small, SLOTS, LONGEST).plain, prompts, params)
+    wanted = generate(Harness.of(*small, SLOTS, LONGEST).plain, prompts, params)
     tie = max(noise, LEAST_TIE)
     found = compare(small[0], prompts, generate(wide.plain, prompts, params).ids, wanted.ids, near_tie=tie)
     return Check(title, found.is_explained, f"{_told(found)} (a lead under {tie:.2g})")
 
 
-def same_in_context(title: str, wide: Rig, prompts: list[list[int]], context: int, noise: float) -> Check:
+def same_in_context(title: str, wide: Harness, prompts: list[list[int]], context: int, noise: float) -> Check:
     """Trees behind a context that nobody attends to, one prompt at a time, beside plain decoding without one."""
     prompts = prompts[: min(4, wide.blocks.num_slots)]
     params, ids = [SamplingParams(max_tokens=TOKENS)] * len(prompts), []
@@ -203,7 +203,7 @@ def kernels(choice: str) -> Iterator[None]:
         os.environ.pop(CHOICE) if before is None else os.environ.update({CHOICE: before})
 
 
-def _drafting(rig: Rig) -> Engine:
+def _drafting(rig: Harness) -> Engine:
     rig.drafting.planner = UniformPlanner(*TREE.tree)
     return rig.drafting
 

@@ -20,25 +20,25 @@ from __future__ import annotations
 import torch
 
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.scheduler import Chunk
+from eagle_ray.engine.scheduler import PrefillChunk
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError
-from eagle_ray.models.blocks import Blocks
+from eagle_ray.models.blocks import BlockManager
 from eagle_ray.models.kv_cache import KVCache
-from eagle_ray.models.target import Target
+from eagle_ray.models.target import TargetModel
 from eagle_ray.speculative.sampling import SamplingParams
 
 UNSEEN = 3e4  # of a key in its anchor; queries have some tenths to some tens there
 FILLER = 0  # the token id that stands for a column of a context
 
 
-class ContextBlocks(Blocks):
+class ContextBlocks(BlockManager):
     """Blocks of which the first num_aside can be set aside: each slot then begins with its own share of them."""
 
     num_aside = _width = 0
 
     @classmethod
-    def in_place_of(cls, target: Target) -> ContextBlocks:
+    def in_place_of(cls, target: TargetModel) -> ContextBlocks:
         """The target's cache reads these from now on; nothing else may know its blocks yet."""
         old = target.cache.blocks
         target.cache.blocks = cls(old.num_slots, old.capacity, old.num_blocks, target.device, old.size)
@@ -46,7 +46,7 @@ class ContextBlocks(Blocks):
 
     def set_aside(self, columns: int) -> None:
         """Keep the pool's first blocks for contexts, of so many columns in all. Every slot must be empty."""
-        self.forget()
+        self.reset_prefix_cache()
         self.num_aside = self.blocks_for(columns)
         self._references[: self.num_aside] = [1] * self.num_aside  # of ours, so that they are never free
         self._free = list(range(self.num_aside, self.num_blocks))
@@ -60,17 +60,17 @@ class ContextBlocks(Blocks):
 
     def adopt(self, slot: int, tokens: list[int]) -> int:
         if not self._width:
-            return super().adopt(slot, tokens)
+            return super().attach_prefix(slot, tokens)
         blocks = list(range(slot * self._width, (slot + 1) * self._width))
         for block in blocks:
-            self._hold(block)
+            self._ref(block)
         self._extend(slot, blocks)
         return len(blocks) * self.size
 
     def publish(self, slot: int, tokens: list[int]) -> None:
         """Contexts are told apart by their slots, not by their tokens."""
         if not self._width:
-            super().publish(slot, tokens)
+            super().cache_full_blocks(slot, tokens)
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def begin(engine: Engine, blocks: ContextBlocks, columns: int, num_slots: int) -
     for slot in range(num_slots):
         filler = Sequence("context", [FILLER] * columns, SamplingParams(), slot=slot)
         length = blocks.adopt(slot, filler.prompt_ids)
-        engine.prefiller.given([Chunk(filler, 0, length, 0, True)], feature.expand(length, -1))
+        engine.prefiller.given([PrefillChunk(filler, 0, length, 0, True)], feature.expand(length, -1))
         blocks.free(slot)
 
 

@@ -15,8 +15,8 @@ import torch
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.engine.cost_cache import cache_path, keep_costs
 from eagle_ray.engine.costs import CostCurve, StepCosts
-from eagle_ray.engine.measure import measure
-from eagle_ray.pair import build_pair, cost_parts
+from eagle_ray.engine.measure import calibrate_costs
+from eagle_ray.pair import build_engine_from_config, cost_key
 
 BAR = 48  # characters of the longest
 TITLES = {
@@ -31,16 +31,16 @@ TITLES = {
 def bench_costs(config: JobConfig, threads: int | None) -> str:
     """Measure a job's pair anew, keep that for its next runs with as many CPU threads (None: torch's own), and show it.
 
-    Raises ConfigError as build_pair does, and for a job without drafts.
+    Raises ConfigError as build_engine_from_config does, and for a job without drafts.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     speculative = config.speculative.model_copy(update={"budget": "uniform"})
     if speculative.method == "none":
         raise ConfigError("speculative.method: none drafts nothing, so there are no costs to compare; leave it out")
-    pair = build_pair(config.model, speculative, config.execution.slots, config.execution.kv_tokens)
-    costs = measure(pair.engine, speculative.max_nodes, speculative.max_depth, speculative.top_k)
-    parts = cost_parts(pair.engine, speculative)
+    pair = build_engine_from_config(config.model, speculative, config.execution.slots, config.execution.kv_tokens)
+    costs = calibrate_costs(pair.engine, speculative.max_nodes, speculative.max_depth, speculative.top_k)
+    parts = cost_key(pair.engine, speculative)
     keep_costs(parts, costs)
     return f"{costs_text(costs)}\n\nkept in {cache_path(parts)}"
 

@@ -19,7 +19,7 @@ from typing import Any
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity
 from eagle_ray.benchmark.intervals import Difference, Interval, difference_interval, ratio_interval
-from eagle_ray.benchmark.stretch import Sample, drained
+from eagle_ray.benchmark.stretch import Sample, run_to_completion
 from eagle_ray.engine import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.speculative.stats import AcceptanceStats
@@ -30,7 +30,7 @@ Compare = Callable[[list[engine_sequence.Sequence], list[engine_sequence.Sequenc
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class BenchmarkPrompt:
     """task: what it is counted under. ask: the same request as a new sequence, at its own temperature."""
 
     task: str
@@ -53,14 +53,14 @@ class Round:
 
 
 def rounds(
-    engines: Mapping[str, Engine], questions: Sequence[Question], temperature: float, seed: int = 0
+    engines: Mapping[str, Engine], questions: Sequence[BenchmarkPrompt], temperature: float, seed: int = 0
 ) -> Iterator[Round]:
     """Every question once, by tasks. engines: new ones, that know no answers yet, of equally many slots."""
     shuffle, meter = random.Random(seed), ForwardMeter()
     slots = min(engine.counters.num_slots for engine in engines.values())
     for engine in engines.values():
         _answer(engine, [_short(questions[0].at(temperature))], meter)  # the first steps pay for what is made once
-        engine.drafter.forget()
+        engine.drafter.reset_learning()
     for task, group in _groups(questions, slots):
         samples, answers = {}, {}
         for name in shuffle.sample(list(engines), len(engines)):
@@ -69,7 +69,7 @@ def rounds(
         yield Round(temperature, task, samples, answers)
 
 
-def _groups(questions: Sequence[Question], size: int) -> Iterator[tuple[str, list[Question]]]:
+def _groups(questions: Sequence[BenchmarkPrompt], size: int) -> Iterator[tuple[str, list[BenchmarkPrompt]]]:
     """Up to `size` questions of one task at a time, tasks in the order in which they first occur."""
     for task in dict.fromkeys(question.task for question in questions):
         of_task = [question for question in questions if question.task == task]
@@ -79,8 +79,8 @@ def _groups(questions: Sequence[Question], size: int) -> Iterator[tuple[str, lis
 
 def _answer(engine: Engine, sequences: list[engine_sequence.Sequence], meter: ForwardMeter) -> Sample:
     """No prompt is found in the cache that an earlier round has left."""
-    engine.target.cache.blocks.forget()
-    return drained(engine, sequences, meter)
+    engine.target.cache.blocks.reset_prefix_cache()
+    return run_to_completion(engine, sequences, meter)
 
 
 def _short(sequence: engine_sequence.Sequence) -> engine_sequence.Sequence:

@@ -21,7 +21,7 @@ from eagle_ray.benchmark.device import GIB, free_bytes, peak_gib, release, synch
 from eagle_ray.benchmark.embedded_pair import embedded_pair
 from eagle_ray.benchmark.gpu_settings import Settings
 from eagle_ray.benchmark.kv_room import OWN, KVRoom, own_columns, weight_bytes
-from eagle_ray.benchmark.rig import Rig
+from eagle_ray.benchmark.rig import Harness
 from eagle_ray.engine.cost_cache import costs_json, costs_of
 from eagle_ray.engine.costs import StepCosts
 from eagle_ray.kernels.availability import use_triton
@@ -44,7 +44,7 @@ class GpuRigs:
         self.agenda.say(check.line if check.ok is not False else f"!!!!! {check.line} !!!!!")
         self.agenda.keep()
 
-    def widened(self, name: str, shape: Shape) -> Rig:
+    def widened(self, name: str, shape: Shape) -> Harness:
         s, started = self.settings, time.monotonic()
         self._check_weights(shape)
         small = embedded_pair(torch.float32, s.device)
@@ -67,7 +67,7 @@ class GpuRigs:
         if free is not None and needed > free:
             raise MemoryError(f"its weights take {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
 
-    def _rig(self, model: nn.Module, head: nn.Module, shape: Shape) -> Rig:
+    def _rig(self, model: nn.Module, head: nn.Module, shape: Shape) -> Harness:
         """The pool is as large as the cells ask for, or as the device allows."""
         s = self.settings
         pack_linears(model)
@@ -79,9 +79,9 @@ class GpuRigs:
         if free is not None:
             kept = f"of {free / GIB:.1f} GiB free {room.kept / GIB:.1f} are kept for passes"
             self.agenda.say(f"   {kept}: {room.slots} slots, {room.aside} columns of contexts")
-        return Rig.of(model, head, room.slots, s.contexts[-1] + OWN, room.columns)
+        return Harness.of(model, head, room.slots, s.contexts[-1] + OWN, room.columns)
 
-    def measure_costs(self, name: str, rig: Rig) -> None:
+    def measure_costs(self, name: str, rig: Harness) -> None:
         """Then contexts are set aside, and read, each sequence its own."""
         s, started = self.settings, time.monotonic()
         rig.measure()
@@ -94,19 +94,19 @@ class GpuRigs:
         self.agenda.results.shapes[name] |= {"costs": costs_json(rig.costs), "attend_measured_first": attend}
         self.agenda.results.shapes[name] |= {"measured_s": time.monotonic() - started, "peak_gib": peak_gib(s.device)}
 
-    def _set_aside(self, rig: Rig) -> None:
+    def _set_aside(self, rig: Harness) -> None:
         blocks = rig.blocks
         columns = (blocks.num_blocks - blocks.blocks_for(own_columns(blocks.num_slots))) * blocks.size
         rig.set_aside(columns, self.settings.contexts[-1] + OWN)
 
-    def synthetic(self, name: str, shape: Shape, acceptance: tuple[float, ...]) -> Rig:
+    def synthetic(self, name: str, shape: Shape, acceptance: tuple[float, ...]) -> Harness:
         model, head = synthetic_pair(shape, acceptance, dtype=self.settings.dtype, device=self.settings.device)
         rig = self._rig(model, head, shape)
         rig.costs = self._known_costs(name, rig)
         self._set_aside(rig)
         return rig
 
-    def _known_costs(self, name: str, rig: Rig) -> StepCosts:
+    def _known_costs(self, name: str, rig: Harness) -> StepCosts:
         """The widened pair's of the same shape, where they were measured."""
         kept = self.agenda.results.shapes.get(name, {}).get("costs")
         if kept is None:
@@ -114,6 +114,6 @@ class GpuRigs:
         return costs_of(kept)
 
 
-def together(rig: Rig, context: int) -> int:
+def together(rig: Harness, context: int) -> int:
     """Sequences that can each have such a context."""
     return min(rig.blocks.num_aside // rig.blocks.blocks_for(context), rig.blocks.num_slots)

@@ -1,6 +1,6 @@
 """Priced: a planner in a world whose seconds are made up, and so exact.
 
-    engine.planner = Priced(GlobalPlanner(60, 6, 10, cpu()), cpu())
+    engine.planner = Priced(BudgetPlanner(60, 6, 10, cpu()), cpu())
     ...
     engine.planner.tokens_per_second
 
@@ -17,10 +17,10 @@ from dataclasses import replace
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.cost_cache import CURVES, NUMBERS
 from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
-from eagle_ray.engine.planner import Allocation, Outcome, Planner
-from eagle_ray.engine.scheduler import Batch
-from eagle_ray.engine.stopwatch import Seconds
-from eagle_ray.speculative.plan import Plan
+from eagle_ray.engine.planner import Allocation, Planner, StepOutcome
+from eagle_ray.engine.scheduler import DecodeBatch
+from eagle_ray.engine.stopwatch import StepTimes
+from eagle_ray.speculative.plan import DraftPlan
 
 
 def cpu() -> StepCosts:
@@ -94,7 +94,7 @@ def mistaken(costs: StepCosts, error: float, seed: int) -> StepCosts:
     return StepCosts(**curves, **numbers)
 
 
-class Priced:
+class SimulatedPlanner:
     """A planner whose steps take the seconds that `costs` says, which it hears as if they had been measured.
 
     noise: standard deviation of the logarithm of what it hears about each part of a step; what counts has none.
@@ -108,31 +108,31 @@ class Priced:
 
     def reset(self) -> None:
         self.seconds, self.num_tokens = 0.0, 0
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[StepOutcome] = []
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
     @property
-    def drafting(self) -> bool:
-        return self.planner.drafting
+    def will_draft(self) -> bool:
+        return self.planner.will_draft
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         return self.planner.plan(batch)
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         return self.planner.allocate(draft, plan, batch)
 
-    def learn(self, outcome: Outcome) -> None:
-        seconds = self.costs.foresee(outcome)
+    def observe(self, outcome: StepOutcome) -> None:
+        seconds = self.costs.predict(outcome)
         self.seconds += seconds.total - self.costs.beside(outcome)
         self.num_tokens += outcome.batch_size + outcome.num_accepted
         self.outcomes.append(outcome)
-        self.planner.learn(replace(outcome, seconds=self._heard(seconds)))
+        self.planner.observe(replace(outcome, seconds=self._heard(seconds)))
 
-    def _heard(self, seconds: Seconds) -> Seconds:
+    def _heard(self, seconds: StepTimes) -> StepTimes:
         if not self._noise:
             return seconds
         parts = (seconds.draft, seconds.verify, seconds.rest)
-        return Seconds(*(part * self._draw.lognormvariate(0, self._noise) for part in parts))
+        return StepTimes(*(part * self._draw.lognormvariate(0, self._noise) for part in parts))

@@ -20,16 +20,16 @@ from torch import nn
 from eagle_ray.benchmark.contexts import ContextBlocks, begin, fill, in_context
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
-from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.drafting.none import NullDrafter
 from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import GlobalPlanner
-from eagle_ray.engine.graphs import Graphs
-from eagle_ray.engine.measure import measure
-from eagle_ray.engine.planner import Outcome, Planner, UniformPlanner
+from eagle_ray.engine.global_planner import BudgetPlanner
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.engine.measure import calibrate_costs
+from eagle_ray.engine.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.engine.verify_step import TreeSizes
-from eagle_ray.models.target import Target
+from eagle_ray.engine.verify_step import MaxTreeSizes
+from eagle_ray.models.target import TargetModel
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.sampling import SamplingParams
@@ -59,7 +59,7 @@ class Way:
         return self.tree == NO_TREE
 
 
-class Watch:
+class PlannerProbe:
     """A planner, with what its steps took by the device's clock, and what the costs say that they take.
 
     draft_s, verify_s, rest_s: as Seconds has them. Steps in which a graph was recorded are left out. costs: None where
@@ -78,17 +78,17 @@ class Watch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         if not outcome.is_first:
             self.draft_s += outcome.seconds.draft
             self.verify_s += outcome.seconds.verify
             self.rest_s += outcome.seconds.rest
             if self._costs is not None:
                 self._foresee(outcome)
-        self._planner.learn(outcome)
+        self._planner.observe(outcome)
 
-    def _foresee(self, outcome: Outcome) -> None:
-        foreseen = self._costs.foresee(outcome)
+    def _foresee(self, outcome: StepOutcome) -> None:
+        foreseen = self._costs.predict(outcome)
         self.foreseen_s += foreseen.total - self._costs.beside(outcome)
         self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
         if getattr(self._planner, "costs", None) is not self._costs:
@@ -96,7 +96,7 @@ class Watch:
 
 
 @dataclass(slots=True)
-class Rig:
+class Harness:
     """costs: of its steps, once they are measured."""
 
     model: nn.Module
@@ -114,21 +114,21 @@ class Rig:
         longest: int,
         kv_columns: int | None = None,
         graphs: bool = True,
-    ) -> Rig:
+    ) -> Harness:
         """longest: most tokens of a sequence. kv_columns: of the pool, in all; None lets every slot be full."""
-        target = Target(model, slots, longest + tree_columns(*LARGEST), kv_columns)
+        target = TargetModel(model, slots, longest + tree_columns(*LARGEST), kv_columns)
         blocks = ContextBlocks.in_place_of(target)
         depth = LARGEST[1]
         drafter = EagleDrafter(
             head, target, calibration=Calibration(depth, target.device), coupling=Coupling(depth, target.device)
         )
-        plain = _engine(target, NoDrafter(), NO_TREE, longest, graphs)
+        plain = _engine(target, NullDrafter(), NO_TREE, longest, graphs)
         drafting = _engine(target, drafter, LARGEST, longest, graphs)
         return cls(model, blocks, plain, drafting)
 
     def measure(self) -> StepCosts:
         """Of this pair's steps here, before anything is set aside."""
-        self.costs = measure(self.drafting, *LARGEST)
+        self.costs = calibrate_costs(self.drafting, *LARGEST)
         return self.costs
 
     def set_aside(self, columns: int, longest: int) -> None:
@@ -168,14 +168,14 @@ class Rig:
         engine.planner = planner or self.planner(way)
         return engine
 
-    def planner(self, way: Way) -> Watch:
+    def planner(self, way: Way) -> PlannerProbe:
         costs = copy.deepcopy(self.costs)
         if way.budget == "global":
             graphs = self.drafting.graphs
             can_look = self.drafting.target.device.type == "cpu" and graphs is None
             padded = graphs.num_rows if graphs else int
-            return Watch(GlobalPlanner(*way.tree, costs, can_look, padded), costs)
-        return Watch(UniformPlanner(*way.tree), costs)
+            return PlannerProbe(BudgetPlanner(*way.tree, costs, can_look, padded), costs)
+        return PlannerProbe(UniformPlanner(*way.tree), costs)
 
     @property
     def num_captured(self) -> int:
@@ -183,6 +183,6 @@ class Rig:
         return sum(engine.graphs.num_captured for engine in (self.plain, self.drafting) if engine.graphs)
 
 
-def _engine(target: Target, drafter: Drafter, tree: Tree, longest: int, graphs: bool) -> Engine:
-    tokens, made = PREFILL_TOKENS[target.device.type], Graphs.of(target) if graphs else None
-    return Engine(target, drafter, UniformPlanner(*tree), longest, tree[1], tokens, made, TreeSizes.of(*tree))
+def _engine(target: TargetModel, drafter: Drafter, tree: Tree, longest: int, graphs: bool) -> Engine:
+    tokens, made = PREFILL_TOKENS[target.device.type], CudaGraphRunner.of(target) if graphs else None
+    return Engine(target, drafter, UniformPlanner(*tree), longest, tree[1], tokens, made, MaxTreeSizes.of(*tree))

@@ -143,7 +143,9 @@ class SteadyQueue:
         return _so_far(self._engine, self._added, self._meter)
 
 
-def drained(engine: Engine, requests: list[Sequence], meter: ForwardMeter, in_flight: int | None = None) -> Sample:
+def run_to_completion(
+    engine: Engine, requests: list[Sequence], meter: ForwardMeter, in_flight: int | None = None
+) -> Sample:
     """All of them, from the first one's prompt to the last one's end. in_flight: at most so many at once."""
     before = _so_far(engine, [], meter)
     waiting, running = iter(requests), 0

@@ -23,7 +23,7 @@ from torch import nn
 
 from eagle_ray.benchmark.ablations import ExpandedPlanner, OwnConfidence, num_expanded
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import DATASTORE, HEAD, HEAD_3, NEEDS, known_method, needs
+from eagle_ray.config.methods import DATASTORE, DRAFT_REQUIREMENT, HEAD, HEAD_3, draft_requirement, validate_method
 from eagle_ray.engine.engine import Engine
 from eagle_ray.pair import build_engine, load_draft
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
@@ -36,7 +36,7 @@ AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DraftMethod:
     """name: as it stands in tables. draft: model.draft, None where it reads none. beside: the way it is held against.
 
     adjust: done to its engine.
@@ -58,35 +58,35 @@ class Way:
 
 def default_names(speculative: SpeculativeConfig) -> list[str]:
     """All that the job's own model.draft allows, and what needs none; each with what it is held against."""
-    alone = [name for name, needed in NEEDS.items() if needed is None and name not in ("none", DATASTORE)]
-    if needs(speculative.method) not in (HEAD, HEAD_3):
+    alone = [name for name, needed in DRAFT_REQUIREMENT.items() if needed is None and name not in ("none", DATASTORE)]
+    if draft_requirement(speculative.method) not in (HEAD, HEAD_3):
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
     names = [*FIXED_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
     return list(dict.fromkeys(name for way in names for name in (way, _beside(way, speculative))))
 
 
-def ways_of(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[Way]:
+def ways_of(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[DraftMethod]:
     """Plain decoding first, then each of names once. Raises ConfigError for a name that is none."""
     return [_way(name, model, speculative) for name in dict.fromkeys([PLAIN, *names])]
 
 
-def _way(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> Way:
+def _way(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> DraftMethod:
     way, _, draft = name.partition("=")
     method, _, nodes = way.partition(":")
     settings, adjust = SPECIAL.get(method, (AS_PUBLISHED | {"method": method}, None))
     _check_method(str(settings.get("method", speculative.method)))
     chosen = speculative.model_copy(update=settings | ({"max_nodes": _nodes(name, nodes)} if nodes else {}))
-    needed, draft = needs(chosen.method), draft or model.draft
+    needed, draft = draft_requirement(chosen.method), draft or model.draft
     if needed is not None and draft is None:
         raise ConfigError(f"--methods: {method} needs {needed}: set model.draft, or give {method}=DIRECTORY")
-    return Way(name, chosen, None if needed is None else draft, _beside(method, speculative), adjust)
+    return DraftMethod(name, chosen, None if needed is None else draft, _beside(method, speculative), adjust)
 
 
 def _beside(method: str, speculative: SpeculativeConfig) -> str:
     """The full method, with as many nodes where this one always verifies fewer."""
     counts = {
-        "eagle1": len(MC_SIM_7B_63.within(speculative.max_nodes, speculative.max_depth, speculative.top_k).paths),
+        "eagle1": len(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k).paths),
         WITHOUT_RERANKING: num_expanded(speculative.max_depth, speculative.top_k),
     }
     nodes = counts.get(method, speculative.max_nodes)
@@ -95,9 +95,9 @@ def _beside(method: str, speculative: SpeculativeConfig) -> str:
 
 def _check_method(method: str) -> None:
     try:
-        known_method(method)
+        validate_method(method)
     except ValueError as error:
-        known = ", ".join([*SPECIAL, *(each for each in NEEDS if each not in SPECIAL and each != "none")])
+        known = ", ".join([*SPECIAL, *(each for each in DRAFT_REQUIREMENT if each not in SPECIAL and each != "none")])
         raise ConfigError(f"--methods: {error}; there are {known}") from None
 
 
@@ -107,12 +107,12 @@ def _nodes(name: str, text: str) -> int:
     return int(text)
 
 
-def weights_of(ways: Iterable[Way], model: ModelConfig, causal_lm: nn.Module) -> dict[str, nn.Module | None]:
+def weights_of(ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: nn.Module) -> dict[str, nn.Module | None]:
     """What each way reads from its draft, loaded once for all that read the same."""
     loaded: dict[tuple[str | None, str | None], nn.Module | None] = {(None, None): None}
     found = {}
     for way in ways:
-        key = (needs(way.speculative.method), way.draft)
+        key = (draft_requirement(way.speculative.method), way.draft)
         if key not in loaded:
             loaded[key] = load_draft(model.model_copy(update={"draft": way.draft}), way.speculative, causal_lm)
         found[way.name] = loaded[key]

@@ -19,7 +19,7 @@ from eagle_ray.benchmark.cells import Cell, figures, judged, steady
 from eagle_ray.benchmark.device import GIB, peak_gib
 from eagle_ray.benchmark.gpu_settings import Settings
 from eagle_ray.benchmark.parts import seconds_of_parts
-from eagle_ray.benchmark.rig import LARGEST, Rig, Way
+from eagle_ray.benchmark.rig import LARGEST, Harness, Way
 from eagle_ray.benchmark.roofline import step_bytes
 from eagle_ray.models.places import Shape
 
@@ -41,7 +41,7 @@ class WideCells:
 
     name: str
     shape: Shape
-    rig: Rig
+    rig: Harness
     settings: Settings
     agenda: Agenda
     prompts: list[list[int]]

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from eagle_ray.chat_templates import NAMES
-from eagle_ray.config.methods import NEEDS, known_method
+from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
@@ -36,13 +36,13 @@ class ConfigError(Exception):
     """Usage or configuration: the job did not start (exit code 2)."""
 
 
-class Section(BaseModel):
+class StrictModel(BaseModel):
     """A frozen part of the configuration: unknown keys and near-miss types ("3" for 3) are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ColumnsConfig(Section):
+class ColumnsConfig(StrictModel):
     """Which input columns mean what; null looks for a column of the key's own name."""
 
     id: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
@@ -51,7 +51,7 @@ class ColumnsConfig(Section):
     prompt_token_ids: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
 
 
-class InputConfig(Section):
+class InputConfig(StrictModel):
     """Where the rows come from, and what to do about rows and columns that cannot be used.
 
     on_unknown: what to do about a column that is a well-known request parameter, such as frequency_penalty, which rows
@@ -77,7 +77,7 @@ class InputConfig(Section):
     on_bad_row: Literal["error_row", "fail"] = Field(default="error_row", description="error_row or fail")
 
 
-class ModelConfig(Section):
+class ModelConfig(StrictModel):
     """The target and its draft head. A head that is not named is the embedded one where the target is, else null."""
 
     target: Name = Field(
@@ -107,7 +107,7 @@ class ModelConfig(Section):
         return data
 
 
-class SpeculativeConfig(Section):
+class SpeculativeConfig(StrictModel):
     """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
 
     A method with a fixed tree (eagle1, sequoia) keeps to those bounds and to top_k, and has no use for a budget.
@@ -118,8 +118,8 @@ class SpeculativeConfig(Section):
     draft_vocab_size are taken; it then reads those rows of the target's lm_head alone.
     """
 
-    method: Annotated[str, AfterValidator(known_method)] = Field(
-        default="eagle2", description=f"{', '.join(NEEDS)}, or several of them joined by +"
+    method: Annotated[str, AfterValidator(validate_method)] = Field(
+        default="eagle2", description=f"{', '.join(DRAFT_REQUIREMENT)}, or several of them joined by +"
     )
     max_depth: PositiveInt = Field(default=6, description="an integer, 1 or more")
     top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")
@@ -156,7 +156,7 @@ class SpeculativeConfig(Section):
         return data
 
 
-class SamplingConfig(Section):
+class SamplingConfig(StrictModel):
     """How every row is sampled, unless the row says otherwise.
 
     The filters apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference implementation applies
@@ -182,7 +182,7 @@ class RowSampling(SamplingConfig):
     seed: Seed | None = Field(default=None, description="a 64-bit integer")
 
 
-class ActorRange(Section):
+class ActorRange(StrictModel):
     min: PositiveInt
     max: PositiveInt
 
@@ -203,7 +203,7 @@ def _gpus(number: float) -> float:
 Gpus = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)]
 
 
-class EnginesConfig(Section):
+class EnginesConfig(StrictModel):
     """Engines, wherever they run.
 
     ray_address auto: the cluster that the environment names, else one started here. slots: sequences per engine.
@@ -217,7 +217,7 @@ class EnginesConfig(Section):
     )
 
 
-class RestartsConfig(Section):
+class RestartsConfig(StrictModel):
     """How ``run --keep-going`` restarts a run that ended for a transient reason.
 
     limit: restarts in a row without a new file in the output. backoff_s: the first wait; each further one is twice as
@@ -250,7 +250,7 @@ class ExecutionConfig(EnginesConfig):
     restarts: RestartsConfig = RestartsConfig()
 
 
-class OutputConfig(Section):
+class OutputConfig(StrictModel):
     path: Name = Field(description="a directory for the run (also: -o)")
     partition_by: Names = Field(default=[], description="a list of column names")
     store_prompt: bool = Field(default=True, description="true or false")
@@ -261,13 +261,13 @@ class OutputConfig(Section):
     if_exists: Literal["resume", "fail", "overwrite"] = Field(default="resume", description="resume, fail or overwrite")
 
 
-class ReportConfig(Section):
+class ReportConfig(StrictModel):
     html: bool = Field(default=True, description="true or false")
     baseline_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
     verify_rows: Annotated[int, Field(ge=0)] = Field(default=0, description="a number of rows, 0 (off) or more")
 
 
-class LoggingConfig(Section):
+class LoggingConfig(StrictModel):
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"
     )
@@ -287,7 +287,7 @@ def _http_url(url: str) -> str:
     return url
 
 
-class OnFinishConfig(Section):
+class OnFinishConfig(StrictModel):
     """Whom to tell how a run ended. It may hold secrets, so it is neither compared nor recorded.
 
     command: its arguments, run without a shell; the facts are in EAGLE_RAY_* and, as JSON, on its stdin. webhook: the
@@ -305,7 +305,7 @@ class OnFinishConfig(Section):
     )
 
 
-class JobConfig(Section):
+class JobConfig(StrictModel):
     """One job. seed: every row without a seed of its own derives its noise from it."""
 
     name: Name = Field(default="run", description="a text that is not empty")
@@ -379,14 +379,14 @@ def changed_keys(old: dict, new: dict) -> list[str]:
 def _compared(dump: dict) -> dict[str, Any]:
     return {
         key: value
-        for key, value in _flat(dump).items()
+        for key, value in _flatten(dump).items()
         if not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
     }
 
 
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        leaves |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves

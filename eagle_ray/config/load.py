@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from eagle_ray.config.job import ConfigError, JobConfig
-from eagle_ray.config.models import check_models, with_local_paths
+from eagle_ray.config.models import check_model_names, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig)
@@ -58,10 +58,10 @@ def load_config(
     settings = _settings(path, sets, env, overrides)
     config = _validated(JobConfig, settings)
     _refuse_unbuilt(config, settings)
-    config = with_local_paths(config)
+    config = resolve_paths(config)
     output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
     config = config.model_copy(update={"output": output})
-    check_models(config)
+    check_model_names(config)
     _check_report(config)
     return config
 
@@ -75,8 +75,8 @@ def load_serve_config(
     """The same for an endpoint."""
     settings = _settings(path, sets, env, overrides)
     _refuse_keys(settings)
-    config = with_local_paths(_validated(ServeConfig, settings))
-    check_models(config)
+    config = resolve_paths(_validated(ServeConfig, settings))
+    check_model_names(config)
     return config
 
 

@@ -18,7 +18,7 @@ DRAFT_MODEL = "a small causal LM of the target's vocabulary"
 DATASTORE = "rest"  # the method that draws on speculative.datastore
 
 # The name of a method, and what model.draft must be for it; None where it drafts without one.
-NEEDS: dict[str, str | None] = {
+DRAFT_REQUIREMENT: dict[str, str | None] = {
     "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
     "eagle1": HEAD,  # EAGLE-1's static tree; the head may be of any generation
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
@@ -36,22 +36,22 @@ NEEDS: dict[str, str | None] = {
 FIXED_TREES = {"eagle1", "sequoia"}  # which nodes there are does not depend on what they are worth
 
 
-def known_method(method: str) -> str:
+def validate_method(method: str) -> str:
     """The method as given. Raises ValueError where a part of it is not one, or where parts do not go together."""
     parts = method.split("+")
     for part in parts:
-        if part not in NEEDS:
-            near = difflib.get_close_matches(part, NEEDS, 1)
+        if part not in DRAFT_REQUIREMENT:
+            near = difflib.get_close_matches(part, DRAFT_REQUIREMENT, 1)
             raise ValueError(f"{part!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
     if len(set(parts)) < len(parts) or (len(parts) > 1 and "none" in parts):
         raise ValueError("the parts of a merge are different ways of drafting")
     if len(parts) > 1 and (fixed := FIXED_TREES & set(parts)):
         raise ValueError(f"the tree of {min(fixed)} is fixed, so it cannot be merged")
-    if sum(NEEDS[part] is not None for part in parts) > 1:
+    if sum(DRAFT_REQUIREMENT[part] is not None for part in parts) > 1:
         raise ValueError("only one part of a merge can read model.draft")
     return method
 
 
-def needs(method: str) -> str | None:
+def draft_requirement(method: str) -> str | None:
     """What model.draft must be; None where the method drafts without one."""
-    return next((needed for part in method.split("+") if (needed := NEEDS[part]) is not None), None)
+    return next((needed for part in method.split("+") if (needed := DRAFT_REQUIREMENT[part]) is not None), None)

@@ -2,7 +2,7 @@
 
 Looks at names and directories, before rows are read or anything is downloaded; does not know what a model is made of.
 
-    >>> check_models(load_config(None, sets=["model.target=embedded:tinny", ...]))      # doctest: +SKIP
+    >>> check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...]))      # doctest: +SKIP
     ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
 """
 
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import DATASTORE, HEAD, needs
+from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
 from eagle_ray.config.serve import ServeConfig
 
 EMBEDDED = "embedded:tiny"
@@ -25,7 +25,7 @@ Config = TypeVar("Config", JobConfig, ServeConfig)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def with_local_paths(config: Config) -> Config:
+def resolve_paths(config: Config) -> Config:
     """``~`` expanded, and local model paths made absolute: the actors that open them run in another directory."""
     model = config.model
     names = ("target", "draft") if model.chat_template in NO_FILES else ("target", "draft", "chat_template")
@@ -39,14 +39,14 @@ def with_local_paths(config: Config) -> Config:
     return config.model_copy(update={"model": model.model_copy(update=expanded | absolute), "speculative": speculative})
 
 
-def check_models(config: JobConfig | ServeConfig) -> None:
+def check_model_names(config: JobConfig | ServeConfig) -> None:
     """Raises ConfigError for a target, a head or a chat template that cannot be one."""
     model, method = config.model, config.speculative.method
     _check_name("target", model.target)
-    if needs(method) is not None:
+    if draft_requirement(method) is not None:
         if model.draft is None:
             raise ConfigError(
-                f"model.draft: missing; method {method} needs {needs(method)} for {model.target} "
+                f"model.draft: missing; method {method} needs {draft_requirement(method)} for {model.target} "
                 "(speculative.method: none decodes without one)"
             )
         _check_name("draft", model.draft)
@@ -71,7 +71,7 @@ def _check_name(part: str, name: str) -> None:
 def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
     if speculative.draft_vocab is None and speculative.draft_vocab_size is not None:
         raise ConfigError("speculative.draft_vocab: missing: it is the file that draft_vocab_size takes ids from")
-    if speculative.draft_vocab is not None and needs(speculative.method) != HEAD:
+    if speculative.draft_vocab is not None and draft_requirement(speculative.method) != HEAD:
         raise ConfigError(
             "speculative.draft_vocab: of no use: it is for heads that read the target's lm_head (eagle1, eagle2, "
             f"sequoia), and {speculative.method} is set"

@@ -22,8 +22,8 @@ from eagle_ray.config.job import (
     PositiveFloat,
     PositiveInt,
     SamplingConfig,
-    Section,
     SpeculativeConfig,
+    StrictModel,
 )
 
 
@@ -63,7 +63,7 @@ class ServingConfig(EnginesConfig):
     drain_s: PositiveFloat = Field(default=30.0, description="a number of seconds, above 0")
 
 
-class ServeConfig(Section):
+class ServeConfig(StrictModel):
     name: Name = Field(default="eagle-ray", description="a text that is not empty")
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())
     speculative: SpeculativeConfig = SpeculativeConfig()

@@ -21,27 +21,29 @@ import ray
 from ray.actor import ActorHandle
 
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.data.bundles import bundled
-from eagle_ray.data.deaths import Blame
-from eagle_ray.data.faults import fault_of
+from eagle_ray.data.bundles import nest
+from eagle_ray.data.deaths import CrashRecord
+from eagle_ray.data.faults import classify_error
 from eagle_ray.data.isolation import Isolation
 from eagle_ray.data.metrics import Metrics
-from eagle_ray.data.progress import Report
-from eagle_ray.data.record import Run
+from eagle_ray.data.progress import WorkerReport
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.stops import ClusterError, ModelUnusable
 from eagle_ray.data.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.errors import EngineError
 
-HEARD_WITHIN_S = 30
+ACK_TIMEOUT_S = 30
 UNTIL_THE_DRIVER_ENDS_S = 60
-BEFORE_ANOTHER_START_S = 5
+RESTART_DELAY_S = 5
 
 
 class EngineActor:
     """progress: a ProgressActor's handle; the other arguments are the Worker's."""
 
-    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
-        self._line = Line(progress, ray.get_runtime_context().get_actor_id())
+    def __init__(
+        self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int, progress: ActorHandle
+    ):
+        self._line = ProgressClient(progress, ray.get_runtime_context().get_actor_id())
         self._line.started()
         try:
             self._worker = WorkerProcess(config, run, passthrough, threads, self._line.log)
@@ -52,7 +54,7 @@ class EngineActor:
             self._cannot_start(error)
         self._isolation = Isolation(self._worker.answer, self._line, config.execution.slots)
         self._metrics = Metrics(config.name, run.run_id, self._worker.worker_id)
-        self._report = Report.of(self._worker.worker_id, self._worker.counters())
+        self._report = WorkerReport.of(self._worker.worker_id, self._worker.counters())
         self._tell(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
@@ -63,7 +65,7 @@ class EngineActor:
             self._end(error)
         self._report = self._report.after(answers, self._worker.counters())
         self._tell(answers)
-        yield bundled(answers)
+        yield nest(answers)
 
     def _tell(self, answers: pa.Table | None) -> None:
         self._line.report(self._report)
@@ -72,21 +74,21 @@ class EngineActor:
     def _cannot_start(self, error: Exception) -> NoReturn:
         """The job ends with what any worker would meet; what may be this one's own ends this process alone."""
         try:
-            ends_job = self._line.failed(_for_the_user(error), fault_of(error).is_own)
-            time.sleep(UNTIL_THE_DRIVER_ENDS_S if ends_job else BEFORE_ANOTHER_START_S)
+            ends_job = self._line.failed(_for_the_user(error), classify_error(error).is_own)
+            time.sleep(UNTIL_THE_DRIVER_ENDS_S if ends_job else RESTART_DELAY_S)
         finally:
             os._exit(1)
 
     def _end(self, error: EngineError) -> NoReturn:
         """Say why, wait until it is heard, and end the process."""
         try:
-            self._line.last_words(self._worker.worker_id, fault_of(error).line)
+            self._line.last_words(self._worker.worker_id, classify_error(error).line)
         finally:
             os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ProgressClient:
     """One actor's line to the ProgressActor, under the name that it keeps when Ray starts it again."""
 
     progress: ActorHandle
@@ -105,10 +107,10 @@ class Line:
     def log(self, line: LogLine) -> None:
         self.progress.log.remote(line.level, line.text)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: WorkerReport) -> None:
         self.progress.report.remote(report)
 
-    async def take(self, ids: list[str]) -> dict[str, Blame]:
+    async def take(self, ids: list[str]) -> dict[str, CrashRecord]:
         return await self.progress.take.remote(self.actor_id, ids)
 
     async def risk(self, ids: list[str]) -> None:
@@ -118,13 +120,13 @@ class Line:
         self.progress.answered.remote(self.actor_id, ids)
 
     def _heard(self, call: Callable[..., ray.ObjectRef], *args: object) -> object:
-        return ray.get(call(*args), timeout=HEARD_WITHIN_S)
+        return ray.get(call(*args), timeout=ACK_TIMEOUT_S)
 
 
 def _for_the_user(error: Exception) -> Exception:
     """As the driver will raise it: in one line, and of a class that it knows without torch."""
     if isinstance(error, ConfigError):
         return error
-    fault = fault_of(error)
+    fault = classify_error(error)
     kind = ClusterError if fault.is_transient else ModelUnusable
     return kind(f"a worker cannot start: {fault.line}")

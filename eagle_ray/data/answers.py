@@ -18,7 +18,7 @@ from eagle_ray.data.samples import Row, message_of, prompt_text_of, stops_of
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.speculative.stats import CONFIDENCE_UNIT, ConfidenceCounts
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 
 IDENTITY = ("request_id", "row_index", "source_file")
 
@@ -32,7 +32,7 @@ class OutputRows:
     """
 
     config: JobConfig
-    text: Text | None
+    text: Tokenizer | None
     constants: dict[str, Any]
     passthrough: list[str]
     clock_offset: float

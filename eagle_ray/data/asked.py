@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.ids import Digests, among, digests, places
+from eagle_ray.data.ids import Digests, digests, index_of, isin
 from eagle_ray.data.input.plan import InputPlan, ids_in, tables_in
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExpectedRows:
     """ids: sorted. samples: of each id. others: of ids that the input does not have, whose rows another input left."""
 
     ids: Digests
     samples: np.ndarray
-    others: int
+    default_n: int
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -36,24 +36,26 @@ class Asked:
 
     def samples_of(self, ids: Digests) -> np.ndarray:
         """How many rows each of these ids is to have."""
-        return np.append(self.samples, np.int32(self.others))[places(ids, self.ids)]  # -1, of no place, is the last
+        return np.append(self.samples, np.int32(self.default_n))[
+            index_of(ids, self.ids)
+        ]  # -1, of no place, is the last
 
-    def without(self, done: Digests) -> Asked:
+    def without(self, done: Digests) -> ExpectedRows:
         """What is left once `done`, sorted, is taken out."""
-        left = ~among(self.ids, done)
-        return Asked(self.ids[left], self.samples[left], self.others)
+        left = ~isin(self.ids, done)
+        return ExpectedRows(self.ids[left], self.samples[left], self.default_n)
 
 
-def asked_of(plan: InputPlan, config: JobConfig) -> Asked:
+def expected_rows_of(plan: InputPlan, config: JobConfig) -> ExpectedRows:
     """Reads the rows again only where they may say themselves how many samples they want."""
     others = config.sampling.n
     if not plan.has_own_samples:
-        return Asked(plan.ids, np.broadcast_to(np.int32(others), len(plan.ids)), others)
+        return ExpectedRows(plan.ids, np.broadcast_to(np.int32(others), len(plan.ids)), others)
     samples = np.empty(len(plan.ids), np.int32)
     for table in tables_in(plan):
         own = [num_samples(row, config) for row in table.select(["n"]).to_pylist()]
-        samples[places(digests(table["request_id"].to_pylist()), plan.ids)] = own
-    return Asked(plan.ids, samples, others)
+        samples[index_of(digests(table["request_id"].to_pylist()), plan.ids)] = own
+    return ExpectedRows(plan.ids, samples, others)
 
 
 def num_samples(row: dict[str, Any], config: JobConfig) -> int:
@@ -61,7 +63,7 @@ def num_samples(row: dict[str, Any], config: JobConfig) -> int:
     return row["n"] or config.sampling.n
 
 
-def names_of(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
     """The first of these ids as the input has them, for a message; ids are sorted."""
     names = []
     for name, _ in ids_in(plan, ids):

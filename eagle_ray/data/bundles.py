@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 COLUMN = "rows"
 
 
-def bundled(rows: pa.Table) -> pa.Table:
+def nest(rows: pa.Table) -> pa.Table:
     """rows: those of each id one after the other."""
     ids = rows["request_id"].to_pylist()
     starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1]]
@@ -24,6 +24,6 @@ def bundled(rows: pa.Table) -> pa.Table:
     return pa.table({COLUMN: pa.ListArray.from_arrays(offsets, rows.to_struct_array().combine_chunks())})
 
 
-def unbundled(bundles: pa.Table) -> pa.Table:
+def unnest(bundles: pa.Table) -> pa.Table:
     """The rows again; without metadata."""
     return pa.Table.from_struct_array(pc.list_flatten(bundles[COLUMN]))

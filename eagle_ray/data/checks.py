@@ -23,13 +23,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.cluster import nodes, plan_workers, threads_wanted
-from eagle_ray.data.faults import fault_of
-from eagle_ray.data.ids import DIGEST, Digests, among, digests
+from eagle_ray.data.faults import classify_error
+from eagle_ray.data.ids import DIGEST, Digests, digests, isin
 from eagle_ray.data.input.plan import InputPlan, requests_of
 from eagle_ray.data.parts import tables
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.stops import ClusterError, WorkerDefect
-from eagle_ray.data.twin import ChosenRow, Twin
+from eagle_ray.data.twin import BaselineComparison, ChosenRow
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
@@ -38,7 +38,9 @@ KEY = np.dtype([("id", DIGEST), ("sample", np.int32)])
 Keys = np.ndarray  # one-dimensional, of KEY: which row
 
 
-def checked(config: JobConfig, plan: InputPlan, run: Run, ids: Digests, wanted: Mapping[str, int]) -> dict[str, Any]:
+def run_checks(
+    config: JobConfig, plan: InputPlan, run: RunHandle, ids: Digests, wanted: Mapping[str, int]
+) -> dict[str, Any]:
     """What was found, by the name of the key that asked, with the number that it asked for.
 
     ids: the job's own, sorted, of which rows are chosen. Ray is connected. Raises ClusterError where the worker cannot
@@ -54,12 +56,12 @@ def checked(config: JobConfig, plan: InputPlan, run: Run, ids: Digests, wanted: 
     return {name: {"asked": number} | found[name] for name, number in wanted.items()}
 
 
-def _finished(run: Run, ids: Digests) -> Keys:
+def _finished(run: RunHandle, ids: Digests) -> Keys:
     """The rows of these ids that ended well."""
     found = [np.empty(0, KEY)]
     for table in tables(run.data, ["request_id", "sample_index", "status"]):
         keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
-        found.append(keys[among(keys["id"], ids)])
+        found.append(keys[isin(keys["id"], ids)])
     return np.concatenate(found)
 
 
@@ -75,7 +77,7 @@ def _evenly(keys: Keys, number: int) -> Keys:
     return keys[np.arange(number) * len(keys) // number]
 
 
-def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[tuple[bytes, int], ChosenRow]:
+def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[tuple[bytes, int], ChosenRow]:
     """By their keys."""
     outputs = dict(_outputs(run, keys))
     ids = {request_id for request_id, _ in outputs.values()}
@@ -83,7 +85,7 @@ def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[tuple[bytes, int], Chos
     return {key: ChosenRow(requests[id], key[1], output_ids) for key, (id, output_ids) in outputs.items()}
 
 
-def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
+def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
     """The id and output ids of each wanted row, by its key."""
     for table in tables(run.data, ["request_id", "sample_index", "output_token_ids"]):
         keys = _keys_of(table)
@@ -101,7 +103,7 @@ def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[
     try:
         return ray.get(task.remote(config, chosen, workers.threads))
     except RayTaskError as error:
-        fault = fault_of(error.cause)
+        fault = classify_error(error.cause)
         kind = ClusterError if fault.is_transient else WorkerDefect
         raise kind(f"finished rows could not be checked: {fault.line}") from error
     except RayError as error:
@@ -109,6 +111,6 @@ def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[
 
 
 def _check(config: JobConfig, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:
-    twin = Twin(config, threads)
+    twin = BaselineComparison(config, threads)
     checks = {"baseline_rows": twin.measure, "verify_rows": twin.verify}
     return {name: checks[name](rows) for name, rows in chosen.items()}

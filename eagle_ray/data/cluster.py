@@ -45,7 +45,7 @@ LOCAL_OPTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkerPlan:
     """How many engine actors, between fewest and most; GPUs and CPU threads of each."""
 
     fewest: int
@@ -65,9 +65,9 @@ def connect(address: str) -> None:
     _check_answers(address)
     options = LOCAL_OPTIONS if address == LOCAL else {}
     logging.getLogger("ray").setLevel(logging.ERROR)
-    _leave_stdout_to_results()
+    _send_ray_output_to_stderr()
     try:
-        with _core_unheard(), _sigterm_kept():
+        with _silence_stderr(), _preserve_sigterm():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # of many kinds, bare ones among them
         if address == LOCAL:
@@ -112,7 +112,7 @@ def _check_answers(address: str) -> None:
         ) from error
 
 
-def _leave_stdout_to_results() -> None:
+def _send_ray_output_to_stderr() -> None:
     """Of a process of its own that has died Ray tells on stdout, whenever it hears of it; here that is for stderr."""
     worker = ray._private.worker
     said = worker.print_to_stdstream
@@ -120,7 +120,7 @@ def _leave_stdout_to_results() -> None:
 
 
 @contextmanager
-def _sigterm_kept() -> Iterator[None]:
+def _preserve_sigterm() -> Iterator[None]:
     """Ray takes SIGTERM for itself, twice, to end the process there and then; the job has words to say before it ends.
 
     In Python it asks a function of its own, which does nothing meanwhile; its core takes it from the system.
@@ -136,7 +136,7 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _core_unheard() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Ray's core announces its log level on file descriptor 2; what goes wrong is raised all the same."""
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -207,7 +207,7 @@ def plan_workers(
     nodes: Sequence[Mapping[str, float]],
     num_rows: int,
     most_threads: int | None = None,
-) -> Workers:
+) -> WorkerPlan:
     """The cores are shared out among the workers.
 
     num_rows: more actors than rows would be idle. most_threads: of one worker, where the user set it. Raises
@@ -223,7 +223,7 @@ def plan_workers(
         raise kind(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
     share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
     most = max(1, min(most, num_rows))
-    return Workers(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
+    return WorkerPlan(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
 
 
 def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: float, room: int, fewest: int) -> str:

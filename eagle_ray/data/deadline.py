@@ -17,7 +17,7 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError
 
 
-async def answered(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:
+async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:
     """What `answer` returns for the sequence. Raises RequestError("timeout") timeout_s seconds after its admission."""
     if timeout_s is None:
         return await answer

@@ -22,7 +22,7 @@ MOST_DEATHS = 4  # two of them alone
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class CrashRecord:
     """How many workers died while they answered one row, and what was last said of it."""
 
     deaths: int
@@ -34,13 +34,13 @@ class Blame:
 
 
 @dataclass(slots=True)
-class Deaths:
+class CrashTracker:
     """The book of one job. worker: a name that outlives the worker's process, for it is the next one that tells."""
 
     _answering: dict[str, set[str]] = field(default_factory=dict)
-    _blamed: dict[str, Blame] = field(default_factory=dict)
+    _blamed: dict[str, CrashRecord] = field(default_factory=dict)
 
-    def take(self, worker: str, ids: Iterable[str]) -> dict[str, Blame]:
+    def take(self, worker: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
         """The worker is about to answer these rows together, but for those with blame, which are returned."""
         ids = list(ids)
         blamed = {id: self._blamed[id] for id in ids if id in self._blamed}
@@ -62,7 +62,7 @@ class Deaths:
         """The worker died: whatever it was answering carries one death more."""
         for id in self._answering.pop(worker, ()):
             before = self._blamed.get(id)
-            self._blamed[id] = Blame(1 + (before.deaths if before else 0), reason)
+            self._blamed[id] = CrashRecord(1 + (before.deaths if before else 0), reason)
 
 
 def room_for(deaths: int, slots: int) -> int:

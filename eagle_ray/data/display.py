@@ -74,7 +74,7 @@ class Bar:
     task: int
 
     def show(self, facts: Facts) -> None:
-        rows, *rest = words_of(facts)
+        rows, *rest = format_progress(facts)
         loaded = facts["workers_ready"] > 0
         self.progress.update(
             self.task,
@@ -101,10 +101,10 @@ def _log_above() -> Iterator[None]:
 
 
 def line_of(facts: Facts) -> str:
-    return f"[{facts['elapsed_s']:5.0f} s] {' · '.join(words_of(facts))}"
+    return f"[{facts['elapsed_s']:5.0f} s] {' · '.join(format_progress(facts))}"
 
 
-def words_of(facts: Facts) -> list[str]:
+def format_progress(facts: Facts) -> list[str]:
     """What is worth saying, the rows first; what is not known yet is left out."""
     if not facts["workers_ready"]:
         return [f"{LOADING}: {facts['starting']}" if facts.get("starting") else LOADING]

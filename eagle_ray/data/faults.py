@@ -4,7 +4,7 @@ A fault of the device or its memory is one worker's: its process ends, Ray start
 any worker would meet, a model that is not there, ends the job. Knows errors by name and text, so that the driver can
 read them without torch.
 
-    >>> fault_of(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
     Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_own=True)
 """
 
@@ -41,7 +41,7 @@ class Fault:
     is_transient: bool = False
 
 
-class WorkerFault(EngineError):
+class WorkerError(EngineError):
     """A fault as the worker's own process tells it, which saw what it comes from."""
 
     def __init__(self, fault: Fault):
@@ -52,9 +52,9 @@ class WorkerFault(EngineError):
         return type(self), (self.fault,)
 
 
-def fault_of(error: Exception) -> Fault:
+def classify_error(error: Exception) -> Fault:
     """From whatever a worker's start or its engine raised; a device speaks in the cause of the engine's own error."""
-    if isinstance(error, WorkerFault):
+    if isinstance(error, WorkerError):
         return error.fault
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
     told = _told(cause)

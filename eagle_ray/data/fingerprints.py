@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eagle_ray.data.input.files import InputFile
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 
 MOST_BYTES = 16 << 30  # about half a minute
 PIECE = 1 << 20
@@ -78,7 +78,7 @@ def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | N
     return dict(noted) if noted.items() >= file.stamp.as_json().items() else None
 
 
-def _digest(location: Location) -> str:
+def _digest(location: StoragePath) -> str:
     content = hashlib.blake2b(digest_size=16)
     with location.open() as stream:
         while piece := stream.read(PIECE):

@@ -11,11 +11,11 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 
-def fits(pattern: list[str], name: list[str]) -> bool:
+def glob_matches(pattern: list[str], name: list[str]) -> bool:
     """Both part by part: ** is any number of parts; neither it nor * is a hidden name."""
     if not pattern:
         return not name
     visible = bool(name) and (pattern[0].startswith(".") or not name[0].startswith("."))
     if pattern[0] == "**":
-        return fits(pattern[1:], name) or (visible and fits(pattern, name[1:]))
-    return visible and fnmatchcase(name[0], pattern[0]) and fits(pattern[1:], name[1:])
+        return glob_matches(pattern[1:], name) or (visible and glob_matches(pattern, name[1:]))
+    return visible and fnmatchcase(name[0], pattern[0]) and glob_matches(pattern[1:], name[1:])

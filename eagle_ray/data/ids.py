@@ -2,7 +2,7 @@
 
 Two ids share a digest by chance once some 10^19 have been seen. Does not know rows, files or when an id is done.
 
-    >>> noted = NotedIds()
+    >>> noted = DigestBuffer()
     >>> for request_id in ("b", "a", "b"):
     ...     noted.add(request_id)
     >>> repeated(noted.sorted(3)) == digests(["b"])
@@ -19,7 +19,7 @@ import numpy as np
 SIZE = 16  # bytes
 DIGEST = np.dtype(f"S{SIZE}")
 Digests = np.ndarray  # one-dimensional, of DIGEST
-NONE = np.empty(0, DIGEST)
+EMPTY = np.empty(0, DIGEST)
 AT_ONCE = 1 << 16  # ids are looked up so many at once: what a look-up takes does not grow with the job
 
 
@@ -32,7 +32,7 @@ def digests(ids: Iterable[str]) -> Digests:
     return np.frombuffer(b"".join(map(digest, ids)), DIGEST)
 
 
-def places(ids: Digests, known: Digests) -> np.ndarray:
+def index_of(ids: Digests, known: Digests) -> np.ndarray:
     """For each id its place in `known`, which is sorted; -1 for one that is not there."""
     found = np.full(len(ids), -1)
     for start in range(0, len(ids) if len(known) else 0, AT_ONCE):
@@ -42,17 +42,17 @@ def places(ids: Digests, known: Digests) -> np.ndarray:
     return found
 
 
-def among(ids: Digests, known: Digests) -> np.ndarray:
+def isin(ids: Digests, known: Digests) -> np.ndarray:
     """For each id whether it is known; `known` is sorted."""
-    return places(ids, known) >= 0
+    return index_of(ids, known) >= 0
 
 
-def repeated(ids: Digests) -> Digests:
+def duplicates(ids: Digests) -> Digests:
     """Those of the sorted ids that occur more than once."""
     return np.unique(ids[1:][ids[1:] == ids[:-1]])
 
 
-class NotedIds:
+class DigestBuffer:
     """Ids one after the other, and then no more: they are sorted where they lie, so that there is no second of them."""
 
     def __init__(self) -> None:

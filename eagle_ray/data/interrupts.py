@@ -39,7 +39,7 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is not _unheard:
+            if signal.getsignal(number) is not _ignore:
                 signal.signal(number, handler)
 
 
@@ -54,7 +54,7 @@ def interrupt() -> None:
 
 def is_interrupted() -> bool:
     """Whether one has come from outside. Libraries lose exceptions: whoever has time to ask raises it again."""
-    return signal.getsignal(signal.SIGINT) is _unheard
+    return signal.getsignal(signal.SIGINT) is _ignore
 
 
 def check_not_interrupted() -> None:
@@ -65,9 +65,9 @@ def check_not_interrupted() -> None:
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     for other in FROM_OUTSIDE:
-        signal.signal(other, _unheard)
+        signal.signal(other, _ignore)
     raise KeyboardInterrupt
 
 
-def _unheard(number: int, frame: FrameType | None) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
     """Not SIG_IGN, which child processes would inherit."""

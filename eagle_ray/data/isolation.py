@@ -18,17 +18,17 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from eagle_ray.data.deaths import Blame, room_for
+from eagle_ray.data.deaths import CrashRecord, room_for
 from eagle_ray.data.input.place import place_of
 
 DIED = "worker_died"
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
 
 
-class Book(Protocol):
+class CrashLog(Protocol):
     """One worker's page of ``Deaths``. take and risk return once it is written down."""
 
-    async def take(self, ids: list[str]) -> dict[str, Blame]: ...
+    async def take(self, ids: list[str]) -> dict[str, CrashRecord]: ...
     async def risk(self, ids: list[str]) -> None: ...
     def answered(self, ids: list[str]) -> None: ...
 
@@ -38,9 +38,9 @@ class Isolation:
     """respond: answers a table of requests, some rows for each of them, in order. slots: of its engine."""
 
     respond: Callable[[pa.Table], Awaitable[pa.Table]]
-    book: Book
+    book: CrashLog
     slots: int
-    _engine: Engagement = field(default_factory=lambda: Engagement())
+    _engine: SharedExclusiveLock = field(default_factory=lambda: SharedExclusiveLock())
 
     async def answer(self, batch: pa.Table) -> pa.Table:
         """What `respond` gives for the batch, in the batch's order."""
@@ -65,7 +65,7 @@ class Isolation:
 
 
 @dataclass(slots=True)
-class Engagement:
+class SharedExclusiveLock:
     """An engine that many use together, or one alone; who wants it alone goes before those who come later."""
 
     _together: int = 0
@@ -106,7 +106,7 @@ def _groups(deaths: dict[str, int], slots: int) -> Iterator[list[str]]:
         yield from (ids[i : i + size] for i in range(0, len(ids), size))
 
 
-def _condemned(batch: pa.Table, blamed: dict[str, Blame]) -> pa.Table:
+def _condemned(batch: pa.Table, blamed: dict[str, CrashRecord]) -> pa.Table:
     """The batch with the rows whose blame is final made bad ones, as the source does with rows it cannot read."""
     final = {id: blame for id, blame in blamed.items() if blame.is_final}
     if not final:

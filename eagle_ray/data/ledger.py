@@ -17,28 +17,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.data.ids import DIGEST, Digests, among, digests, repeated
+from eagle_ray.data.ids import DIGEST, Digests, digests, duplicates, isin
 from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.data.stops import OutputDamaged, OutputMismatch
-from eagle_ray.data.storage import Location, StorageError
+from eagle_ray.data.storage import StorageError, StoragePath
 
 SamplesOf = Callable[[Digests], np.ndarray]
 """How many samples each of these ids is to have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class OutputIndex:
     """Entry j: files[file[j]] holds rows[j] rows of ids[j]; files and entries in the order in which files were made."""
 
-    files: list[Location]
+    files: list[StoragePath]
     ids: Digests
     rows: np.ndarray
     file: np.ndarray
 
     @classmethod
-    def read(cls, data: Location) -> Ledger:
+    def read(cls, data: StoragePath) -> OutputIndex:
         """Raises OutputMismatch for a file that another major version, or somebody else, wrote, or that is damaged."""
         files = part_files(data)
         counted = [_rows_by_id(file) for file in files]
@@ -55,13 +55,13 @@ class Ledger:
         complete.sort()  # in place: it is a copy already
         return complete
 
-    def excess(self, samples_of: SamplesOf) -> dict[Location, Digests]:
+    def excess(self, samples_of: SamplesOf) -> dict[StoragePath, Digests]:
         """Ids, sorted, to take out of each file so that every id stands in one, where it is complete.
 
         The newest of several complete ones stays; where none is complete, the oldest.
         """
-        twice = repeated(np.sort(self.ids))  # as a rule none: nothing is kept for each id
-        some = np.flatnonzero(among(self.ids, twice))
+        twice = duplicates(np.sort(self.ids))  # as a rule none: nothing is kept for each id
+        some = np.flatnonzero(isin(self.ids, twice))
         ids, files = self.ids[some], self.file[some]
         merit = np.where(self.rows[some] == samples_of(ids), files, -1 - files)
         order = np.lexsort((merit, ids))
@@ -70,20 +70,20 @@ class Ledger:
         return {self.files[i]: ids[extra & (files == i)] for i in np.unique(files[extra])}
 
 
-def without_ids(file: Location, ids: Digests) -> pa.Table:
+def without_ids(file: StoragePath, ids: Digests) -> pa.Table:
     """The file's rows but for these ids, which are sorted."""
     with open_parquet(file) as parquet:
         table = parquet.read()
-    return table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), ids)))
+    return table.filter(pa.array(~isin(digests(table["request_id"].to_pylist()), ids)))
 
 
-def error_ids(file: Location) -> Digests:
+def error_ids(file: StoragePath) -> Digests:
     """Ids whose rows in this file are errors, sorted. Raises what Ledger.read raises."""
     table = _columns_in(file, ["request_id", "status"])
     return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
 
 
-def own_files(data: Location) -> list[Location]:
+def own_files(data: StoragePath) -> list[StoragePath]:
     """Every Parquet file of a run's, whatever its version; raises OutputMismatch where one is somebody else's."""
     files = part_files(data)
     if foreign := [str(file) for file in files if not _is_own(file)]:
@@ -94,7 +94,7 @@ def own_files(data: Location) -> list[Location]:
     return files
 
 
-def _is_own(file: Location) -> bool:
+def _is_own(file: StoragePath) -> bool:
     """By its schema's version; a damaged file by its name."""
     try:
         with open_parquet(file) as parquet:
@@ -105,13 +105,13 @@ def _is_own(file: Location) -> bool:
         return attempt_of(file) is not None
 
 
-def _rows_by_id(file: Location) -> tuple[Digests, np.ndarray]:
+def _rows_by_id(file: StoragePath) -> tuple[Digests, np.ndarray]:
     """Each id once, and how many rows it has."""
     counts = pc.value_counts(_columns_in(file, ["request_id"])["request_id"])
     return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy().astype(np.int32)
 
 
-def _columns_in(file: Location, columns: list[str]) -> pa.Table:
+def _columns_in(file: StoragePath, columns: list[str]) -> pa.Table:
     """These columns of one file. Raises OutputMismatch, and OutputDamaged where it cannot be read."""
     try:
         with open_parquet(file) as parquet:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import BinaryIO
 from uuid import uuid4
 
-from eagle_ray.data.stamp import Stamp
+from eagle_ray.data.stamp import FileVersion
 from eagle_ray.data.storage_errors import DISK_FULL
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
@@ -33,23 +33,23 @@ def is_directory(path: str) -> bool:
     return os.path.isdir(path)
 
 
-def stat(path: str) -> Stamp:
+def stat(path: str) -> FileVersion:
     found = os.stat(path)
-    return Stamp(found.st_size, found.st_mtime_ns)
+    return FileVersion(found.st_size, found.st_mtime_ns)
 
 
-def read_stamped(path: str) -> tuple[bytes, Stamp]:
+def read_stamped(path: str) -> tuple[bytes, FileVersion]:
     """The bytes, and the stamp of the very file that held them."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
-        return file.read(), Stamp(found.st_size, found.st_mtime_ns)
+        return file.read(), FileVersion(found.st_size, found.st_mtime_ns)
 
 
 def open_file(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
-def files_in(directory: str) -> dict[str, Stamp]:
+def files_in(directory: str) -> dict[str, FileVersion]:
     """Every file below a directory, linked directories left out."""
     names = [os.path.join(place, name) for place, _, names in os.walk(directory) for name in names]
     return {name: stat(name) for name in names if is_file(name)}
@@ -59,18 +59,18 @@ def names_in(directory: str) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def glob(directory: str, pattern: str) -> dict[str, Stamp]:
+def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     names = globbing.glob(pattern, root_dir=directory, recursive=True)
     paths = [os.path.join(directory, name) for name in names]
     return {path: stat(path) for path in paths if is_file(path)}
 
 
-def write_whole(path: str, data: bytes, before_publish: BeforePublish) -> Stamp:
+def write_whole(path: str, data: bytes, before_publish: BeforePublish) -> FileVersion:
     """Replace path by data in one step, its directory made where it is missing."""
     return _publish(path, data, before_publish, os.replace)
 
 
-def create(path: str, data: bytes, before_publish: BeforePublish) -> Stamp | None:
+def create(path: str, data: bytes, before_publish: BeforePublish) -> FileVersion | None:
     """The same, or None where there is a file already: it stays as it is."""
     try:
         return _publish(path, data, before_publish, _link)
@@ -80,7 +80,7 @@ def create(path: str, data: bytes, before_publish: BeforePublish) -> Stamp | Non
         return None
 
 
-def replace(path: str, data: bytes, version: int | str, before_publish: BeforePublish) -> Stamp | None:
+def replace(path: str, data: bytes, version: int | str, before_publish: BeforePublish) -> FileVersion | None:
     """The same, or None where the file is not of this version. Look and rename are two steps: hold the lock."""
     with suppress(FileNotFoundError):
         if stat(path).version == version:
@@ -118,7 +118,9 @@ def check_writable(directory: str) -> None:
         raise OSError(error.errno, error.strerror, directory) from None
 
 
-def _publish(path: str, data: bytes, before_publish: BeforePublish, give_name: Callable[[str, str], None]) -> Stamp:
+def _publish(
+    path: str, data: bytes, before_publish: BeforePublish, give_name: Callable[[str, str], None]
+) -> FileVersion:
     directory, name = os.path.split(path)
     make_directory(directory)
     temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")

@@ -10,8 +10,8 @@ A lease without a change for LEASE_S is taken over.
 A holder that cannot renew its lease does not stop at once. Why that is safe:
 - To take the lease over, another driver must write its own token into the object. So if the object still holds our
   token when the storage answers again, and our compare-and-swap on that version succeeds, there was no take-over.
-- GIVE_UP_S after its last renewal, which is before a take-over is possible, the holder's own process stops publishing:
-  ``check`` is called before each PUT and waits until the lease is renewed or lost.
+- SELF_FENCE_S after its last renewal, which is before a take-over is possible, the holder's own process stops
+  publishing: ``check`` is called before each PUT and waits until the lease is renewed or lost.
 - Writers in other processes do not ask the holder. They read ``_run.json`` right before each PUT. A new driver raises
   the attempt number there, by compare-and-swap, before it reads or writes anything else, so a late writer stops. One
   that looked just before that and writes just after is harmless, like the writer of a killed driver
@@ -39,25 +39,25 @@ from uuid import uuid4
 
 from eagle_ray.data.interrupts import interrupt
 from eagle_ray.data.patience import hurry
-from eagle_ray.data.record import naming_output
-from eagle_ray.data.stops import JobStopped, OutputBusy, OutputDamaged, Overtaken, StorageUnavailable
-from eagle_ray.data.storage import Location, Stamp, json_bytes
+from eagle_ray.data.record import wrap_os_errors
+from eagle_ray.data.stops import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
+from eagle_ray.data.storage import FileVersion, StoragePath, json_bytes
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"
 LEASE_S = 30.0  # a lease that stays the same for so long is stale
-BEAT_S = 5.0
-GIVE_UP_S = 22.0  # a holder that could not renew for so long publishes nothing, before a take-over is possible
+HEARTBEAT_S = 5.0
+SELF_FENCE_S = 22.0  # a holder that could not renew for so long publishes nothing, before a take-over is possible
 OUTAGE_S = 600.0  # a holder that could not renew for so long stops
-LOOK_S = 1.0
+POLL_S = 1.0
 CHANGES_OF_THE_LIVING = 2  # a dead holder may have one PUT under way, no more
 FREE = json_bytes({"holder": None, "token": None, "beat": 0})
 
 CheckLock = Callable[[], None]  # called before each publish; raises if the lock is lost
 
 
-def lock_output(output: Location) -> AbstractContextManager[CheckLock]:
-    """Hold the output directory, made where it is missing; raises OutputBusy where another driver holds it.
+def lock_output(output: StoragePath) -> AbstractContextManager[CheckLock]:
+    """Hold the output directory, made where it is missing; raises OutputLocked where another driver holds it.
 
     Leaving raises the reason if the lock was lost on the way; the main thread was interrupted then.
     """
@@ -65,10 +65,10 @@ def lock_output(output: Location) -> AbstractContextManager[CheckLock]:
 
 
 @contextmanager
-def _file_lock(output: Location) -> Iterator[CheckLock]:
+def _file_lock(output: StoragePath) -> Iterator[CheckLock]:
     """The system frees the lock when the driver dies, however it dies."""
     path = str(output / LOCK)
-    with naming_output(output):
+    with wrap_os_errors(output):
         output.make_directory()
         open(path, "ab").close()
     with open(path, "a+") as file:
@@ -77,15 +77,15 @@ def _file_lock(output: Location) -> Iterator[CheckLock]:
         except BlockingIOError:
             file.seek(0)
             raise _busy(output, file.read().strip()) from None
-        with naming_output(output):
+        with wrap_os_errors(output):
             file.truncate(0)
             os.write(file.fileno(), _myself().encode())  # at once: what a full disk refuses, close would try again
         yield lambda: None
 
 
 @contextmanager
-def _lease(output: Location) -> Iterator[CheckLock]:
-    with naming_output(output):
+def _lease(output: StoragePath) -> Iterator[CheckLock]:
+    with wrap_os_errors(output):
         output.check_writable()  # a server that ignores conditions has no lease to give
         lease = Lease(output)
         lease.take()
@@ -99,17 +99,17 @@ class Lease:
     The object is never deleted: released, it names no holder, so that every change is a compare-and-swap.
     """
 
-    def __init__(self, output: Location):
+    def __init__(self, output: StoragePath):
         self._output, self._file, self._token = output, output / LOCK, uuid4().hex
         self._version: int | str = ""
         self._written_at = 0.0
         self._beats = 0
-        self._lost: JobStopped | None = None
+        self._lost: JobError | None = None
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._keep, self._watch)]
 
     def take(self) -> None:
-        """Wait for a silent holder's lease to go stale; raises OutputBusy as soon as the holder is seen alive."""
+        """Wait for a silent holder's lease to go stale; raises OutputLocked as soon as the holder is seen alive."""
         seen: Watched | None = None
         while not self._write(None):
             found, stamp = self._read()
@@ -125,12 +125,12 @@ class Lease:
             if time.monotonic() - seen.since >= LEASE_S and self._write(stamp):
                 log.info("no sign of life: taken over")
                 return
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def check(self) -> None:
         """Return if no other driver can hold the lease now. Waits while that is in doubt; raises if it is lost."""
-        while self._lost is None and self._age() > GIVE_UP_S:
-            time.sleep(LOOK_S)
+        while self._lost is None and self._age() > SELF_FENCE_S:
+            time.sleep(POLL_S)
         if self._lost is not None:
             raise self._lost
 
@@ -142,7 +142,7 @@ class Lease:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._closing.set()
         for thread in self._threads:
-            thread.join(BEAT_S)
+            thread.join(HEARTBEAT_S)
         if self._lost is not None:
             raise self._lost from None
         with suppress(OSError):  # it goes stale by itself
@@ -154,11 +154,11 @@ class Lease:
 
     def _keep(self) -> None:
         hurry()
-        while not self._closing.wait(BEAT_S):
+        while not self._closing.wait(HEARTBEAT_S):
             try:
                 found, stamp = self._read()
                 if found["token"] != self._token or not self._write(stamp):
-                    self._lose(Overtaken(f"{found['holder'] or 'another driver'} has taken {self._output} over"))
+                    self._lose(FencedError(f"{found['holder'] or 'another driver'} has taken {self._output} over"))
             except FileNotFoundError:
                 self._lose(OutputDamaged(f"{self._file} was deleted while this driver held it"))
             except OSError as error:  # the next try may fare better; the watch has the last word
@@ -166,24 +166,24 @@ class Lease:
 
     def _watch(self) -> None:
         is_waiting = False
-        while not self._closing.wait(LOOK_S):
+        while not self._closing.wait(POLL_S):
             age = self._age()
             if age > OUTAGE_S:
                 self._lose(StorageUnavailable(f"{self._file} could not be written for {OUTAGE_S:.0f} s"))
-            elif age > GIVE_UP_S and not is_waiting:
+            elif age > SELF_FENCE_S and not is_waiting:
                 is_waiting = True
                 log.warning(
                     "%s could not be written for %.0f s: waiting up to %.0f s for the storage; nothing is published "
                     "by this process until then",
                     self._file,
-                    GIVE_UP_S,
+                    SELF_FENCE_S,
                     OUTAGE_S,
                 )
-            elif age <= GIVE_UP_S and is_waiting:
+            elif age <= SELF_FENCE_S and is_waiting:
                 is_waiting = False
                 log.warning("%s is renewed; no other driver has taken it: going on", self._file)
 
-    def _write(self, stamp: Stamp | None) -> bool:
+    def _write(self, stamp: FileVersion | None) -> bool:
         """Make the lease ours if it is still what was read; None: if there is none."""
         began = time.monotonic()
         self._beats += 1  # no two beats are the same: each has its own ETag
@@ -193,13 +193,13 @@ class Lease:
             self._version, self._written_at = written.version, began
         return written is not None
 
-    def _lose(self, reason: JobStopped) -> None:
+    def _lose(self, reason: JobError) -> None:
         if not self._closing.is_set():
             self._lost = type(reason)(f"{reason}: this driver stops")
             self._closing.set()
             interrupt()
 
-    def _read(self) -> tuple[dict[str, Any], Stamp]:
+    def _read(self) -> tuple[dict[str, Any], FileVersion]:
         data, stamp = self._file.read_stamped()
         with suppress(ValueError):
             found = json.loads(data)
@@ -220,11 +220,11 @@ class Watched:
     """
 
     token: str | None
-    stamp: Stamp
+    stamp: FileVersion
     since: float
     num_changes: int = 0
 
-    def is_alive_after(self, token: str | None, stamp: Stamp) -> bool:
+    def is_alive_after(self, token: str | None, stamp: FileVersion) -> bool:
         """Update to what was read just now; whether a living driver holds the lease. A new token is a living one's."""
         if stamp != self.stamp:
             self.stamp, self.since = stamp, time.monotonic()
@@ -232,8 +232,8 @@ class Watched:
         return token != self.token or self.num_changes >= CHANGES_OF_THE_LIVING
 
 
-def _busy(output: Location, holder: str) -> OutputBusy:
-    return OutputBusy(f"{output} is being written by {holder or 'another driver'}: wait for it to end")
+def _busy(output: StoragePath, holder: str) -> OutputLocked:
+    return OutputLocked(f"{output} is being written by {holder or 'another driver'}: wait for it to end")
 
 
 def _myself() -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from ray.util.metrics import Counter, Histogram
 
-from eagle_ray.data.progress import WORK, Report
+from eagle_ray.data.progress import WORK, WorkerReport
 
 PREFIX = "eagle_ray_"
 LABELS = ("run_name", "run_id", "worker")
@@ -64,7 +64,7 @@ class Metrics:
         self._latency.set_default_tags(tags)
         self._engine: dict[str, int] = {}
 
-    def count(self, report: Report, answers: pa.Table | None) -> None:
+    def count(self, report: WorkerReport, answers: pa.Table | None) -> None:
         """Add one batch. report: the engine so far. answers: the batch's output rows; None from one just ready."""
         self._add(self._since_last(report))
         if answers is None:
@@ -75,7 +75,7 @@ class Metrics:
         for seconds in answers["e2e_s"].drop_null().to_pylist():
             self._latency.observe(seconds)
 
-    def _since_last(self, report: Report) -> dict[str, int]:
+    def _since_last(self, report: WorkerReport) -> dict[str, int]:
         """The engine's counters, less what they were at the report before."""
         now = {name: report.work[counter] for name, counter in ENGINE.items()}
         now |= {BUSY: report.slot_steps, OFFERED: report.offered_steps}

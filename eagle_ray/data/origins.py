@@ -15,20 +15,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_ray.data.fingerprints import may_be_same
-from eagle_ray.data.ids import Digests, among, digests
+from eagle_ray.data.ids import Digests, digests, isin
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.parts import tables
-from eagle_ray.data.record import REMEDY, Run, read_record
+from eagle_ray.data.record import REMEDY, RunHandle, read_manifest
 from eagle_ray.data.stops import OutputMismatch
 
 
-def check_origins(run: Run, files: Iterable[InputFile], ids: Digests) -> None:
+def check_origins(run: RunHandle, files: Iterable[InputFile], ids: Digests) -> None:
     """Raises OutputMismatch where one of these ids, which are sorted, was answered from a file that is not here now."""
     gone = _gone(run, {file.path for file in files})
     for table in tables(run.data, ["request_id", "source_file"]) if gone else ():
         left = table.filter(pc.is_in(table["source_file"], pa.array(gone)))
         names = left["request_id"].to_pylist()
-        if (asked := among(digests(names), ids)).any():
+        if (asked := isin(digests(names), ids)).any():
             first = int(asked.argmax())
             raise OutputMismatch(
                 f"{run.output} has an answer to the id {names[first]!r} from {left['source_file'][first]}, which is "
@@ -36,8 +36,8 @@ def check_origins(run: Run, files: Iterable[InputFile], ids: Digests) -> None:
             )
 
 
-def _gone(run: Run, paths: set[str]) -> list[str]:
+def _gone(run: RunHandle, paths: set[str]) -> list[str]:
     """Files that the run was made from and that are not among `paths`, not even under another name."""
-    noted = read_record(run.output)["inputs"]
+    noted = read_manifest(run.output)["inputs"]
     left = noted.keys() - paths
     return [path for path in left if not any(may_be_same(noted[path], noted[other]) for other in paths)]

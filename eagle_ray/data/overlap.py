@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.globs import fits
+from eagle_ray.data.globs import glob_matches
 from eagle_ray.data.input.files import InputFile, location_of, until_wildcard
 from eagle_ray.data.lock import LOCK
 from eagle_ray.data.parts import part_name
 from eagle_ray.data.record import DATA, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 
 OWN = (LOCK, RUN, PROGRESS, SUMMARY, SUCCESS, REPORT, f"{DATA}/{part_name(1, 0)}")  # what a run writes
 REMEDY = "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
 
 
-def check_apart(input_path: str | list[str], output: Location) -> None:
+def check_apart(input_path: str | list[str], output: StoragePath) -> None:
     """Raises ConfigError where the input, a directory or a glob, takes in what the run will write.
 
     Before there is any of it: the run that wrote it could not be gone on with.
@@ -42,18 +42,20 @@ def check_apart(input_path: str | list[str], output: Location) -> None:
             )
 
 
-def check_not_own(files: Iterable[InputFile], output: Location) -> None:
+def check_not_own(files: Iterable[InputFile], output: StoragePath) -> None:
     """Raises ConfigError naming an input file that is the output's own, however it was found."""
     own = [file.path for file in files if file.location.below(output / DATA) is not None]
     if own:
         raise ConfigError(f"input.path: {own[0]} is a file of output.path {output}: {REMEDY}")
 
 
-def _found_by(pattern: Location, output: Location) -> str | None:
+def _found_by(pattern: StoragePath, output: StoragePath) -> str | None:
     """The first of the output's own files that a glob names."""
     root, wanted = until_wildcard(pattern)
     places = {own: (output / own).below(root) for own in OWN}
-    return next((own for own, place in places.items() if place and fits(wanted.split("/"), place.split("/"))), None)
+    return next(
+        (own for own, place in places.items() if place and glob_matches(wanted.split("/"), place.split("/"))), None
+    )
 
 
 def _hidden(path: str) -> bool:

@@ -17,11 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 
 
 @contextmanager
-def open_parquet(file: Location) -> Iterator[pq.ParquetFile]:
+def open_parquet(file: StoragePath) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file. Raises FileNotFoundError and other OSErrors, and ArrowException if it is damaged."""
     if file.is_local:
         with pq.ParquetFile(file.text) as parquet:

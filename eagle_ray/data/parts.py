@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.partitions import types_in, with_columns
 from eagle_ray.data.schema import lacking, output_schema
-from eagle_ray.data.storage import Location, parquet_bytes
+from eagle_ray.data.storage import StoragePath, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
 
@@ -27,18 +27,18 @@ def part_name(attempt: int, task: int) -> str:
     return f"part-{attempt:03d}-{task:06d}.parquet"
 
 
-def attempt_of(file: Location) -> int | None:
+def attempt_of(file: StoragePath) -> int | None:
     """The attempt that made a file, None where the name is none of ours."""
     match = PART.fullmatch(file.name)
     return int(match.group(1)) if match else None
 
 
-def part_files(data: Location) -> list[Location]:
+def part_files(data: StoragePath) -> list[StoragePath]:
     """Every Parquet file below, in the order in which they were made."""
     return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
 
 
-def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
+def tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
     """These columns of every file, one file after the other; those that its directories name included."""
     for file in part_files(data):
         with open_parquet(file) as parquet:
@@ -48,7 +48,7 @@ def tables(data: Location, columns: list[str]) -> Iterator[pa.Table]:
         yield whole.select(columns)
 
 
-def columns_of(data: Location) -> pa.Schema:
+def columns_of(data: StoragePath) -> pa.Schema:
     """The columns of the files, those that their directories name at the end; every file of a run has the same."""
     for file in part_files(data)[:1]:
         with open_parquet(file) as parquet:
@@ -58,7 +58,7 @@ def columns_of(data: Location) -> pa.Schema:
     return pa.schema([])
 
 
-def next_schema(data: Location, passthrough: Iterable[pa.Field]) -> pa.Schema:
+def next_schema(data: StoragePath, passthrough: Iterable[pa.Field]) -> pa.Schema:
     """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
     schema, absent = output_schema(passthrough), lacking(columns_of(data))
     return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
@@ -69,5 +69,5 @@ def as_stored(schema: pa.Schema) -> pa.Schema:
     return pq.read_schema(pa.BufferReader(parquet_bytes(schema.empty_table(), "none")))
 
 
-def has_column(data: Location, name: str) -> bool:
+def has_column(data: StoragePath, name: str) -> bool:
     return name in columns_of(data).names

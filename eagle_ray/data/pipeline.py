@@ -17,17 +17,17 @@ from ray.exceptions import RayError
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.actor import EngineActor
-from eagle_ray.data.cluster import Workers, nodes, plan_workers, threads_wanted
+from eagle_ray.data.cluster import WorkerPlan, nodes, plan_workers, threads_wanted
 from eagle_ray.data.ids import Digests
 from eagle_ray.data.input.plan import InputPlan
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import next_schema
 from eagle_ray.data.progress import start_progress
-from eagle_ray.data.progress_lines import Limits, ProgressLines
-from eagle_ray.data.record import Run
+from eagle_ray.data.progress_lines import Limits, ProgressMonitor
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.sink import AtomicParquetSink
 from eagle_ray.data.source import read_requests
-from eagle_ray.data.stops import ClusterError, JobStopped, WorkerDefect, outcome_of
+from eagle_ray.data.stops import ClusterError, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
 
@@ -41,7 +41,7 @@ STARTS_FOR_KILLERS = 32  # and so many more: rows that kill their workers may st
 FULL = 1.0  # the share of its calls in flight at which a pool that may grow does; Ray's own 1.75 is out of its reach
 
 
-def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_rows: int) -> None:
+def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, num_rows: int) -> None:
     """Answer every request but those to skip, whose ids are sorted. Ray is connected.
 
     num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or ConfigError for a missing model.
@@ -59,11 +59,11 @@ def generate(config: JobConfig, plan: InputPlan, run: Run, skip: Digests, num_ro
     log.info(_loading(config.model.target, workers))
     requests = read_requests(plan, skip, rows_per_block=batch_size)
     answers = _answered(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
-    with ProgressLines(progress, run, num_rows, config.logging.progress_every_s, limits):
+    with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits):
         _write(answers, sink)
 
 
-def _answered(requests: ray.data.Dataset, batch_size: int, workers: Workers, actor_args: tuple) -> ray.data.Dataset:
+def _answered(requests: ray.data.Dataset, batch_size: int, workers: WorkerPlan, actor_args: tuple) -> ray.data.Dataset:
     return requests.map_batches(
         EngineActor,
         fn_constructor_args=actor_args,
@@ -83,7 +83,7 @@ def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
         dataset.write_datasink(sink)
     except RayError as error:
         reason = _innermost(error)
-        if isinstance(reason, (JobStopped, ConfigError)):
+        if isinstance(reason, (JobError, ConfigError)):
             raise type(reason)(str(reason).partition("\n")[0]) from None
         raise _kind_of(reason)(f"a worker failed: {_what_happened(reason)}") from error
 
@@ -111,7 +111,7 @@ def _what_happened(error: Exception) -> str:
     return raised[-1] if raised else lines[0]
 
 
-def _pool(workers: Workers) -> ActorPoolStrategy:
+def _pool(workers: WorkerPlan) -> ActorPoolStrategy:
     return ActorPoolStrategy(
         min_size=workers.fewest,
         max_size=workers.most,
@@ -144,7 +144,7 @@ def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
             handler.setLevel(logging.CRITICAL)
 
 
-def _loading(target: str, workers: Workers) -> str:
+def _loading(target: str, workers: WorkerPlan) -> str:
     threads = "1 CPU thread" if workers.threads == 1 else f"up to {workers.threads} CPU threads"
     device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else threads
     if workers.fewest == 1:

@@ -20,7 +20,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from eagle_ray.data.deaths import Blame, Deaths
+from eagle_ray.data.deaths import CrashRecord, CrashTracker
 from eagle_ray.engine.counters import EngineCounters
 
 # Of an engine's counters, those that add up over workers: its steps and what they were spent on.
@@ -37,7 +37,7 @@ KILLED = "the process was killed"  # where a worker left no word
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WorkerReport:
     """What one worker did so far.
 
     slot_steps of offered_steps: the engine's slots that were busy. engine_s: seconds inside its steps. work: WORK of
@@ -56,16 +56,16 @@ class Report:
     accepted: int = 0
 
     @classmethod
-    def of(cls, worker_id: str, counters: EngineCounters) -> Report:
+    def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
         """Of a worker that has answered nothing yet."""
         offered = counters.num_steps * counters.num_slots
         work = {name: getattr(counters, name) for name in WORK}
         return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work)
 
-    def after(self, answers: pa.Table, counters: EngineCounters) -> Report:
+    def after(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
         """With one batch's output rows more."""
         return replace(
-            Report.of(self.worker_id, counters),
+            WorkerReport.of(self.worker_id, counters),
             rows=self.rows + len(answers),
             errors=self.errors + pc.sum(pc.equal(answers["status"], "error"), min_count=0).as_py(),
             output_tokens=self.output_tokens + _sum(answers, "completion_tokens"),
@@ -87,12 +87,12 @@ class Progress:
     starts: int = 0
     starts_in_a_row: int = 0
     ready_at: float | None = None
-    workers: dict[str, Report] = field(default_factory=dict)
+    workers: dict[str, WorkerReport] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     start_lines: list[tuple[int, str]] = field(default_factory=list)
     fatal: Exception | None = None
 
-    def add(self, report: Report) -> None:
+    def add(self, report: WorkerReport) -> None:
         if self.ready_at is None:
             self.ready_at = time.monotonic()
         before = self.workers.get(report.worker_id, report)
@@ -154,7 +154,7 @@ class ProgressActor:
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._progress, self._deaths = Progress(), Deaths()
+        self._progress, self._deaths = Progress(), CrashTracker()
         self._num_workers = num_workers
         self._last_words: dict[str, str] = {}
         self._failed: set[str] = set()
@@ -177,7 +177,7 @@ class ProgressActor:
         self._progress.fatal = error
         return True
 
-    def take(self, actor_id: str, ids: Iterable[str]) -> dict[str, Blame]:
+    def take(self, actor_id: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
         return self._deaths.take(actor_id, ids)
 
     def risk(self, actor_id: str, ids: Iterable[str]) -> None:
@@ -186,7 +186,7 @@ class ProgressActor:
     def answered(self, actor_id: str, ids: Iterable[str]) -> None:
         self._deaths.answered(actor_id, ids)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: WorkerReport) -> None:
         self._progress.add(report)
 
     def last_words(self, actor_id: str, worker_id: str, reason: str) -> None:

@@ -1,9 +1,9 @@
-"""ProgressLines: what a running job says of itself, and a look at whether it can still end well.
+"""ProgressMonitor: what a running job says of itself, and a look at whether it can still end well.
 
 It tells what engines have finished and, apart from it, what stands in files: to whoever watches and to
 ``_progress.json``. Does not know how the rows are made, nor what a line looks like (``display``).
 
-    >>> with ProgressLines(progress, run, num_rows=96, every_s=10, limits=limits):
+    >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits):
     ...     dataset.write_datasink(sink)
     [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
 """
@@ -25,9 +25,9 @@ from eagle_ray.data.interrupts import interrupt, is_interrupted
 from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.patience import hurry
 from eagle_ray.data.progress import Progress
-from eagle_ray.data.record import PROGRESS, RUN, Run
-from eagle_ray.data.stops import ClusterError, JobStopped, TooManyErrors
-from eagle_ray.data.storage import Location, write_json
+from eagle_ray.data.record import PROGRESS, RUN, RunHandle
+from eagle_ray.data.stops import ClusterError, JobError, TooManyErrors
+from eagle_ray.data.storage import StoragePath, write_json
 
 log = logging.getLogger("eagle_ray")
 LOOK_EVERY_S = 1.0
@@ -55,7 +55,7 @@ class Limits:
         return None
 
 
-class ProgressLines:
+class ProgressMonitor:
     """While it is open: something to look at, and ``_progress.json`` every few seconds.
 
     A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
@@ -63,10 +63,10 @@ class ProgressLines:
     die again and again, and OutputDamaged or Overtaken once ``_run.json`` is deleted or names another attempt.
     """
 
-    def __init__(self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits):
+    def __init__(self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
-        self._saved = SavedRows(run.data, f"**/part-{run.attempt:03d}-*.parquet")
+        self._saved = RowCounter(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._num_start_lines = 0
         self._started, self._ready_at = time.monotonic(), None
@@ -75,7 +75,7 @@ class ProgressLines:
         self._unwritten = ""  # why the latest progress file could not be written
         self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
 
-    def __enter__(self) -> ProgressLines:
+    def __enter__(self) -> ProgressMonitor:
         self._thread.start()
         return self
 
@@ -116,7 +116,7 @@ class ProgressLines:
             if self._run.output.is_local:  # on S3 a request: only where the progress file is written
                 self._run.check_current()
             progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
-        except JobStopped as error:
+        except JobError as error:
             self._stop(error)
             return None
         except OSError as error:  # the rows matter, not this
@@ -147,7 +147,7 @@ class ProgressLines:
             self._run.check_current()  # first: an output that was deleted is not made again
             write_json(self._run.output / PROGRESS, facts)
             self._unwritten = ""
-        except JobStopped as error:
+        except JobError as error:
             self._stop(error)
         except OSError as error:  # the rows matter, not this
             self._unwritten = str(error)
@@ -194,12 +194,12 @@ class ProgressLines:
 
 
 @dataclass(slots=True)
-class SavedRows:
+class RowCounter:
     """Counts the rows of files as they appear, reading each footer once."""
 
-    directory: Location
+    directory: StoragePath
     pattern: str
-    rows: dict[Location, int] = field(default_factory=dict)
+    rows: dict[StoragePath, int] = field(default_factory=dict)
 
     def count(self) -> int:
         for file in self.directory.glob(self.pattern):

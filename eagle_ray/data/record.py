@@ -5,7 +5,7 @@ number in ``_run.json`` has been overtaken and publishes nothing more. Does not 
 
     >>> with lock_output(output):
     ...     run = open_run(config, plan.files)
-    ...     with noting_outcome(run):
+    ...     with record_outcome(run):
     ...         generate(...)
 """
 
@@ -30,15 +30,15 @@ from eagle_ray.data.ledger import own_files
 from eagle_ray.data.parts import attempt_of, part_files
 from eagle_ray.data.process import Process
 from eagle_ray.data.stops import (
-    JobStopped,
-    OutputBusy,
+    FencedError,
+    JobError,
     OutputDamaged,
+    OutputLocked,
     OutputMismatch,
-    Overtaken,
     StorageUnavailable,
     outcome_of,
 )
-from eagle_ray.data.storage import Location, json_bytes, read_json
+from eagle_ray.data.storage import StoragePath, json_bytes, read_json
 from eagle_ray.data.storage_errors import remedy_of
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
@@ -51,7 +51,7 @@ PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunHandle:
     """One attempt at one output directory; pickled into every writer.
 
     Attributes:
@@ -60,17 +60,17 @@ class Run:
             (``data/lock.py`` says why that is enough).
     """
 
-    output: Location
+    output: StoragePath
     run_id: str
     attempt: int
     config_hash: str
     check_lock: Callable[[], None] | None = field(default=None, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Run, (self.output, self.run_id, self.attempt, self.config_hash)
+        return RunHandle, (self.output, self.run_id, self.attempt, self.config_hash)
 
     @property
-    def data(self) -> Location:
+    def data(self) -> StoragePath:
         return self.output / DATA
 
     def check_current(self) -> None:
@@ -80,7 +80,7 @@ class Run:
         """
         if self.check_lock is not None:
             self.check_lock()
-        record = read_record(self.output)
+        record = read_manifest(self.output)
         if record is None:
             raise OutputDamaged(
                 f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
@@ -88,18 +88,18 @@ class Run:
             )
         if (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
             found = f"run {record['run_id']} attempt {record['attempt']}"
-            raise Overtaken(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
+            raise FencedError(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
 
 
-def output_of(config: JobConfig) -> Location:
+def output_of(config: JobConfig) -> StoragePath:
     """The output directory, absolute: workers run in another working directory."""
     try:
-        return Location.of(config.output.path)
+        return StoragePath.of(config.output.path)
     except ValueError as error:
         raise ConfigError(f"output.path: {error}") from None
 
 
-def read_record(output: Location) -> dict[str, Any] | None:
+def read_manifest(output: StoragePath) -> dict[str, Any] | None:
     """What ``_run.json`` says, or None where there is none. Raises OutputDamaged where it cannot be read."""
     remedy = f"put it back from a copy, choose another output.path, or start anew with --overwrite (deletes {DATA}/)"
     try:
@@ -112,7 +112,7 @@ def read_record(output: Location) -> dict[str, Any] | None:
 
 
 @contextmanager
-def naming_output(output: Location) -> Iterator[None]:
+def wrap_os_errors(output: StoragePath) -> Iterator[None]:
     """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
     try:
         yield
@@ -124,21 +124,21 @@ def naming_output(output: Location) -> Iterator[None]:
         raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
 
 
-def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> Run:
+def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
     """Start an attempt at config.output.path, whose lock the caller holds.
 
     Raises ConfigError where there is output and if_exists is fail, or where it may not be written, StorageUnavailable
     where it cannot be written for now, OutputMismatch where it is not this job's.
     """
-    with naming_output(output := output_of(config)):
+    with wrap_os_errors(output := output_of(config)):
         return _open_run(output, config, input_files)
 
 
-def _open_run(output: Location, config: JobConfig, input_files: Iterable[InputFile]) -> Run:
+def _open_run(output: StoragePath, config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
     before = _version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
         return _begin_attempt(_replacing_record(output, config), before, config, fingerprints(input_files, {}))
-    old = read_record(output)
+    old = read_manifest(output)
     if old is None:
         check_no_foreign_data(output)
         record = _new_record(config, attempt=0)
@@ -153,7 +153,7 @@ def _open_run(output: Location, config: JobConfig, input_files: Iterable[InputFi
 
 
 @contextmanager
-def noting_outcome(run: Run) -> Iterator[None]:
+def record_outcome(run: RunHandle) -> Iterator[None]:
     """Note in ``_run.json`` how and when this attempt ended."""
     outcome = "done"
     try:
@@ -165,12 +165,12 @@ def noting_outcome(run: Run) -> Iterator[None]:
         _note(run, {"finished_at": _now(), "outcome": outcome})
 
 
-def _note(run: Run, facts: dict[str, str]) -> None:
+def _note(run: RunHandle, facts: dict[str, str]) -> None:
     """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
-    with suppress(JobStopped, OSError):
+    with suppress(JobError, OSError):
         before = _version_of(run.output / RUN)
         replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
-        record = read_record(run.output)
+        record = read_manifest(run.output)
         record["attempts"][-1] |= facts
         _write_record(run.output, record, before)
 
@@ -187,10 +187,10 @@ def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
     }
 
 
-def _replacing_record(output: Location, config: JobConfig) -> dict[str, Any]:
+def _replacing_record(output: StoragePath, config: JobConfig) -> dict[str, Any]:
     """A new run's record, once what the old run wrote is deleted."""
     try:
-        old = read_record(output)
+        old = read_manifest(output)
     except OutputDamaged:
         old = None
     made = [attempt_of(file) or 0 for file in part_files(output / DATA)]
@@ -198,7 +198,9 @@ def _replacing_record(output: Location, config: JobConfig) -> dict[str, Any]:
     return _new_record(config, attempt=old["attempt"] if old else max(made, default=0))
 
 
-def _begin_attempt(record: dict[str, Any], before: int | str | None, config: JobConfig, files: dict[str, Any]) -> Run:
+def _begin_attempt(
+    record: dict[str, Any], before: int | str | None, config: JobConfig, files: dict[str, Any]
+) -> RunHandle:
     """The number goes up before anything is read: from here on no earlier writer publishes.
 
     before: the version of ``_run.json`` that the record comes from, None where there was none.
@@ -218,24 +220,24 @@ def _begin_attempt(record: dict[str, Any], before: int | str | None, config: Job
     _write_record(output, record, before)
     (output / DATA).make_directory()
     output.remove_temporary()
-    return Run(output, record["run_id"], record["attempt"], record["config_hash"])
+    return RunHandle(output, record["run_id"], record["attempt"], record["config_hash"])
 
 
-def _write_record(output: Location, record: dict[str, Any], before: int | str | None) -> None:
-    """Raises OutputBusy where it is not the version any more that was there before."""
+def _write_record(output: StoragePath, record: dict[str, Any], before: int | str | None) -> None:
+    """Raises OutputLocked where it is not the version any more that was there before."""
     file, data = output / RUN, json_bytes(record)
     if (file.create(data) if before is None else file.replace(data, before)) is None:
-        raise OutputBusy(f"{file} is being written by another driver: wait for it to end")
+        raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
 
 
-def _version_of(file: Location) -> int | str | None:
+def _version_of(file: StoragePath) -> int | str | None:
     try:
         return file.stat().version
     except FileNotFoundError:
         return None
 
 
-def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig) -> None:
+def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig) -> None:
     """A resume must ask for the same completions."""
     if (found := old.get("format_version")) != FORMAT_VERSION:
         raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
@@ -245,20 +247,20 @@ def _check_same_job(output: Location, old: dict[str, Any], config: JobConfig) ->
         raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
 
 
-def _check_same_files(output: Location, old: dict[str, Any], new: dict[str, Any]) -> None:
+def _check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
     """A resume must ask of the same rows; a file that is new is added."""
     changes = {path: what_changed(old.get(path, found), found) for path, found in new.items()}
     if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
         raise OutputMismatch(f"input changed since {output} was made from it: {changed}: put it back, {REMEDY}")
 
 
-def check_no_foreign_data(output: Location) -> None:
+def check_no_foreign_data(output: StoragePath) -> None:
     """Parquet files that no record explains are somebody's: neither read as ours nor mixed with ours."""
     if foreign := part_files(output / DATA):
         raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
 
 
-def _remove_run(output: Location) -> None:
+def _remove_run(output: StoragePath) -> None:
     """Delete what a run writes, _SUCCESS first, and nothing else; ``_run.json`` is replaced by the next attempt's."""
     rows = own_files(output / DATA)
     for path in [*(output / name for name in (SUCCESS, SUMMARY, PROGRESS, REPORT)), *rows]:

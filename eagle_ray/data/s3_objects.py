@@ -26,9 +26,9 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
-from eagle_ray.data.globs import fits
+from eagle_ray.data.globs import glob_matches
 from eagle_ray.data.patience import longer_waits
-from eagle_ray.data.stamp import Stamp
+from eagle_ray.data.stamp import FileVersion
 from eagle_ray.data.storage_errors import (
     Changed,
     ConditionFailed,
@@ -75,19 +75,19 @@ def is_directory(url: str) -> bool:
     return bool(_request(url, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1).get("Contents"))
 
 
-def stat(url: str) -> Stamp:
+def stat(url: str) -> FileVersion:
     bucket, key = split(url)
     if not key:
         raise NotFound(f"{url}: a bucket is no file")
     found = _request(url, "head_object", Bucket=bucket, Key=key)
-    return Stamp(found["ContentLength"], found["ETag"])
+    return FileVersion(found["ContentLength"], found["ETag"])
 
 
-def read_stamped(url: str, size: int = SMALL) -> tuple[bytes, Stamp]:
+def read_stamped(url: str, size: int = SMALL) -> tuple[bytes, FileVersion]:
     """The bytes, and the stamp of the very object that held them. size: of bytes, for which there is time."""
     bucket, key = split(url)
     found = _request(url, "get_object", size, Bucket=bucket, Key=key)
-    return found["Body"], Stamp(len(found["Body"]), found["ETag"])
+    return found["Body"], FileVersion(len(found["Body"]), found["ETag"])
 
 
 def open_file(url: str) -> BinaryIO:
@@ -95,7 +95,7 @@ def open_file(url: str) -> BinaryIO:
     return io.BufferedReader(RangeFile(url, stat(url)), LEAST_AHEAD)
 
 
-def files_in(directory: str) -> dict[str, Stamp]:
+def files_in(directory: str) -> dict[str, FileVersion]:
     return dict(_listed(directory, ""))
 
 
@@ -107,23 +107,23 @@ def names_in(directory: str) -> list[str]:
     return sorted(key.removeprefix(prefix).rstrip("/") for key in keys)
 
 
-def glob(directory: str, pattern: str) -> dict[str, Stamp]:
+def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     parts, start = pattern.split("/"), len(directory) + 1
     literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-    return {url: stamp for url, stamp in _listed(directory, literal) if fits(parts, url[start:].split("/"))}
+    return {url: stamp for url, stamp in _listed(directory, literal) if glob_matches(parts, url[start:].split("/"))}
 
 
-def write_whole(url: str, data: bytes, before_publish: BeforePublish) -> Stamp:
+def write_whole(url: str, data: bytes, before_publish: BeforePublish) -> FileVersion:
     """Replace the object by data in one PUT."""
     return _put(url, data, before_publish)
 
 
-def create(url: str, data: bytes, before_publish: BeforePublish) -> Stamp | None:
+def create(url: str, data: bytes, before_publish: BeforePublish) -> FileVersion | None:
     """The same, or None where there is an object already: it stays as it is."""
     return _put_where(url, data, before_publish, IfNoneMatch="*")
 
 
-def replace(url: str, data: bytes, version: int | str, before_publish: BeforePublish) -> Stamp | None:
+def replace(url: str, data: bytes, version: int | str, before_publish: BeforePublish) -> FileVersion | None:
     """The same, or None where the object is not of this version."""
     return _put_where(url, data, before_publish, IfMatch=version)
 
@@ -159,7 +159,7 @@ def check_writable(directory: str) -> None:
 class RangeFile(io.RawIOBase):
     """An object as a seekable file; raises Changed where it was replaced since it was opened."""
 
-    def __init__(self, url: str, stamp: Stamp):
+    def __init__(self, url: str, stamp: FileVersion):
         self._url, self._stamp = url, stamp
         self._position, self._start, self._chunk, self._ahead = 0, 0, b"", LEAST_AHEAD
 
@@ -217,7 +217,7 @@ def _prefix(directory: str) -> tuple[str, str]:
     return bucket, f"{key}/" if key else ""
 
 
-def _listed(directory: str, start: str) -> Iterator[tuple[str, Stamp]]:
+def _listed(directory: str, start: str) -> Iterator[tuple[str, FileVersion]]:
     """Every object below the directory whose name begins with start, in the order of names."""
     bucket, prefix = _prefix(directory)
     wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE}
@@ -225,25 +225,25 @@ def _listed(directory: str, start: str) -> Iterator[tuple[str, Stamp]]:
         page = _request(directory, "list_objects_v2", **wanted)
         for found in page.get("Contents", ()):
             if not found["Key"].endswith("/"):  # what consoles make for an empty directory
-                yield f"{SCHEME}{bucket}/{found['Key']}", Stamp(found["Size"], found["ETag"])
+                yield f"{SCHEME}{bucket}/{found['Key']}", FileVersion(found["Size"], found["ETag"])
         token = page.get("NextContinuationToken")
         wanted = wanted | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
 
 
-def _put(url: str, data: bytes, before: BeforePublish, **condition: Any) -> Stamp:
+def _put(url: str, data: bytes, before: BeforePublish, **condition: Any) -> FileVersion:
     bucket, key = split(url)
     answer = _request(url, "put_object", len(data), before, Bucket=bucket, Key=key, Body=data, **condition)
-    return Stamp(len(data), answer["ETag"])
+    return FileVersion(len(data), answer["ETag"])
 
 
-def _put_where(url: str, data: bytes, before: BeforePublish, **condition: Any) -> Stamp | None:
+def _put_where(url: str, data: bytes, before: BeforePublish, **condition: Any) -> FileVersion | None:
     try:
         return _put(url, data, before, **condition)
     except (ConditionFailed, NotFound):
         return _own_earlier_try(url, data)
 
 
-def _own_earlier_try(url: str, data: bytes) -> Stamp | None:
+def _own_earlier_try(url: str, data: bytes) -> FileVersion | None:
     """A try whose answer was lost may have arrived: then the object holds these very bytes."""
     try:
         found, stamp = read_stamped(url, len(data))

@@ -19,14 +19,14 @@ from eagle_ray.data.input.place import place_of
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.speculative.sampling import SamplingParams, sample_seed
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
 OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos", "logprobs")
 Row = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
-def sequences_of(row: Row, config: JobConfig, text: Text | None, n: int | None = None) -> list[Sequence]:
+def sequences_of(row: Row, config: JobConfig, text: Tokenizer | None, n: int | None = None) -> list[Sequence]:
     """The row's first n samples (None: all it asks for), in order. Raises RequestError where it cannot be answered.
 
     text: the target's tokenizer, or None where it has none; then only prompt_token_ids without `stop` can be answered.
@@ -54,7 +54,7 @@ def stops_of(row: Row, config: JobConfig) -> list[str]:
     return config.sampling.stop if row["stop"] is None else row["stop"]
 
 
-def prompt_ids_of(row: Row, text: Text | None) -> list[int]:
+def prompt_ids_of(row: Row, text: Tokenizer | None) -> list[int]:
     if row["prompt_token_ids"] is not None:
         return row["prompt_token_ids"]
     if row["messages"] is not None:
@@ -62,7 +62,7 @@ def prompt_ids_of(row: Row, text: Text | None) -> list[int]:
     return _tokenizer(text, "prompt").encode(row["prompt"])
 
 
-def prompt_text_of(row: Row, text: Text | None) -> str | None:
+def prompt_text_of(row: Row, text: Tokenizer | None) -> str | None:
     """The prompt as the model saw it: messages through the chat template; None for a row of token ids."""
     if row["messages"] is not None and text is not None:
         return text.render_chat(json.loads(row["messages"]))
@@ -86,7 +86,7 @@ def _sampling(row: Row, config: JobConfig, seed: int) -> SamplingParams:
         raise RequestError("invalid_sampling", str(error)) from None
 
 
-def _tokenizer(text: Text | None, column: str) -> Text:
+def _tokenizer(text: Tokenizer | None, column: str) -> Tokenizer:
     if text is None:
         raise RequestError("no_tokenizer", f"the target has no tokenizer, so {column!r} cannot be used: give token ids")
     return text

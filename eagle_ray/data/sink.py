@@ -18,13 +18,13 @@ from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.bundles import unbundled
+from eagle_ray.data.bundles import unnest
 from eagle_ray.data.partitions import Partitions
 from eagle_ray.data.parts import part_name
 from eagle_ray.data.patience import outlasting_outages
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.stops import StorageUnavailable, outcome_of
-from eagle_ray.data.storage import Location, StorageError, parquet_bytes
+from eagle_ray.data.storage import StorageError, StoragePath, parquet_bytes
 from eagle_ray.data.storage_errors import remedy_of
 
 NO_PARTITIONS = Partitions()
@@ -39,7 +39,7 @@ class AtomicParquetSink(Datasink[None]):
         ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come.
     """
 
-    run: Run
+    run: RunHandle
     schema: pa.Schema
     ids_per_file: int
     compression: str
@@ -55,7 +55,7 @@ class AtomicParquetSink(Datasink[None]):
 
     def _write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
-        filled = [unbundled(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
+        filled = [unnest(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
         table = pa.concat_tables([self.schema.empty_table(), *filled])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):
@@ -63,7 +63,7 @@ class AtomicParquetSink(Datasink[None]):
                 file = place / part_name(self.run.attempt, ctx.task_idx)
                 self._publish(file, parquet_bytes(rows, self.compression))
 
-    def _publish(self, file: Location, data: bytes) -> None:
+    def _publish(self, file: StoragePath, data: bytes) -> None:
         """Create the file. A refused write names the file here: Ray replaces the path of an OSError."""
         self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
         try:

@@ -16,8 +16,8 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from eagle_ray.data.ids import NONE, Digests, among, digests
-from eagle_ray.data.input.place import At
+from eagle_ray.data.ids import EMPTY, Digests, digests, isin
+from eagle_ray.data.input.place import RowPosition
 from eagle_ray.data.input.plan import InputPlan, plan_input, requests_of, tables_of
 from eagle_ray.data.input.shards import Shard
 from eagle_ray.data.patience import outlasting_outages
@@ -28,7 +28,7 @@ __all__ = ["InputPlan", "plan_input", "read_requests", "requests_of"]
 BLOCK_ROWS = 16  # small blocks keep every actor busy until the end
 
 
-def read_requests(plan: InputPlan, skip: Digests = NONE, rows_per_block: int = BLOCK_ROWS) -> ray.data.Dataset:
+def read_requests(plan: InputPlan, skip: Digests = EMPTY, rows_per_block: int = BLOCK_ROWS) -> ray.data.Dataset:
     """Requests in file order (where execution preserves order), in blocks of about rows_per_block rows.
 
     skip: ids that are left out, sorted; they are stored once for all read tasks.
@@ -56,7 +56,9 @@ class ShardReader:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         skip = ray.get(self.skip)
         for row in batch.to_pylist():
-            shard = Shard(self.plan.files[row["file"]], row["start"], At(row["row"], row["line"]), row["num_rows"])
+            shard = Shard(
+                self.plan.files[row["file"]], row["start"], RowPosition(row["row"], row["line"]), row["num_rows"]
+            )
             with outlasting_outages():
                 for table in tables_of(self.plan, shard):
-                    yield table.filter(pa.array(~among(digests(table["request_id"].to_pylist()), skip)))
+                    yield table.filter(pa.array(~isin(digests(table["request_id"].to_pylist()), skip)))

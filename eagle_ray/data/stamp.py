@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class FileVersion:
     """size in bytes. version: the time of the last change in nanoseconds (local), or the ETag (S3)."""
 
     size: int

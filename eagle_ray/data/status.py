@@ -16,10 +16,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.display import Facts, words_of
+from eagle_ray.data.display import Facts, format_progress
 from eagle_ray.data.process import Process
-from eagle_ray.data.record import PROGRESS, RUN, SUCCESS, SUMMARY, read_record
-from eagle_ray.data.storage import Location, object_in
+from eagle_ray.data.record import PROGRESS, RUN, SUCCESS, SUMMARY, read_manifest
+from eagle_ray.data.storage import StoragePath, read_json_object
 
 INTERRUPTED = "KeyboardInterrupt"
 SILENT_AFTER = 6  # times logging.progress_every_s
@@ -49,13 +49,13 @@ class Status:
     total: dict[str, Any] | None
 
 
-def status_of(output: Location, now: datetime | None = None) -> Status:
+def status_of(output: StoragePath, now: datetime | None = None) -> Status:
     """Raises ConfigError where the directory holds no run, OutputDamaged where its record cannot be read."""
-    record = read_record(output)
+    record = read_manifest(output)
     if record is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
     last = record["attempts"][-1]
-    progress = object_in(output / PROGRESS)
+    progress = read_json_object(output / PROGRESS)
     if progress and (progress.get("run_id"), progress.get("attempt")) != (record["run_id"], last["attempt"]):
         progress = None  # an earlier attempt's
     word = (progress or {}).get("written_at") or last["started_at"]
@@ -74,7 +74,7 @@ def status_of(output: Location, now: datetime | None = None) -> Status:
         quiet_s=max(0.0, quiet_s),
         process=process,
         progress=progress,
-        total=(object_in(output / SUMMARY) or {}).get("total") if is_done else None,
+        total=(read_json_object(output / SUMMARY) or {}).get("total") if is_done else None,
     )
 
 
@@ -107,7 +107,7 @@ def _progress_line(status: Status) -> str:
     """Return what the attempt had done when it last wrote its progress, and for a live one how long ago that was."""
     if not status.progress:
         return "this attempt has recorded no progress yet"
-    said = " · ".join(words_of(status.progress))
+    said = " · ".join(format_progress(status.progress))
     ended = status.state == "stopped"
     return f"its last progress: {said}" if ended else f"last sign of life {status.quiet_s:,.0f} s ago: {said}"
 

@@ -3,7 +3,7 @@
 A wrong configuration is a ConfigError; a row that cannot be answered is an error row and stops nothing. The command
 line and the job both take their exit code from ``outcome_of``.
 
-    >>> outcome_of(OutputBusy("runs/a is being written by process 7"))
+    >>> outcome_of(OutputLocked("runs/a is being written by process 7"))
     Outcome(code=7, name='busy', meaning='another live driver writes this output', is_transient=False)
 """
 
@@ -46,15 +46,15 @@ INTERRUPTED = Outcome(130, "interrupted", "SIGINT, SIGTERM or SIGHUP; the same c
 OUTCOMES = (DONE, DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, TRANSIENT, MISMATCH, BUSY, INTERRUPTED)
 
 
-class JobStopped(Exception):
+class JobError(Exception):
     """The job ends before it is done. Only subclasses are raised; each has its outcome in OUTCOME_OF."""
 
 
-class TooManyErrors(JobStopped):
+class TooManyErrors(JobError):
     """More error rows than execution.max_error_rate allows, or no row without an error."""
 
 
-class ClusterError(JobStopped):
+class ClusterError(JobError):
     """The cluster, a device or a worker failed, or cannot start for now."""
 
 
@@ -70,23 +70,23 @@ class WorkerDefect(ClusterError):
     """A worker raised an error that is neither the device's, the storage's nor the configuration's."""
 
 
-class StorageUnavailable(JobStopped):
+class StorageUnavailable(JobError):
     """The storage of the output does not answer or has no space, for now."""
 
 
-class OutputBusy(JobStopped):
+class OutputLocked(JobError):
     """Another live driver holds the output directory: the same command works once it has ended."""
 
 
-class Overtaken(JobStopped):
+class FencedError(JobError):
     """A newer attempt owns the output directory now: this writer must publish nothing more."""
 
 
-class Incomplete(JobStopped):
+class Incomplete(JobError):
     """The files do not hold every id that the input has."""
 
 
-class OutputMismatch(JobStopped):
+class OutputMismatch(JobError):
     """The output directory belongs to another configuration or input."""
 
 
@@ -94,7 +94,7 @@ class OutputDamaged(OutputMismatch):
     """A file of the output cannot be read back."""
 
 
-class InputChanged(JobStopped):
+class InputChanged(JobError):
     """An input file is no longer the one that was scanned when the job started."""
 
 
@@ -106,8 +106,8 @@ OUTCOME_OF: dict[type[BaseException], Outcome] = {
     ModelUnusable: CONFIGURATION,
     WorkerDefect: DEFECT,
     StorageUnavailable: TRANSIENT,
-    OutputBusy: BUSY,
-    Overtaken: BUSY,
+    OutputLocked: BUSY,
+    FencedError: BUSY,
     Incomplete: TRANSIENT,
     OutputMismatch: MISMATCH,
     OutputDamaged: MISMATCH,
@@ -121,7 +121,7 @@ OUTCOME_OF: dict[type[BaseException], Outcome] = {
     OSError: TRANSIENT,
     KeyboardInterrupt: INTERRUPTED,
 }
-STOPS = (ConfigError, JobStopped, OSError, KeyboardInterrupt)  # every other exception is a defect
+STOPS = (ConfigError, JobError, OSError, KeyboardInterrupt)  # every other exception is a defect
 PERMANENT_ERRNOS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}  # those without a class of their own
 
 

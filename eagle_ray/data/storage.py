@@ -22,19 +22,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.data import local_files
-from eagle_ray.data.stamp import Stamp
+from eagle_ray.data.stamp import FileVersion
 from eagle_ray.data.storage_errors import NoAnswer, NotFound, StorageError
 
 __all__ = [
-    "Location",
+    "FileVersion",
     "NoAnswer",
     "NotFound",
-    "Stamp",
     "StorageError",
+    "StoragePath",
     "json_bytes",
-    "object_in",
     "parquet_bytes",
     "read_json",
+    "read_json_object",
     "write_json",
 ]
 
@@ -43,13 +43,13 @@ SCHEME = "s3://"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Location:
+class StoragePath:
     """text: an absolute local path or s3://bucket/key, without a slash at its end; it is how the location reads."""
 
     text: str
 
     @classmethod
-    def of(cls, text: str | os.PathLike[str]) -> Location:
+    def of(cls, text: str | os.PathLike[str]) -> StoragePath:
         """Local paths become absolute. Raises ValueError for a URL that is none of S3."""
         text = os.fspath(text)
         if text.startswith(SCHEME) and text.removeprefix(SCHEME).partition("/")[0]:
@@ -64,8 +64,8 @@ class Location:
     def __repr__(self) -> str:
         return f"Location({self.text!r})"
 
-    def __truediv__(self, name: str) -> Location:
-        return Location(f"{self.text.rstrip('/')}/{name}")
+    def __truediv__(self, name: str) -> StoragePath:
+        return StoragePath(f"{self.text.rstrip('/')}/{name}")
 
     @property
     def is_local(self) -> bool:
@@ -76,13 +76,13 @@ class Location:
         return self.text.rpartition("/")[2]
 
     @property
-    def parent(self) -> Location:
+    def parent(self) -> StoragePath:
         """The directory it stands in; the root, or a bucket, is its own."""
         if self.is_local:
-            return Location(os.path.dirname(self.text))
-        return Location(self.text.rpartition("/")[0]) if "/" in self.text.removeprefix(SCHEME) else self
+            return StoragePath(os.path.dirname(self.text))
+        return StoragePath(self.text.rpartition("/")[0]) if "/" in self.text.removeprefix(SCHEME) else self
 
-    def below(self, directory: Location) -> str | None:
+    def below(self, directory: StoragePath) -> str | None:
         """Its path below a directory, "" for the directory itself, None where it is elsewhere. Follows local links."""
         here, there = (os.path.realpath(x.text) if x.is_local else x.text for x in (self, directory))
         if here == there:
@@ -93,7 +93,7 @@ class Location:
     @property
     def shown(self) -> str:
         """For a person: relative to the working directory where it stands beneath it."""
-        return self.below(Location.of(os.curdir)) or self.text
+        return self.below(StoragePath.of(os.curdir)) or self.text
 
     def exists(self) -> bool:
         """Whether it is a file."""
@@ -103,7 +103,7 @@ class Location:
         """On S3: whether any file stands below."""
         return self._store.is_directory(self.text)
 
-    def stat(self) -> Stamp:
+    def stat(self) -> FileVersion:
         """Raises FileNotFoundError."""
         return self._store.stat(self.text)
 
@@ -111,7 +111,7 @@ class Location:
         """Raises FileNotFoundError."""
         return self.read_stamped()[0]
 
-    def read_stamped(self) -> tuple[bytes, Stamp]:
+    def read_stamped(self) -> tuple[bytes, FileVersion]:
         """The bytes, and the stamp of the very file that held them. Raises FileNotFoundError."""
         return self._store.read_stamped(self.text)
 
@@ -119,29 +119,29 @@ class Location:
         """A seekable binary file to read from; large files are read in parts. Raises FileNotFoundError."""
         return self._store.open_file(self.text)
 
-    def glob(self, pattern: str) -> list[Location]:
+    def glob(self, pattern: str) -> list[StoragePath]:
         """The files below that match, sorted."""
         return list(self.stamps(pattern))
 
-    def stamps(self, pattern: str | None = None) -> dict[Location, Stamp]:
+    def stamps(self, pattern: str | None = None) -> dict[StoragePath, FileVersion]:
         """The files below that match, or all of them, sorted, each with its stamp."""
         store = self._store
         found = store.files_in(self.text) if pattern is None else store.glob(self.text, pattern)
-        return {Location(text): found[text] for text in sorted(found)}
+        return {StoragePath(text): found[text] for text in sorted(found)}
 
     def names(self) -> list[str]:
         """What stands directly in this directory, files and directories."""
         return self._store.names_in(self.text)
 
-    def write_whole(self, data: bytes, before_publish: BeforePublish = None) -> Stamp:
+    def write_whole(self, data: bytes, before_publish: BeforePublish = None) -> FileVersion:
         """Replace the file in one step. before_publish: the last look; what it raises leaves everything as it was."""
         return self._store.write_whole(self.text, data, before_publish)
 
-    def create(self, data: bytes, before_publish: BeforePublish = None) -> Stamp | None:
+    def create(self, data: bytes, before_publish: BeforePublish = None) -> FileVersion | None:
         """Write the file where there is none, in one step; None where there is one."""
         return self._store.create(self.text, data, before_publish)
 
-    def replace(self, data: bytes, version: int | str, before_publish: BeforePublish = None) -> Stamp | None:
+    def replace(self, data: bytes, version: int | str, before_publish: BeforePublish = None) -> FileVersion | None:
         """Replace the file where it is still of this version (a Stamp's); None where it is not."""
         return self._store.replace(self.text, data, version, before_publish)
 
@@ -176,7 +176,7 @@ def parquet_bytes(table: pa.Table, compression: str) -> bytes:
     return buffer.getvalue().to_pybytes()
 
 
-def write_json(file: Location, value: Any, before_publish: BeforePublish = None) -> None:
+def write_json(file: StoragePath, value: Any, before_publish: BeforePublish = None) -> None:
     file.write_whole(json_bytes(value), before_publish)
 
 
@@ -184,7 +184,7 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def read_json(file: Location) -> Any | None:
+def read_json(file: StoragePath) -> Any | None:
     """The file's value, or None where there is no such file. Raises ValueError where it is damaged."""
     try:
         return json.loads(file.read_bytes())
@@ -192,7 +192,7 @@ def read_json(file: Location) -> Any | None:
         return None
 
 
-def object_in(file: Location) -> dict[str, Any] | None:
+def read_json_object(file: StoragePath) -> dict[str, Any] | None:
     """The JSON object in one of our own files; one that is missing, damaged or something else says nothing."""
     try:
         value = read_json(file)

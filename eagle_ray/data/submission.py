@@ -67,7 +67,7 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
         return INTERRUPTED
 
 
-def for_a_cluster(config: JobConfig) -> JobConfig:
+def with_absolute_paths(config: JobConfig) -> JobConfig:
     """The configuration as another machine, in another directory, reads it: with absolute paths and its own cluster."""
     paths = config.input.path
     found = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
@@ -101,7 +101,7 @@ def _relative(path: str) -> str | None:
 @contextmanager
 def _working_directory(config: JobConfig) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
-        settings = for_a_cluster(config).model_dump(mode="json")
+        settings = with_absolute_paths(config).model_dump(mode="json")
         (Path(directory) / CONFIG_FILE).write_text(yaml.safe_dump(settings, allow_unicode=True), "utf-8")
         yield directory
 

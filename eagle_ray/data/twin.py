@@ -24,14 +24,14 @@ from torch import Tensor
 from eagle_ray.config import JobConfig
 from eagle_ray.data.samples import Row, sequences_of
 from eagle_ray.data.worker import pair_of
-from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.drafting.none import NullDrafter
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import Graphs
+from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.target import Prompts
+from eagle_ray.models.target import PrefillBatch
 from eagle_ray.speculative.near_tie import NEAR_TIE, rounding_cause
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, process
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, gumbel_noise, process
 
 ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
 
@@ -59,16 +59,16 @@ class Speed:
         return self.tokens / self.seconds
 
 
-class Twin:
+class BaselineComparison:
     """Loads the models. Raises what pair_of raises."""
 
     def __init__(self, config: JobConfig, threads: int):
         pair = pair_of(config, threads)
         self._config, self._text, self._target = config, pair.text, pair.engine.target
         self._drafting = pair.engine
-        graphs = None if pair.engine.graphs is None else Graphs.of(self._target)
+        graphs = None if pair.engine.graphs is None else CudaGraphRunner.of(self._target)
         never = UniformPlanner(0, 0, 0)
-        self._plain = Engine(self._target, NoDrafter(), never, pair.engine.max_model_len, 0, graphs=graphs)
+        self._plain = Engine(self._target, NullDrafter(), never, pair.engine.max_model_len, 0, graphs=graphs)
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return output tokens per second of all slots together, with drafts and without, prompts included.
@@ -111,7 +111,7 @@ class Twin:
 
     def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
         """Each row's sequence, finished, in order."""
-        self._target.cache.blocks.forget()
+        self._target.cache.blocks.reset_prefix_cache()
         sequences = [self._sequence(row) for row in rows]
         for sequence in sequences:
             engine.add(sequence)
@@ -156,7 +156,7 @@ class Twin:
         """Return the target's logits for the token after these ids."""
         blocks, device = self._target.cache.blocks, self._target.device
         blocks.reserve(0, len(ids))
-        logits = self._target.prefill(Prompts.of([0], [ids], device)).logits
+        logits = self._target.prefill(PrefillBatch.of([0], [ids], device)).logits
         blocks.free(0)
         return logits[0].cpu()
 
@@ -165,6 +165,6 @@ def scores_of(logits: Float[Tensor, " V"], params: SamplingParams, position: int
     """Return what the token at `position` is chosen by: logits, or the processed logits of a sample with its noise."""
     if params.is_greedy:
         return logits.float()
-    sampling, row = BatchSampling.of([params]), torch.tensor([0])
+    sampling, row = SamplingBatch.of([params]), torch.tensor([0])
     noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))
     return (process(logits[None], sampling, row) + noise)[0]

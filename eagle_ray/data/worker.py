@@ -20,16 +20,16 @@ import pyarrow as pa
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.answers import OutputRows
-from eagle_ray.data.deadline import answered
+from eagle_ray.data.deadline import with_timeout
 from eagle_ray.data.process import name_of
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.samples import Row, sequences_of
 from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.pair import Pair, start_pair
+from eagle_ray.pair import EngineBundle, build_in_thread
 
 log = logging.getLogger("eagle_ray")
 
@@ -40,7 +40,7 @@ class Worker:
     Raises ConfigError where a model is missing, EngineError where target and head are not a pair.
     """
 
-    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
         pair = pair_of(config, threads)
         self.worker_id = name_of(os.getpid())
         self._config, self._text = config, pair.text
@@ -86,7 +86,7 @@ class Worker:
     async def _finish(self, sequences: list[Sequence]) -> None:
         """All samples of a row, or none: one that fails, or takes too long, ends the others."""
         limit = self._config.execution.row_timeout_s
-        tasks = [asyncio.ensure_future(answered(self._engine.generate(s), s, limit)) for s in sequences]
+        tasks = [asyncio.ensure_future(with_timeout(self._engine.generate(s), s, limit)) for s in sequences]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -109,14 +109,14 @@ def _as_row_error(request: Row) -> Iterator[None]:
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
-def pair_of(config: JobConfig, threads: int) -> Pair:
-    """Raises what start_pair raises."""
+def pair_of(config: JobConfig, threads: int) -> EngineBundle:
+    """Raises what build_in_thread raises."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
-    return start_pair(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus, threads)
+    return build_in_thread(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus, threads)
 
 
-def _constants(config: JobConfig, run: Run, pair: Pair) -> dict[str, Any]:
+def _constants(config: JobConfig, run: RunHandle, pair: EngineBundle) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "attempt": run.attempt,

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.channel import Channel
-from eagle_ray.data.faults import WorkerFault, fault_of
+from eagle_ray.data.faults import WorkerError, classify_error
 from eagle_ray.data.stops import WorkerDefect
 from eagle_ray.data.worker_process import START, Answer, LogLine
 from eagle_ray.errors import EngineError
@@ -42,7 +42,7 @@ class ToChannel(logging.Handler):
         self._say(Answer(START, line=LogLine(record.levelno, record.getMessage())))
 
 
-class WorkerMain:
+class WorkerSubprocess:
     """One worker and who asks it, in two threads: one listens, the main one loads and then answers in its loop."""
 
     def __init__(self, channel: Channel):
@@ -80,7 +80,7 @@ class WorkerMain:
             self._say(Answer(number, error=_told(error)))
         except Exception as error:  # a bug: it ends the job
             log.exception("a batch cannot be answered")
-            self._say(Answer(number, error=WorkerDefect(f"a worker failed: {fault_of(error).line}")))
+            self._say(Answer(number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")))
 
     @contextmanager
     def _log_in_channel(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ def main(make_worker: Callable[..., Any]) -> NoReturn:
     faulthandler.enable()  # as in Ray's own workers
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stderr))  # the actor's log
-    WorkerMain(Channel.inherited(int(sys.argv[-1]))).run(make_worker)
+    WorkerSubprocess(Channel.inherited(int(sys.argv[-1]))).run(make_worker)
 
 
 def _worker(*arguments: Any) -> Any:
@@ -112,7 +112,7 @@ def _worker(*arguments: Any) -> Any:
 
 def _told(error: Exception) -> Exception:
     """As a process without torch can read it."""
-    return ConfigError(str(error)) if isinstance(error, ConfigError) else WorkerFault(fault_of(error))
+    return ConfigError(str(error)) if isinstance(error, ConfigError) else WorkerError(classify_error(error))
 
 
 if __name__ == "__main__":

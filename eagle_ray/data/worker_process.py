@@ -32,7 +32,7 @@ import pyarrow as pa
 from eagle_ray.config import JobConfig
 from eagle_ray.data.channel import Channel
 from eagle_ray.data.process import name_of
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.errors import EngineError
 
@@ -82,7 +82,7 @@ class WorkerProcess:
     def __init__(
         self,
         config: JobConfig,
-        run: Run,
+        run: RunHandle,
         passthrough: list[pa.Field],
         threads: int,
         tell: Callable[[LogLine], None] = log_here,
@@ -103,7 +103,7 @@ class WorkerProcess:
         self._send((config, run, passthrough, threads))
 
     def wait_until_ready(self) -> None:
-        """Raises ConfigError where a model is missing, WorkerFault for whatever else is wrong, or ProcessEnded."""
+        """Raises ConfigError where a model is missing, WorkerError for whatever else is wrong, or ProcessEnded."""
         self._ready.result()
 
     async def answer(self, requests: pa.Table) -> pa.Table:

@@ -13,7 +13,7 @@ What stays open: a zombie that is frozen in that gap for longer than LONGEST_PUT
 a file. The next start of the same command finds it and writes it down; nothing is lost or wrong, only twice.
 Does not know rows.
 
-    >>> remove_strays(run)
+    >>> remove_stale_files(run)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from datetime import datetime, timezone
 from itertools import pairwise
 
 from eagle_ray.data.parts import attempt_of, part_files
-from eagle_ray.data.record import Run, read_record
+from eagle_ray.data.record import RunHandle, read_manifest
 
 log = logging.getLogger("eagle_ray")
 LONGEST_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
 
 
-def remove_strays(run: Run) -> None:
+def remove_stale_files(run: RunHandle) -> None:
     """Delete what writers of an overwritten run published after it was deleted."""
-    first = read_record(run.output)["attempts"][0]["attempt"]
+    first = read_manifest(run.output)["attempts"][0]["attempt"]
     for file in part_files(run.data):
         attempt = attempt_of(file)
         if attempt is not None and attempt < first:
@@ -40,9 +40,9 @@ def remove_strays(run: Run) -> None:
             file.remove()
 
 
-def outlast_writers(run: Run) -> None:
+def wait_for_stale_writers(run: RunHandle) -> None:
     """Wait until no PUT of an attempt that was killed can be under way, and delete strays: then counting is final."""
-    attempts = read_record(run.output)["attempts"]
+    attempts = read_manifest(run.output)["attempts"]
     fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
     if fenced and not run.output.is_local:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(fenced[-1])
@@ -50,4 +50,4 @@ def outlast_writers(run: Run) -> None:
         if left > 0:
             log.info("waiting %.0f s for writers of a killed attempt to end", left)
             time.sleep(left)
-    remove_strays(run)
+    remove_stale_files(run)

@@ -21,8 +21,8 @@ from eagle_ray.kernels import tile_shape
 from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.models.families import head_dims
 from eagle_ray.models.linear import PackedLinear, pack_linears
-from eagle_ray.models.processor import processor_name
-from eagle_ray.pair import build_pair
+from eagle_ray.models.processor import cpu_name
+from eagle_ray.pair import build_engine_from_config
 from eagle_ray.speculative.sampling import SamplingParams
 
 TRIAL = dict(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
@@ -35,7 +35,7 @@ def devices(wanted: str) -> Finding:
     """wanted: model.device."""
     if torch.cuda.is_available():
         return _gpus(wanted)
-    facts = {"cpu": processor_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
+    facts = {"cpu": cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
     free = f"{gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
     cpu = f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {free}"
     todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
@@ -144,7 +144,7 @@ def trial(device: str) -> Finding:
 
 def _decoded(device: str, settings: dict[str, Any]) -> list[Sequence]:
     model = ModelConfig(device=device, dtype="float32", max_model_len=64)
-    engine = build_pair(model, SpeculativeConfig(**settings), slots=len(TRIAL_PROMPTS)).engine
+    engine = build_engine_from_config(model, SpeculativeConfig(**settings), slots=len(TRIAL_PROMPTS)).engine
     params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
     sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(TRIAL_PROMPTS)]
     for sequence in sequences:

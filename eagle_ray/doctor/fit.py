@@ -30,7 +30,7 @@ class Room:
 
     @property
     def total(self) -> int:
-        """Over several GPUs a tenth of each is kept for a pass's own tensors, as `build_pair` keeps it."""
+        """Return the bytes for weights and cache; of several GPUs a tenth is kept for a pass's own tensors."""
         return self.devices[0] if len(self.devices) == 1 else int(GPU_SHARE * sum(self.devices))
 
     def holds(self, footprint: Footprint) -> bool:

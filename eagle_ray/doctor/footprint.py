@@ -17,14 +17,14 @@ import torch
 from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, needs
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
 from eagle_ray.doctor.weights import loaded_bytes, tensor_headers
 from eagle_ray.drafting.eagle import tree_columns
 from eagle_ray.models.blocks import BLOCK_SIZE
 from eagle_ray.models.checkpoint import read_config
-from eagle_ray.models.families import numbers_per_token
+from eagle_ray.models.families import kv_elements_per_token
 from eagle_ray.models.fit import head_config
-from eagle_ray.models.linear import FEWEST_WEIGHTS
+from eagle_ray.models.linear import MIN_WEIGHTS
 from eagle_ray.models.loading import load_config, quantisation_of
 
 LOGITS_BYTES = 8  # beside the logits themselves: in fp32, and once more where they are sampled
@@ -90,12 +90,12 @@ class Footprint:
 
 def _cells(config: PretrainedConfig) -> int:
     """Numbers that a token's keys and values are, over all layers."""
-    return config.num_hidden_layers * numbers_per_token(config)
+    return config.num_hidden_layers * kv_elements_per_token(config)
 
 
 def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
     """The same of what drafts: an EAGLE head is one layer, whatever its configuration says; others keep none."""
-    kind = needs(method.method)
+    kind = draft_requirement(method.method)
     if kind == DRAFT_MODEL:
         return _cells(load_config(draft))
     return _cells(head_config(read_config(draft))) if kind in (HEAD, HEAD_3) else 0
@@ -111,7 +111,7 @@ def _packed_copy(target: Path, shape: PretrainedConfig, dtype: torch.dtype) -> i
     """A packed lm_head is a second copy of the embedding that it is tied to."""
     size = shape.vocab_size * shape.hidden_size
     tied = all(header.name != LM_HEAD for header in tensor_headers(target) or ())
-    return size * dtype.itemsize if tied and size >= FEWEST_WEIGHTS.get(dtype, size + 1) else 0
+    return size * dtype.itemsize if tied and size >= MIN_WEIGHTS.get(dtype, size + 1) else 0
 
 
 def _resident() -> int:

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.config.methods import needs
+from eagle_ray.config.methods import draft_requirement
 from eagle_ray.doctor.cluster import Workers
 from eagle_ray.doctor.finding import Finding, gib
 from eagle_ray.doctor.fit import Room, Settings, remedy
@@ -23,7 +23,7 @@ from eagle_ray.doctor.machine import free_memory
 from eagle_ray.errors import EngineError
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loading import load_config
-from eagle_ray.pair import EMBEDDED, check_pair, limits_of, resolve
+from eagle_ray.pair import EMBEDDED, check_models, download, model_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PairHere:
 def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
     """Whether the job's pair is on this machine and is one; None where it is not."""
     wanted = {"target": config.model.target}
-    if needs(config.speculative.method) is not None:
+    if draft_requirement(config.speculative.method) is not None:
         wanted["draft"] = config.model.draft
     found = {part: directory_of(name, part) for part, name in wanted.items()}
     names = ", ".join(f"{part} {name}" for part, name in wanted.items())
@@ -48,7 +48,7 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
         return Finding("pair", f"{names}: not in this machine's cache of the hub", wanted, advice=todo), None
     try:
         model = config.model.model_copy(update={part: str(path) for part, path in found.items()})
-        check_pair(model, config.speculative)
+        check_models(model, config.speculative)
         shape = load_config(found["target"])
     except (ConfigError, EngineError) as error:
         return Finding("pair", f"{names}: cannot be used", wanted, problem=str(error)), None
@@ -60,7 +60,7 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
 def directory_of(name: str, part: str) -> Path | None:
     """Where a model is on this machine; None where it is not. Asks no hub."""
     if name.startswith(EMBEDDED) or Path(name).is_dir():
-        return resolve(name, part)
+        return download(name, part)
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
@@ -74,7 +74,7 @@ def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
 
 def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
     """What one worker takes, beside what it would have."""
-    length = limits_of(here.config.model).max_model_len
+    length = model_limits(here.config.model).max_model_len
     try:
         footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length)
     except ValueError as error:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 Children = list[tuple[int, float]]  # tokens and their probabilities, the likeliest first
 
 
-def blended(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
+def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
     """The `width` likeliest next tokens; their probabilities sum to less than 1.
 
     contexts: the length of each, longest first, and how often each token has followed it.

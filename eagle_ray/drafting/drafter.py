@@ -15,10 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
 from eagle_ray.speculative.verify import VerifyResult
 
@@ -38,21 +38,21 @@ class Draft:
     num_passes: int
     num_caught_up: int
     is_all: bool = False
-    beside: list[Float[Tensor, "M _"]] = field(default_factory=list)
+    extra_log_values: list[Float[Tensor, "M _"]] = field(default_factory=list)
 
     @classmethod
-    def of_roots(cls, roots: Int[Tensor, " B"]) -> Draft:
+    def empty(cls, roots: Int[Tensor, " B"]) -> Draft:
         """Nothing drafted: a step of plain decoding."""
         return cls(DraftTree.of_roots(roots), [], 0, 0)
 
     @property
     def depth(self) -> int:
         """The longest draft path, known on the host."""
-        return max(len(self.levels), len(self.beside))
+        return max(len(self.levels), len(self.extra_log_values))
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyOutput:
     """One verify pass and what came of it.
 
     rows: of `tree`, packed. logits, features: the target's, after each row. result: what it accepted.
@@ -66,7 +66,7 @@ class Verified:
 
 
 @runtime_checkable
-class Text(Protocol):
+class TokenSequence(Protocol):
     """A sequence as far as it is known."""
 
     @property
@@ -78,7 +78,7 @@ class Text(Protocol):
 class Drafter(Protocol):
     """Offers nodes with values; the budget does the rest."""
 
-    def resume(
+    def attach_prefix(
         self,
         slots: list[int],
         firsts: list[int],
@@ -91,28 +91,35 @@ class Drafter(Protocol):
         tokens, features: the pair of column columns[b], which is their own.
         """
 
-    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         """A pass over chunks of prompts: the token after each of its rows and the target's feature of each row."""
 
-    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+    ) -> None:
         """The same without running a model: for later, should drafting begin."""
 
     def draft(
-        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft:
         """Candidate trees on the given roots, at most plan.max_depth deep; plan.max_depth is at least 1."""
 
-    def forget(self) -> None:
+    def reset_learning(self) -> None:
         """Unlearn what the picks so far have taught, as those of made-up sequences should."""
 
-    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """The target accepted a path of each tree on top of `batch`. No model runs."""
 
-    def learn(self, result: VerifyResult) -> None:
+    def on_verified(self, result: VerifyResult) -> None:
         """The same once the step's results are on their way to the host: what it teaches for later drafts."""
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def cost_key(self) -> dict[str, Any]:
         """What its costs depend on beside the target's, as JSON."""
 
     @property

@@ -25,30 +25,30 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Text, Verified
-from eagle_ray.drafting.pair_queue import PairQueue
-from eagle_ray.drafting.ranking import Lesson, Ranking
-from eagle_ray.models.attention import Layout
+from eagle_ray.drafting.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.drafting.pair_queue import FeatureBuffer
+from eagle_ray.drafting.ranking import CandidateRanker, RankingFeedback
+from eagle_ray.models.attention import AttentionMetadata
 from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.heads import DraftHead
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
-from eagle_ray.models.layouts import prompt_layout, tree_layout
-from eagle_ray.models.target import Prompts, Target
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
+from eagle_ray.models.layouts import prefill_metadata, tree_metadata
+from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import Frontier, TreeBuilder
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.replay import Padded, Replay
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.replay import GraphRunner, PaddedInput
+from eagle_ray.speculative.sampling import SamplingBatch
 from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.speculative.upload import sent, upload
+from eagle_ray.speculative.upload import sent, to_device
 from eagle_ray.speculative.verify import VerifyResult
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class PendingPairs:
     """Pairs that the head has not read yet: of each of B sequences those of columns `starts` up to its root's.
 
     first: the first column that each sequence sees. host_starts: empty where a captured pass is for any. longest: at
@@ -68,7 +68,7 @@ class Grown:
 
     tree: DraftTree
     levels: list[Float[Tensor, "B _ K"]]
-    lesson: Lesson
+    lesson: RankingFeedback
 
 
 class EagleDrafter:
@@ -80,12 +80,12 @@ class EagleDrafter:
     """
 
     prefill_passes = 1
-    replay: Replay | None = None
+    replay: GraphRunner | None = None
 
     def __init__(
         self,
         head: DraftHead,
-        target: Target,
+        target: TargetModel,
         window: int = QUEUE_WINDOW,
         calibration: Calibration | None = None,
         coupling: Coupling | None = None,
@@ -94,7 +94,9 @@ class EagleDrafter:
         self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         lm_head = target.logits if token_ids is None else target.logits_over(token_ids)
         self._token_ids = head.token_ids if token_ids is None else token_ids
-        self.ranking = Ranking(partial(head.logits, target_logits=lm_head), calibration, coupling, self._token_ids)
+        self.ranking = CandidateRanker(
+            partial(head.logits, target_logits=lm_head), calibration, coupling, self._token_ids
+        )
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
         self._forward = head_forward(self.head)
@@ -109,11 +111,11 @@ class EagleDrafter:
             target.device,
             anatomy.value_dim,
         )
-        self._queue = PairQueue(num_slots, window, target.feature_size, target.dtype, target.device)
+        self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         self._first = [head.first_column] * num_slots  # the first column that each slot's sequence sees
         self._end = [head.first_column] * num_slots  # the first column that the head has not read yet
 
-    def resume(
+    def attach_prefix(
         self,
         slots: list[int],
         firsts: list[int],
@@ -123,39 +125,46 @@ class EagleDrafter:
     ) -> None:
         for slot, first, column in zip(slots, firsts, columns, strict=True):
             self._first[slot], self._end[slot] = max(first, self.head.first_column), column
-        places = upload([slots, columns], features.device)
+        places = to_device([slots, columns], features.device)
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
-    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read what waits of each sequence and every new pair but the last, which the next draft or chunk reads."""
-        self._meet(prompts)
+        self._register(prompts)
         columns = [self._end[slot] for slot in prompts.slots]
         waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
         queued = self._queued(prompts.slots, columns, waiting)
-        self._keep(prompts, next_tokens, features)
-        rows = upload(_followed(waiting, prompts.lengths), features.device)
+        self._enqueue(prompts, next_tokens, features)
+        rows = to_device(_followed(waiting, prompts.lengths), features.device)
         tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
         counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
         self._read_prompts(prompts.slots, columns, counts, tokens, features)
 
-    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
-        self._meet(prompts)
-        self._keep(prompts, next_tokens, features)
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
+        self._register(prompts)
+        self._enqueue(prompts, next_tokens, features)
 
     def draft(
-        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft:
         """EAGLE-2's expansion: the top `width` nodes of each level get children (section 4.1)."""
         at = batch if plan.members is None else batch.select(plan.members)
         for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
-            self._give_up(slot, length)
+            self._evict(slot, length)
         grown, num_pairs = None, sum(self._waiting(at))
         if self._is_replayed(plan):
             self._read_all_but(_pairs_of(plan), at)
             grown = self._replayed(at, roots, plan, sampling, self.replay)
         if grown is None:
-            members = None if plan.members is None else upload(plan.members, roots.device)
-            self.ranking.begin(sampling, at.lengths, plan.members)
+            members = None if plan.members is None else to_device(plan.members, roots.device)
+            self.ranking.start(sampling, at.lengths, plan.members)
             theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
             grown = self._grown(at, *theirs, plan, self._backlog(at))
             if members is not None:
@@ -163,8 +172,8 @@ class EagleDrafter:
         self.settle(at.host_slots, at.host_lengths)
         return Draft(grown.tree, grown.levels, len(grown.levels), num_pairs)
 
-    def draft_ahead(
-        self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling
+    def draft_async(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Draft | None:
         """The same where the host knows bounds of the lengths alone; `settle` must be told what they are.
 
@@ -183,53 +192,61 @@ class EagleDrafter:
             self._end[slot] = end
         return num_pairs
 
-    def _is_replayed(self, plan: Plan) -> bool:
+    def _is_replayed(self, plan: DraftPlan) -> bool:
         """Whether there is a replay and the draft's shape is known beforehand."""
-        works = self.replay is not None and self.replay.works
-        return works and plan.members is None and plan.enough is None
+        works = self.replay is not None and self.replay.is_enabled
+        return works and plan.members is None and plan.should_stop is None
 
     def _replayed(
-        self, at: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, replay: Replay
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, replay: GraphRunner
     ) -> Grown | None:
         """A draft of the plan's full depth for everyone, whatever their lengths; None where replaying fails now."""
         longest, size, bound = _pairs_of(plan), replay.batch_size(len(roots)), replay.context(at.max_length)
         first, starts = self._columns(at)
-        nowhere, shape = self.cache.blocks.nowhere, (size,)
-        inputs = [Padded(at.slots, shape, nowhere), *(Padded(x, shape) for x in (at.lengths, roots, first, starts))]
+        nowhere, shape = self.cache.blocks.null_slot, (size,)
+        inputs = [
+            PaddedInput(at.slots, shape, nowhere),
+            *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
+        ]
         kind = sampling.kind
-        key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.shape, kind, self.builder)
+        key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
 
         def grow(
             slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor
         ) -> Grown:
-            sampling = BatchSampling.bound(kind, *chosen)
-            self.ranking.begin(sampling, lengths)
-            at, backlog = BatchSlots.bounded(slots, lengths, bound), Backlog(first, starts, [], longest)
+            sampling = SamplingBatch.bound(kind, *chosen)
+            self.ranking.start(sampling, lengths)
+            at, backlog = DecodeSlots.bounded(slots, lengths, bound), PendingPairs(first, starts, [], longest)
             return self._grown(at, roots, sampling.ends, plan, backlog)
 
         grown = replay.run(key, grow, inputs + sampling.padded(size))
-        if not replay.works:
+        if not replay.is_enabled:
             return None
         self.ranking.lesson = replace(grown.lesson, sampling=sampling)
         num = len(roots)
         return Grown(grown.tree.first(num), [level[:num] for level in grown.levels], grown.lesson)
 
     def _grown(
-        self, at: BatchSlots, roots: Int[Tensor, " B"], ends: Int[Tensor, "B E"], plan: Plan, backlog: Backlog
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        ends: Int[Tensor, "B E"],
+        plan: DraftPlan,
+        backlog: PendingPairs,
     ) -> Grown:
         """Read the backlog, then level by level until the plan is fulfilled."""
-        builder = self.builder(roots, plan.width, plan.shape, ends)
+        builder = self.builder(roots, plan.width, plan.static_tree, ends)
         features = self._catch_up(at, backlog)[:, None]
         self._grow(builder, features, None, plan.children)
         at, seen = at.advanced(1), None
-        while builder.depth < plan.max_depth and not (plan.enough and plan.enough(builder)):
+        while builder.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(builder)):
             frontier = builder.frontier()
             seen = _descend(seen, frontier, builder.depth - 1)
             features = self._level(at, frontier, features, seen, backlog.first)
             self._grow(builder, features, frontier, plan.children)
         return Grown(builder.build(), builder.levels, self.ranking.lesson)
 
-    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Queue the pairs of the accepted path and the bonus token."""
         result = verified.result
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
@@ -245,36 +262,36 @@ class EagleDrafter:
             valid.flatten(),
         )
 
-    def learn(self, result: VerifyResult) -> None:
+    def on_verified(self, result: VerifyResult) -> None:
         """Where trees were drafted, from the picks."""
-        self.ranking.learn(result)
+        self.ranking.update(result)
 
-    def _meet(self, prompts: Prompts) -> None:
+    def _register(self, prompts: PrefillBatch) -> None:
         """New sequences begin at their first chunk; of the others, what waited too long is given up."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
                 self._first[slot] = self._end[slot] = self.head.first_column
-            self._give_up(slot, start)
+            self._evict(slot, start)
         if self.head.first_column == 0:
             self._queue_first_tokens(prompts)
 
-    def _queue_first_tokens(self, prompts: Prompts) -> None:
+    def _queue_first_tokens(self, prompts: PrefillBatch) -> None:
         """The pairs of column 0: first tokens, which go with no feature."""
         device, count = prompts.tokens.device, len(prompts.slots)
         firsts = [0, *accumulate(prompts.lengths[:-1])]
-        slots, starts, rows = upload([prompts.slots, prompts.starts, firsts], device)
+        slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
         nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
         self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
-    def _give_up(self, slot: int, newest: int) -> None:
+    def _evict(self, slot: int, newest: int) -> None:
         """Lose pairs that are no longer among the queue's last ones, of which column `newest` is the last."""
         oldest = newest + 1 - self._queue.window
         if oldest > self._end[slot]:
             self._first[slot] = self._end[slot] = oldest
 
-    def _keep(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _enqueue(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
-        places = upload([prompts.slots, prompts.starts, prompts.lengths], features.device)
+        places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
         slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
         newest = prompts.positions >= starts + lengths - self._queue.window
         self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
@@ -285,7 +302,7 @@ class EagleDrafter:
         """The counts[b] pairs of each slot that wait from columns[b] on."""
         spans = zip(slots, columns, counts, strict=True)
         places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
-        wanted = upload(places, self._queue.device).view(-1, 2)
+        wanted = to_device(places, self._queue.device).view(-1, 2)
         return self._queue.take(wanted[:, 0], wanted[:, 1])
 
     def _read_prompts(
@@ -301,38 +318,38 @@ class EagleDrafter:
         if not spans:
             return
         slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
-        layout = prompt_layout(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
+        layout = prefill_metadata(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
         self._run(tokens, self.head.reduce(features), sent(torch.cat(places), tokens.device), layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
 
-    def forget(self) -> None:
-        self.ranking.forget()
+    def reset_learning(self) -> None:
+        self.ranking.reset()
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def cost_key(self) -> dict[str, Any]:
         ids, kind = self._token_ids, type(self.head).__name__
         return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
 
-    def _waiting(self, at: BatchSlots) -> list[int]:
+    def _waiting(self, at: DecodeSlots) -> list[int]:
         """How many pairs of each sequence wait, its root's included."""
         return [length + 1 - self._end[slot] for slot, length in zip(at.host_slots, at.host_lengths, strict=True)]
 
-    def _columns(self, at: BatchSlots) -> Int[Tensor, "2 B"]:
+    def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
         """The first column that each sequence sees, and the first one that waits."""
-        return upload([[of[slot] for slot in at.host_slots] for of in (self._first, self._end)], at.slots.device)
+        return to_device([[of[slot] for slot in at.host_slots] for of in (self._first, self._end)], at.slots.device)
 
-    def _backlog(self, at: BatchSlots) -> Backlog:
+    def _backlog(self, at: DecodeSlots) -> PendingPairs:
         """All that waits, packed where some have more than others."""
         counts, (first, starts) = self._waiting(at), self._columns(at)
         longest, unpack = max(counts), None
         if min(counts) < longest:
             rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
-            unpack = upload(rows, at.slots.device)
-        return Backlog(first, starts, [self._end[slot] for slot in at.host_slots], longest, unpack)
+            unpack = to_device(rows, at.slots.device)
+        return PendingPairs(first, starts, [self._end[slot] for slot in at.host_slots], longest, unpack)
 
-    def _read_all_but(self, most: int, at: BatchSlots) -> None:
+    def _read_all_but(self, most: int, at: DecodeSlots) -> None:
         """Where more pairs wait than that, as after a long while without drafts: read all but everyone's last one."""
         counts = [count - 1 for count in self._waiting(at)]
         if max(counts) < most:
@@ -341,14 +358,14 @@ class EagleDrafter:
         tokens, features = self._queued(at.host_slots, columns, counts)
         self._read_prompts(at.host_slots, columns, counts, tokens, features)
 
-    def _catch_up(self, at: BatchSlots, backlog: Backlog) -> Float[Tensor, "B H"]:
+    def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B H"]:
         """One pass of the head over what waits; the output of each root's pair."""
         device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
         index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
         real = index < counts[:, None]
         columns = backlog.starts[:, None] + index
         slots = at.slots[:, None].expand_as(columns)
-        cells = self.cache.cells(slots, torch.where(real, columns, self.cache.blocks.padding))
+        cells = self.cache.cells(slots, torch.where(real, columns, self.cache.blocks.null_position))
         packed = slots.flatten(), columns.flatten(), cells.flatten()
         if unpack is None:
             row = longest * torch.arange(len(counts), device=device)
@@ -357,7 +374,7 @@ class EagleDrafter:
         tokens, features = self._queue.take(*packed[:2])
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         layout = self._layout(
-            BatchSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
+            DecodeSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
             cells=packed[2],
             ancestors=causal.expand(len(counts), -1, -1),
             column_depths=index.expand(len(counts), -1),
@@ -370,7 +387,7 @@ class EagleDrafter:
 
     def _level(
         self,
-        batch: BatchSlots,
+        batch: DecodeSlots,
         frontier: Frontier,
         features: Float[Tensor, "B P H"],
         seen: Seen,
@@ -394,16 +411,16 @@ class EagleDrafter:
 
     def _layout(
         self,
-        batch: BatchSlots,
+        batch: DecodeSlots,
         cells: Int[Tensor, " R"],
         ancestors: Bool[Tensor, "B F M"],
         column_depths: Int[Tensor, "B M"],
         first: Int[Tensor, " B"],
         row_of: Int[Tensor, "B F"] | None = None,
         unpack: Int[Tensor, " R"] | None = None,
-    ) -> Layout:
+    ) -> AttentionMetadata:
         """Rows that see their slot from the first column it has a pair in."""
-        return tree_layout(
+        return tree_metadata(
             self.cache,
             batch,
             cells=cells,
@@ -427,12 +444,12 @@ class EagleDrafter:
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
         columns: Int[Tensor, " R"],
-        layout: Layout,
+        layout: AttentionMetadata,
     ) -> Float[Tensor, "R H"]:
         return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
 
 
-def _pairs_of(plan: Plan) -> int:
+def _pairs_of(plan: DraftPlan) -> int:
     """Most pairs of a sequence that a replayed draft reads: as many as a draft as deep as this one can leave."""
     return plan.max_depth + 1
 

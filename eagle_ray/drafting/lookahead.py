@@ -26,16 +26,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Text, Verified
+from eagle_ray.drafting.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafting.merged import beside
 from eagle_ray.drafting.ngram import LONGEST, Counts, NgramCursor, count
-from eagle_ray.drafting.none import NoDrafter
-from eagle_ray.drafting.text_drafter import TextDrafter
-from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.drafting.none import NullDrafter
+from eagle_ray.drafting.text_drafter import LookupDrafter
+from eagle_ray.models.kv_cache import DecodeSlots
 from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.merge import merge, path_codes
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.merge import merge, path_hashes
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch
 from eagle_ray.speculative.tree import DraftTree
 
 MOST_CONTEXTS = 100_000  # of the pool; then it begins anew
@@ -50,18 +50,18 @@ class Pool:
         self.counts: Counts = {}
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def cost_key(self) -> dict[str, Any]:
         return {}
 
     def reader(self) -> PoolReader:
         return PoolReader(self)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.counts = {}
 
     def add(self, run: Sequence[int]) -> None:
         if len(self.counts) >= MOST_CONTEXTS:
-            self.forget()
+            self.reset()
         count(self.counts, (), run)
 
 
@@ -82,7 +82,7 @@ class PoolReader:
 class _Window:
     """One sequence's guesses, column by column."""
 
-    text: Text
+    text: TokenSequence
     columns: list[tuple[int, ...]]
 
 
@@ -95,12 +95,12 @@ class _Guessed:
     ends: Int[Tensor, "M W"]
 
 
-class LookaheadDrafter(NoDrafter):
+class LookaheadDrafter(NullDrafter):
     """max_depth: longest path that may be verified; a window of R rows has max_depth + 1 - R columns."""
 
     def __init__(self, max_depth: int, calibration: Calibration | None = None):
         self._pool = Pool()
-        self._drafter = TextDrafter(self._pool, calibration)
+        self._drafter = LookupDrafter(self._pool, calibration)
         self._max_depth, self._num_rows = max_depth, max(max_depth // 2, 1)
         self._num_columns = max_depth + 1 - self._num_rows
         cells = [(r, i) for r in range(self._num_rows) for i in range(self._num_columns)]
@@ -108,11 +108,16 @@ class LookaheadDrafter(NoDrafter):
         self._begin()
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def cost_key(self) -> dict[str, Any]:
         return {"window": [self._num_columns, self._num_rows]}
 
     def draft(
-        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft:
         """What the pool knows to follow, and the columns of the window that end within the plan's depth."""
         draft = self._drafter.draft(batch, roots, plan, sampling, texts)
@@ -124,18 +129,18 @@ class LookaheadDrafter(NoDrafter):
         members = torch.tensor(list(chosen), device=roots.device)
         guesses = self._tree(roots[members], windows, cells)
         ends = [1 + k for k, (r, _) in enumerate(cells) if r == self._num_rows - 1]
-        self._guessed = _Guessed(windows, members, path_codes(guesses, plan.max_depth)[:, ends])
+        self._guessed = _Guessed(windows, members, path_hashes(guesses, plan.max_depth)[:, ends])
         merged = merge([draft.tree, guesses.spread(members, roots)], plan.max_depth)
         nothing = merged.tree.log_values.new_full((len(windows), 1, plan.children), -torch.inf)
         others = beside(merged.said[..., 0], merged.tree, plan.max_depth, plan)
         return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_caught_up, draft.is_all, others)
 
-    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Where a column was verified, the pick after it makes a run, and the run the next column."""
         guessed, self._guessed = self._guessed, None
         if guessed is None:
             return
-        codes = path_codes(verified.tree, self._max_depth)[guessed.members]
+        codes = path_hashes(verified.tree, self._max_depth)[guessed.members]
         found = (guessed.ends[:, :, None] == codes[:, None]) & verified.tree.valid[guessed.members][:, None]
         rows = verified.rows.row_of[guessed.members].gather(1, found.long().argmax(2))
         picks = torch.where(found.any(2), verified.logits.argmax(-1)[rows], -1)
@@ -146,8 +151,8 @@ class LookaheadDrafter(NoDrafter):
             self._earned += num_accepted
             self._slide(window, row)
 
-    def forget(self) -> None:
-        self._drafter.forget()
+    def reset_learning(self) -> None:
+        self._drafter.reset_learning()
         self._begin()
 
     def _begin(self) -> None:
@@ -156,7 +161,7 @@ class LookaheadDrafter(NoDrafter):
         self._random = Random(0)
         self._num_guesses, self._earned = FIRST_GUESSES, FIRST_EARNED
 
-    def _window(self, slot: int, text: Text) -> _Window:
+    def _window(self, slot: int, text: TokenSequence) -> _Window:
         """A new sequence's first guesses are tokens of its own."""
         if slot not in self._windows or self._windows[slot].text is not text:
             columns = [tuple(self._random.choices(text.token_ids, k=self._num_rows)) for _ in range(self._num_columns)]

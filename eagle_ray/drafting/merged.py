@@ -1,6 +1,6 @@
-"""MergedDrafter: the nodes of several drafters in one tree, so that the budget buys whoever's are worth most.
+"""EnsembleDrafter: the nodes of several drafters in one tree, so that the budget buys whoever's are worth most.
 
-    MergedDrafter([eagle, suffix], Blend(max_depth, 2))
+    EnsembleDrafter([eagle, suffix], Blend(max_depth, 2))
 
 Each part drafts, is told what the target picked and learns for itself; what a node is worth that one, another or all of
 them offer is learned here. The plan's depth and width are made for the first part, which is the one with a model where
@@ -17,14 +17,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Drafter, Text, Verified
+from eagle_ray.drafting.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.drafting.offers import levels_in_turn
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts
-from eagle_ray.speculative.blend import Blend
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch
+from eagle_ray.speculative.blend import EnsembleCalibration
 from eagle_ray.speculative.merge import Merged, merge
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch
 from eagle_ray.speculative.tree import DraftTree
 from eagle_ray.speculative.verify import VerifyResult
 
@@ -38,10 +38,10 @@ class _Drafted:
     depth: int
 
 
-class MergedDrafter:
+class EnsembleDrafter:
     """parts: at least two, the one with a model first. blend: for as many drafters."""
 
-    def __init__(self, parts: Sequence[Drafter], blend: Blend):
+    def __init__(self, parts: Sequence[Drafter], blend: EnsembleCalibration):
         self._parts, self._blend = parts, blend
         self._drafted: _Drafted | None = None
         self._num_taught = 0
@@ -51,10 +51,10 @@ class MergedDrafter:
         return sum(part.prefill_passes for part in self._parts)
 
     @property
-    def shape(self) -> dict[str, Any]:
-        return {"parts": [part.shape for part in self._parts]}
+    def cost_key(self) -> dict[str, Any]:
+        return {"parts": [part.cost_key for part in self._parts]}
 
-    def resume(
+    def attach_prefix(
         self,
         slots: list[int],
         firsts: list[int],
@@ -63,18 +63,25 @@ class MergedDrafter:
         features: Float[Tensor, "B H"],
     ) -> None:
         for part in self._parts:
-            part.resume(slots, firsts, columns, tokens, features)
+            part.attach_prefix(slots, firsts, columns, tokens, features)
 
-    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for part in self._parts:
             part.prefill(prompts, next_tokens, features)
 
-    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+    ) -> None:
         for part in self._parts:
-            part.observe(prompts, next_tokens, features)
+            part.prefill_deferred(prompts, next_tokens, features)
 
     def draft(
-        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft:
         """The first part's draft with the others' nodes beside it."""
         plans = [plan, *[replace(plan, enough=None)] * (len(self._parts) - 1)]
@@ -95,21 +102,21 @@ class MergedDrafter:
             beside(merged.said[..., 0], tree, depth, plan),
         )
 
-    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         for part in self._parts:
             part.extend(batch, verified)
 
-    def learn(self, result: VerifyResult) -> None:
+    def on_verified(self, result: VerifyResult) -> None:
         for part in self._parts:
-            part.learn(result)
+            part.on_verified(result)
         if self._drafted is not None:
             self._learn(self._drafted, result.tokens, result.num_accepted)
         self._drafted = None
 
-    def forget(self) -> None:
+    def reset_learning(self) -> None:
         for part in self._parts:
-            part.forget()
-        self._blend.fit.forget()
+            part.reset_learning()
+        self._blend.fit.reset()
         self._drafted, self._num_taught = None, 0
 
     def _learn(self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]) -> None:
@@ -124,11 +131,13 @@ class MergedDrafter:
             offered = (tree.parents == node[:, None]) & reached[:, None]
             picked = offered & (tree.tokens == picks[:, level, None])
             if level in taught:
-                self._blend.learn(level, drafted.kinds, said, offered, picked)
+                self._blend.update(level, drafted.kinds, said, offered, picked)
             node, reached = picked.long().argmax(1), picked.any(1)
 
 
-def beside(first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: Plan) -> list[Float[Tensor, "M N"]]:
+def beside(
+    first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
+) -> list[Float[Tensor, "M N"]]:
     """By depth: the log values of the nodes that the first drafter does not offer."""
     values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
     depths = tree.depths

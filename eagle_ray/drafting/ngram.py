@@ -10,21 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from eagle_ray.drafting.contexts import Children, blended
+from eagle_ray.drafting.contexts import Children, interpolate
 
 LONGEST = 4  # tokens of a context
 Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
 
 
-class NgramSource:
+class NgramIndex:
     """Nothing is shared by sequences."""
 
-    shape: ClassVar[dict[str, Any]] = {"longest": LONGEST}
+    cost_key: ClassVar[dict[str, Any]] = {"longest": LONGEST}
 
     def reader(self) -> NgramReader:
         return NgramReader()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         pass
 
 
@@ -61,7 +61,7 @@ class NgramCursor:
 
     def children(self, width: int) -> Children:
         contexts = (self.tail[start:] for start in range(len(self.tail)))
-        return blended(((len(c), self.counts[c]) for c in contexts if c in self.counts), width)
+        return interpolate(((len(c), self.counts[c]) for c in contexts if c in self.counts), width)
 
     def after(self, token: int) -> NgramCursor:
         return NgramCursor(self.counts, (*self.tail, token)[-LONGEST:])

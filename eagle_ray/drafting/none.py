@@ -1,4 +1,4 @@
-"""NoDrafter: offers nothing, so that every step is one of plain decoding. Drafters that run no model build on it."""
+"""NullDrafter: offers nothing, so that every step is one of plain decoding. Drafters that run no model build on it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Text, Verified
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.drafting.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch
 from eagle_ray.speculative.verify import VerifyResult
 
 
-class NoDrafter:
+class NullDrafter:
     """Trees of a root each; the baseline in every benchmark and the oracle in every test."""
 
     prefill_passes = 0
-    shape: ClassVar[dict[str, Any]] = {}
+    cost_key: ClassVar[dict[str, Any]] = {}
 
-    def resume(
+    def attach_prefix(
         self,
         slots: list[int],
         firsts: list[int],
@@ -32,22 +32,29 @@ class NoDrafter:
     ) -> None:
         pass
 
-    def prefill(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        self.observe(prompts, next_tokens, features)
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        self.prefill_deferred(prompts, next_tokens, features)
 
-    def observe(self, prompts: Prompts, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+    ) -> None:
         pass
 
     def draft(
-        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft:
-        return Draft.of_roots(roots)
+        return Draft.empty(roots)
 
-    def forget(self) -> None:
+    def reset_learning(self) -> None:
         pass
 
-    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         pass
 
-    def learn(self, result: VerifyResult) -> None:
+    def on_verified(self, result: VerifyResult) -> None:
         pass

@@ -19,8 +19,8 @@ from torch import Tensor
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.expand import Frontier
 
-EAGER_STEPS = 30  # steps that all teach
-LESSON_EVERY = 4  # from then on one in so many does, or in as many as there are levels: a lesson takes 1 to 5 ms
+WARMUP_STEPS = 30  # steps that all teach
+UPDATE_INTERVAL = 4  # from then on one in so many does, or in as many as there are levels: a lesson takes 1 to 5 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class PickedPath:
+class TargetPath:
     """Where the target's picks lead on each of L levels.
 
     nodes: of the level's frontier. reached: whether they do lead there, and the pick after it is known.
@@ -67,11 +67,11 @@ class Offers:
         """A new step's trees. kinds: of each row, as Calibration has them."""
         self.offered = Offered(kinds)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Back to the start, as if no pick had been seen."""
         self._num_taught = 0
         if self.calibration is not None:
-            self.calibration.fit.forget()
+            self.calibration.fit.reset()
 
     def add(
         self, frontier: Frontier | None, tokens: Int[Tensor, "B F K"], scores: Float[Tensor, "B F K"]
@@ -81,7 +81,7 @@ class Offers:
         self.offered.levels.append(_Level(frontier, tokens, scores))
         return scores if self.calibration is None else self.calibration.apply(level, self.offered.kinds, scores)
 
-    def learn(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> PickedPath | None:
+    def update(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath | None:
         """Calibrate all levels that have picks at once, where it is this step's turn: then the path that taught them.
 
         picks: the target's, of which the first num_accepted + 1 are known.
@@ -97,11 +97,11 @@ class Offers:
             scores = torch.stack([level.scores[row, node] for level, node in on_path])
             tokens = torch.stack([level.tokens[row, node] for level, node in on_path])
             picked = tokens == picks.T[: len(levels), :, None]
-            self.calibration.learn(self.offered.kinds, scores, picked, path.reached)
+            self.calibration.update(self.offered.kinds, scores, picked, path.reached)
         return path
 
 
-def _path(levels: list[_Level], picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> PickedPath:
+def _path(levels: list[_Level], picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath:
     nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
     for depth, level in enumerate(levels[1:]):
         frontier = level.frontier
@@ -109,16 +109,16 @@ def _path(levels: list[_Level], picks: Int[Tensor, "B D"], num_accepted: Int[Ten
         nodes.append(found.long().argmax(1))
         on_path.append(on_path[-1] & found.any(1))
     depths = torch.arange(len(levels), device=picks.device)
-    return PickedPath(torch.stack(nodes), torch.stack(on_path) & (num_accepted >= depths[:, None]))
+    return TargetPath(torch.stack(nodes), torch.stack(on_path) & (num_accepted >= depths[:, None]))
 
 
 def is_due(step: int, num_levels: int) -> bool:
     """Whether the step-th step teaches."""
-    return num_levels > 0 and (step <= EAGER_STEPS or step % max(num_levels, LESSON_EVERY) == 0)
+    return num_levels > 0 and (step <= WARMUP_STEPS or step % max(num_levels, UPDATE_INTERVAL) == 0)
 
 
 def levels_in_turn(step: int, num_levels: int) -> range:
     """The levels that the step-th step teaches, where they are taught one by one: at first all, then one in turn."""
-    if step <= EAGER_STEPS or not num_levels:
+    if step <= WARMUP_STEPS or not num_levels:
         return range(num_levels)
     return range(step % num_levels, step % num_levels + 1)

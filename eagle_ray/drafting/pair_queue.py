@@ -1,4 +1,4 @@
-"""PairQueue: the (token, feature) pairs that a draft head has not read yet, a ring for each slot.
+"""FeatureBuffer: the (token, feature) pairs that a draft head has not read yet, a ring for each slot.
 
 While speculation is off the target goes on making pairs; the last `window` of each slot wait here, so that drafting
 can begin again with a context. Does not know heads, trees or which pairs are still wanted.
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-class PairQueue:
+class FeatureBuffer:
     """window: pairs of each slot that are kept; the pair of column j stands where the pair of j - window stood.
 
     num_slots: one slot more is there, for the sequences that fill up a batch.

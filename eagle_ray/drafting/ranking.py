@@ -20,22 +20,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.offers import Offered, Offers, PickedPath
+from eagle_ray.drafting.offers import Offered, Offers, TargetPath
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import LARGE_NOISE, Coupling, least_kept
 from eagle_ray.speculative.expand import Frontier
-from eagle_ray.speculative.sampling import BatchSampling, gumbel_noise
-from eagle_ray.speculative.upload import upload
+from eagle_ray.speculative.sampling import SamplingBatch, gumbel_noise
+from eagle_ray.speculative.upload import to_device
 from eagle_ray.speculative.verify import VerifyResult
 
-MOST_FUSED = 32  # children of a node that the kernel finds, one after the other
-PICKS_A_LESSON = 32  # picks that coupling learns from at once: more would cost memory and teach little
+MAX_FUSED_K = 32  # children of a node that the kernel finds, one after the other
+MAX_FEEDBACK = 32  # picks that coupling learns from at once: more would cost memory and teach little
 LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Children:
+class TopK:
     """K children of each of F nodes, the likeliest first, all conditional on their parent.
 
     log_probs: that the target picks them, calibrated. draft_log_probs: the head's own, without noise or temperature.
@@ -47,20 +47,20 @@ class Children:
 
 
 @dataclass(slots=True)
-class Lesson:
+class RankingFeedback:
     """What one step's trees were made from, for the picks to teach by.
 
     members: which sequences of the batch they are of. sampling, lengths: theirs. features: of each level's frontier.
     """
 
     members: Int[Tensor, " M"] | slice
-    sampling: BatchSampling
+    sampling: SamplingBatch
     lengths: Int[Tensor, " M"]
     features: list[Float[Tensor, "M F H"]]
     offered: Offered
 
 
-class Ranking:
+class CandidateRanker:
     """logits_of: the head's logits from its features. token_ids: the tokens they are of; None where that is all.
 
     lesson: what `learn` is going to learn from; None where nothing was drafted since. It may be kept and set again.
@@ -78,45 +78,45 @@ class Ranking:
         self._order = None if token_ids is None else token_ids.argsort()
         self._offers = Offers(calibration)
         self._num_lessons = 0
-        self.lesson: Lesson | None = None
+        self.lesson: RankingFeedback | None = None
 
-    def begin(self, sampling: BatchSampling, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
+    def start(self, sampling: SamplingBatch, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
         """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
 
         members: their indices in the batch that sampling describes; None for all of it.
         """
-        at = slice(len(lengths)) if members is None else upload(members, lengths.device)
+        at = slice(len(lengths)) if members is None else to_device(members, lengths.device)
         sampling = sampling if members is None else sampling.select(members)
         self._offers.begin((sampling.temperature > 0).long())
-        self.lesson = Lesson(at, sampling, lengths, [], self._offers.offered)
+        self.lesson = RankingFeedback(at, sampling, lengths, [], self._offers.offered)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Back to the start, as if no pick had been seen."""
         self._num_lessons, self.lesson = 0, None
-        self._offers.forget()
+        self._offers.reset()
         if self.coupling is not None:
-            self.coupling.fit.forget()
+            self.coupling.fit.reset()
 
-    def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> Children:
+    def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> TopK:
         """The `width` likeliest children of every node of the next level's frontier."""
         level = len(self.lesson.features)
         logits = self._logits_of(features)
         width = min(width, logits.shape[-1])
-        best = self._fused_best if use_triton(logits.device) and width <= MOST_FUSED else self._best
+        best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
         scores, index, own = best(level, logits, width)
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows offers nothing
         tokens = index if self._token_ids is None else self._token_ids[index]
         self.lesson.features.append(features)
-        return Children(tokens, self._offers.add(frontier, tokens, scores), own)
+        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
 
-    def learn(self, result: VerifyResult) -> None:
+    def update(self, result: VerifyResult) -> None:
         """What the target picked on the trees that were just drafted, on all levels at once; see Offers.learn."""
         lesson = self.lesson
         if lesson is None or (self.calibration is None and self.coupling is None):
             return
         self._offers.offered = lesson.offered
         picks, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
-        path = self._offers.learn(picks, num_accepted)
+        path = self._offers.update(picks, num_accepted)
         if path is not None and self.coupling is not None and lesson.sampling.any_sampled:
             self._couple(path, picks)
         self.lesson = None
@@ -159,11 +159,11 @@ class Ranking:
             )
         return top_k(logits, width, push)
 
-    def _couple(self, path: PickedPath, picks: Int[Tensor, "B D"]) -> None:
-        """From PICKS_A_LESSON picks at most, or one sequence's; of others the next time. Logits are made once more."""
+    def _couple(self, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
+        """From MAX_FEEDBACK picks at most, or one sequence's; of others the next time. Logits are made once more."""
         levels, sampling = range(len(path.nodes)), self.lesson.sampling
         num_sampled = len(sampling.sampled)
-        turns = min(num_sampled, -(-num_sampled * len(levels) // PICKS_A_LESSON))
+        turns = min(num_sampled, -(-num_sampled * len(levels) // MAX_FEEDBACK))
         rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
         self._num_lessons += 1
         pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)
@@ -171,7 +171,7 @@ class Ranking:
         places, known = self._places(picks.T[: len(levels), rows])
         noise = self._noise(levels, rows, logits.shape[-1])
         known = known & path.reached[:, rows] & logits.isfinite().all(-1)
-        self.coupling.learn(logits.nan_to_num(), sampling, rows, noise, places, known)
+        self.coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
 
     def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
         """Where the picks stand among the tokens that can be drafted, and whether they do."""

@@ -18,17 +18,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Text, Verified
-from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.drafting.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.drafting.none import NullDrafter
 from eagle_ray.drafting.offers import Offers
-from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.models.kv_cache import DecodeSlots
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch
 
 
-class RecyclingDrafter(NoDrafter):
+class RecyclingDrafter(NullDrafter):
     """num_kept: K, more than which no node gets children."""
 
     def __init__(
@@ -43,22 +43,27 @@ class RecyclingDrafter(NoDrafter):
         self._is_untaught = False  # the last draft's picks are still to come
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def cost_key(self) -> dict[str, Any]:
         return {"kept": list(self._tokens.shape)}
 
     def draft(
-        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft:
         """The top `width` nodes of each level get what is kept by their tokens."""
         if self._is_empty:
-            return Draft(Draft.of_roots(roots).tree, [], 0, 0, is_all=True)
+            return Draft(Draft.empty(roots).tree, [], 0, 0, is_all=True)
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         self._members = slice(None) if members is None else members
         tokens, frontier = roots[self._members][:, None], None
         builder = TreeBuilder(tokens[:, 0], plan.width, ends=sampling.ends[self._members])
         self._offers.begin((sampling.temperature > 0).long()[self._members])
         self._is_untaught = True
-        while builder.depth < plan.max_depth and not (builder.depth and plan.enough and plan.enough(builder)):
+        while builder.depth < plan.max_depth and not (builder.depth and plan.should_stop and plan.should_stop(builder)):
             if builder.depth:
                 frontier = builder.frontier()
                 tokens = frontier.tokens
@@ -69,7 +74,7 @@ class RecyclingDrafter(NoDrafter):
         tree = tree if members is None else tree.spread(members, roots)
         return Draft(tree, builder.levels, 0, len(tokens))
 
-    def extend(self, batch: BatchSlots, verified: Verified) -> None:
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Keep what every row says; of several rows of one token, any."""
         rows, result = verified.rows, verified.result
         best = verified.logits.float().log_softmax(-1).topk(self._tokens.shape[1], -1)
@@ -79,10 +84,10 @@ class RecyclingDrafter(NoDrafter):
         self._is_empty = False
         if self._is_untaught:
             picks, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
-            self._offers.learn(picks, num_accepted)
+            self._offers.update(picks, num_accepted)
         self._is_untaught = False
 
-    def forget(self) -> None:
-        self._offers.forget()
+    def reset_learning(self) -> None:
+        self._offers.reset()
         self._scores.fill_(-torch.inf)
         self._is_empty, self._is_untaught = True, False

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.drafting.contexts import Children, blended
+from eagle_ray.drafting.contexts import Children, interpolate
 from eagle_ray.drafting.suffix_array import Interval, SuffixArray
 
 LONGEST = 16  # tokens of a context, as in the paper
@@ -22,20 +22,20 @@ TRIED = 4  # contexts of falling length that are asked for children
 MOST_PLACES = 64  # of a context that are looked at
 
 
-class RestSource:
+class RestIndex:
     """texts: token ids of the target's vocabulary."""
 
     def __init__(self, texts: Sequence[Sequence[int]]):
         self._datastore = SuffixArray(texts, LONGEST)
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def cost_key(self) -> dict[str, Any]:
         return {"tokens": self._datastore.all[1]}
 
     def reader(self) -> RestReader:
         return RestReader(RestCursor(self._datastore, (self._datastore.all,)))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing: the datastore is not read from sequences."""
 
 
@@ -65,7 +65,7 @@ class RestCursor:
     def children(self, width: int) -> Children:
         lengths = range(len(self.intervals) - 1, 0, -1)[:TRIED]
         contexts = ((m, self.datastore.follows(self.intervals[m], m, MOST_PLACES)) for m in lengths)
-        return blended((context for context in contexts if context[1]), width)
+        return interpolate((context for context in contexts if context[1]), width)
 
     def after(self, token: int) -> RestCursor:
         intervals = [self.datastore.all]

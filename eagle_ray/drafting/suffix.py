@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from eagle_ray.drafting.contexts import Children, blended
+from eagle_ray.drafting.contexts import Children, interpolate
 from eagle_ray.drafting.suffix_automaton import ROOT, SuffixAutomaton
 
 CAPACITY = 200_000  # tokens, at about 460 bytes each
@@ -21,10 +21,10 @@ TRIED = 4  # contexts of falling length that are asked for children
 VAGUE = 256  # different tokens after a context that make it too vague to ask
 
 
-class SuffixSource:
+class SuffixIndex:
     """capacity: tokens that are remembered at most."""
 
-    shape: ClassVar[dict[str, Any]] = {"tried": TRIED}
+    cost_key: ClassVar[dict[str, Any]] = {"tried": TRIED}
 
     def __init__(self, capacity: int = CAPACITY):
         self._capacity, self.automaton = capacity, SuffixAutomaton()
@@ -32,19 +32,19 @@ class SuffixSource:
     def reader(self) -> SuffixReader:
         return SuffixReader(self)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.automaton = SuffixAutomaton()
 
     def make_room(self) -> None:
         """Forget all when full."""
         if self.automaton.num_tokens >= self._capacity:
-            self.forget()
+            self.reset()
 
 
 class SuffixReader:
     """One sequence in the automaton that was its source's when it was last read."""
 
-    def __init__(self, source: SuffixSource):
+    def __init__(self, source: SuffixIndex):
         self._source, self._automaton, self._state = source, source.automaton, ROOT
 
     def read(self, token_ids: list[int]) -> None:
@@ -69,7 +69,7 @@ class SuffixCursor:
     def children(self, width: int) -> Children:
         telling = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
         asked = ((min(n, BELIEVED), self.automaton.follows(s)) for s, n in islice(telling, TRIED))
-        return blended(asked, width)
+        return interpolate(asked, width)
 
     def after(self, token: int) -> SuffixCursor:
         for state, length in self._contexts():

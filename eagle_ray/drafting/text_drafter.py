@@ -1,4 +1,4 @@
-"""TextDrafter: offers what has followed the same tokens before, read from texts on the host; no model runs.
+"""LookupDrafter: offers what has followed the same tokens before, read from texts on the host; no model runs.
 
 A source hands out readers, one for each sequence, which read its tokens as they come; a reader hands out a cursor where
 the text ends, which names the likeliest next tokens and moves on over one of them:
@@ -24,14 +24,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.drafting.contexts import Children
-from eagle_ray.drafting.drafter import Draft, Text
-from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.drafting.drafter import Draft, TokenSequence
+from eagle_ray.drafting.none import NullDrafter
 from eagle_ray.drafting.offers import Offers
-from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.models.kv_cache import DecodeSlots
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.expand import Frontier, TreeBuilder
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch
 
 
 @runtime_checkable
@@ -57,25 +57,25 @@ class Reader(Protocol):
 
 
 @runtime_checkable
-class Source(Protocol):
+class LookupIndex(Protocol):
     """What has followed what."""
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def cost_key(self) -> dict[str, Any]:
         """What the cost of asking depends on, as JSON."""
 
     def reader(self) -> Reader:
         """For a new sequence."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was read of sequences; the readers so far are not used again."""
 
 
 @dataclass(slots=True)
-class _Read:
+class _SequenceState:
     """A sequence as far as its reader has read it."""
 
-    text: Text
+    text: TokenSequence
     reader: Reader
     num_tokens: int = 0
     last: int = 0
@@ -88,20 +88,25 @@ class _Read:
         return len(news)
 
 
-class TextDrafter(NoDrafter):
+class LookupDrafter(NullDrafter):
     """calibration: on the CPU; from the source's probabilities to how often the target picks such tokens."""
 
-    def __init__(self, source: Source, calibration: Calibration | None = None):
+    def __init__(self, source: LookupIndex, calibration: Calibration | None = None):
         self.source, self._offers = source, Offers(calibration)
-        self._reads: dict[int, _Read] = {}  # by slot
-        self._drafted: list[tuple[Text, int]] = []  # the members of the last draft, and their tokens then
+        self._reads: dict[int, _SequenceState] = {}  # by slot
+        self._drafted: list[tuple[TokenSequence, int]] = []  # the members of the last draft, and their tokens then
 
     @property
-    def shape(self) -> dict[str, Any]:
-        return {"source": type(self.source).__name__} | self.source.shape
+    def cost_key(self) -> dict[str, Any]:
+        return {"source": type(self.source).__name__} | self.source.cost_key
 
     def draft(
-        self, batch: BatchSlots, roots: Int[Tensor, " B"], plan: Plan, sampling: BatchSampling, texts: Sequence[Text]
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
     ) -> Draft:
         """The `width` likeliest nodes of each level get at most `plan.children` each."""
         members = range(len(texts)) if plan.members is None else plan.members
@@ -115,34 +120,34 @@ class TextDrafter(NoDrafter):
         builder = TreeBuilder(torch.tensor([read.last for read in reads]), plan.width, ends=ends)
         is_all = self._grow(builder, plan, [[read.reader.cursor()] for read in reads])
         if not builder.depth:
-            return Draft(Draft.of_roots(roots).tree, [], 0, num_read, is_all)
+            return Draft(Draft.empty(roots).tree, [], 0, num_read, is_all)
         tree = builder.build()
         tree = tree.rerank(tree.valid, int(tree.valid.sum(1).max())).to(roots.device)
         if plan.members is not None:
             tree = tree.spread(torch.tensor(plan.members, device=roots.device), roots)
         return Draft(tree, [level.to(roots.device) for level in builder.levels], 0, num_read, is_all)
 
-    def forget(self) -> None:
-        self._offers.forget()
-        self.source.forget()
+    def reset_learning(self) -> None:
+        self._offers.reset()
+        self.source.reset()
         self._reads, self._drafted = {}, []
 
-    def _meet(self, slots: list[int], texts: list[Text]) -> list[_Read]:
+    def _meet(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
         """These sequences, which may have been in other slots before; of those whose slots they took, read the ends."""
         known = {id(read.text): read for read in self._reads.values()}
         for slot, text in zip(slots, texts, strict=True):
             if slot not in self._reads or self._reads[slot].text is not text:
-                self._reads[slot] = known.get(id(text)) or _Read(text, self.source.reader())
+                self._reads[slot] = known.get(id(text)) or _SequenceState(text, self.source.reader())
         for gone in known.keys() - {id(read.text) for read in self._reads.values()}:
             known[gone].catch_up()
         return [self._reads[slot] for slot in slots]
 
-    def _grow(self, builder: TreeBuilder, plan: Plan, cursors: list[list[Cursor | None]]) -> bool:
+    def _grow(self, builder: TreeBuilder, plan: DraftPlan, cursors: list[list[Cursor | None]]) -> bool:
         """Levels until the plan has enough or nothing follows; whether it was the latter. None is padding's cursor."""
         frontier = None
         while builder.depth < plan.max_depth:
             if builder.depth:
-                if plan.enough and plan.enough(builder):
+                if plan.should_stop and plan.should_stop(builder):
                     return False
                 frontier = builder.frontier()
                 cursors = _moved(cursors, frontier)
@@ -161,7 +166,7 @@ class TextDrafter(NoDrafter):
         longest = max(map(len, later))
         picks = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in later]).view(len(later), longest)
         num_accepted = torch.tensor([len(ids) - 1 for ids in later])
-        self._offers.learn(picks, num_accepted)
+        self._offers.update(picks, num_accepted)
 
 
 def _moved(cursors: list[list[Cursor | None]], frontier: Frontier) -> list[list[Cursor | None]]:

@@ -31,7 +31,7 @@ from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError
 
 
-class _Post:
+class LoopMailbox:
     """From the engine's thread to one loop: whatever is sent before the loop gets to it wakes it only once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -54,12 +54,12 @@ class _Post:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class PendingRequest:
     """A sequence on its way through the thread, and the future that waits for it."""
 
     sequence: Sequence
     future: asyncio.Future
-    post: _Post
+    post: LoopMailbox
     listener: Callable[[], None] | None
 
     def finish(self, error: Exception | None = None) -> None:
@@ -75,7 +75,7 @@ class _Call:
             self.future.set_exception(error)
 
 
-_Order = tuple[Callable[[_Call], None], _Call]
+Command = tuple[Callable[[PendingRequest], None], PendingRequest]
 """What the thread shall do with a call: add it or drop it."""
 
 
@@ -93,9 +93,9 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None is the end
-        self._calls: dict[Sequence, _Call] = {}
-        self._post: _Post | None = None
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None is the end
+        self._calls: dict[Sequence, PendingRequest] = {}
+        self._post: LoopMailbox | None = None
         self._error: EngineError | None = None
         self._alive = threading.Lock()  # held to put a call in while the thread is sure to see it
         self._thread = threading.Thread(target=self._run, name="eagle-ray-engine", daemon=True)
@@ -147,7 +147,7 @@ class AsyncEngine:
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
         post = self._post_here()
-        call = _Call(sequence, post.loop.create_future(), post, listener)
+        call = PendingRequest(sequence, post.loop.create_future(), post, listener)
         with self._alive:
             if self._error is not None:
                 raise self._error
@@ -158,11 +158,11 @@ class AsyncEngine:
             self._inbox.put((self._drop, call))
             raise
 
-    def _post_here(self) -> _Post:
+    def _post_here(self) -> LoopMailbox:
         """The running loop's; as a rule there is but one loop."""
         loop = asyncio.get_running_loop()
         if self._post is None or self._post.loop is not loop:
-            self._post = _Post(loop)
+            self._post = LoopMailbox(loop)
         return self._post
 
     def _run(self) -> None:
@@ -191,7 +191,7 @@ class AsyncEngine:
             obey, call = order
             obey(call)
 
-    def _add(self, call: _Call) -> None:
+    def _add(self, call: PendingRequest) -> None:
         try:
             self._engine.add(call.sequence)
         except Exception as error:  # whatever it is, the engine has not taken the sequence: nobody else's problem
@@ -200,7 +200,7 @@ class AsyncEngine:
             call.sequence.listener = call.listener
             self._calls[call.sequence] = call
 
-    def _drop(self, call: _Call) -> None:
+    def _drop(self, call: PendingRequest) -> None:
         """Unless it is answered, or was never taken because another call brought the same sequence."""
         if self._calls.get(call.sequence) is call:
             del self._calls[call.sequence]

@@ -21,12 +21,12 @@ from eagle_ray.engine.global_planner import WIDTHS
 from eagle_ray.engine.measure import (
     SHORT_OUTPUT,
     SHORT_PROMPT,
-    AsAlways,
-    Bench,
-    SetPlanner,
+    CalibrationRun,
+    ProxyPlanner,
+    ScriptedPlanner,
     Setting,
     as_replayed,
-    at_bench,
+    calibration_mode,
     most_rows_of,
 )
 
@@ -47,17 +47,17 @@ def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
 
 def capture_fixed(engine: Engine) -> None:
     """The same for an engine whose planner does not look at what it has learnt: plain decoding, uniform, static."""
-    _record(engine, AsAlways(engine.planner), lambda most: (Setting(n, 1, 0, 0) for n in _batch_sizes(most)))
+    _record(engine, ProxyPlanner(engine.planner), lambda most: (Setting(n, 1, 0, 0) for n in _batch_sizes(most)))
 
 
-def _record(engine: Engine, planner: SetPlanner, settings_of: SettingsOf) -> None:
+def _record(engine: Engine, planner: ScriptedPlanner, settings_of: SettingsOf) -> None:
     graphs, started = engine.graphs, time.monotonic()
     told = started
-    with at_bench(engine, planner) as bench:
+    with calibration_mode(engine, planner) as bench:
         steps = list(_steps(engine, bench, settings_of))
         for i, (length, temperature, setting) in enumerate(steps):
             now = time.monotonic()
-            if not graphs.works or now - started > CAPTURE_S:
+            if not graphs.is_enabled or now - started > CAPTURE_S:
                 log.info("recording ahead ends after %d of %d steps", i, len(steps))
                 break
             if now - told > TELL_S:
@@ -70,7 +70,7 @@ def _record(engine: Engine, planner: SetPlanner, settings_of: SettingsOf) -> Non
     log.info("recorded ahead in %.1f s: %s", time.monotonic() - started, graphs.summary)
 
 
-def _steps(engine: Engine, bench: Bench, settings_of: SettingsOf) -> Iterator[tuple[int, float, Setting]]:
+def _steps(engine: Engine, bench: CalibrationRun, settings_of: SettingsOf) -> Iterator[tuple[int, float, Setting]]:
     """Prompt length, temperature and setting: all that fit behind short prompts, then in longer contexts."""
     lengths = [SHORT_PROMPT, *(bound + 1 for bound in engine.graphs.contexts[:-1])]
     for length in lengths:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from eagle_ray.engine.doubt import Doubt
-from eagle_ray.engine.planner import Outcome
-from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.engine.doubt import CurveFilter
+from eagle_ray.engine.planner import StepOutcome
+from eagle_ray.engine.stopwatch import StepTimes
 
 # Rows of a pass that are measured and offered to the budget: the buckets.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -36,11 +36,11 @@ class CostCurve:
     rows: list[int]
     seconds: list[float]
     _rising: list[float] = field(init=False)
-    _doubt: Doubt = field(init=False, repr=False, compare=False)
+    _doubt: CurveFilter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._rising = never_falling(self.seconds)
-        self._doubt = Doubt(self.rows)
+        self._rising = isotonic(self.seconds)
+        self._doubt = CurveFilter(self.rows)
 
     def __call__(self, rows: float) -> float:
         """Seconds at `rows`; past the last measured number it rises as on average before, at least."""
@@ -90,7 +90,7 @@ class CostCurve:
         else:
             factors = self._doubt.factors(self._shares(rows), ratio)
             self.seconds = [s * factor for s, factor in zip(self._rising, factors, strict=True)]
-        self._rising = never_falling(self.seconds)
+        self._rising = isotonic(self.seconds)
 
     def _shares(self, rows: float) -> dict[int, float]:
         """The places of the measured numbers next to `rows`, and how much each of them has to do with it."""
@@ -102,7 +102,7 @@ class CostCurve:
         return {left: 1 - share, right: share}
 
 
-def never_falling(seconds: list[float]) -> list[float]:
+def isotonic(seconds: list[float]) -> list[float]:
     """The nearest sequence that never falls: wherever one would, neighbours share their geometric mean."""
     if all(a <= b for a, b in pairwise(seconds)):
         return seconds
@@ -166,28 +166,28 @@ class StepCosts:
         """num_rows: of its pass, where it is padded."""
         return self.verified(max(num_rows, batch_size), num_cached, batch_size) + self.plain_rest(batch_size)
 
-    def foresee(self, outcome: Outcome) -> Seconds:
+    def predict(self, outcome: StepOutcome) -> StepTimes:
         """What a step of this kind takes by all that is known."""
         verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_beside)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         draft = 0.0
-        if outcome.plan.drafts:
+        if outcome.plan.is_drafting:
             members = outcome.plan.num_members(outcome.batch_size)
             draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, max(outcome.depth, 1))
-        return Seconds(draft, verify, rest(outcome.batch_size))
+        return StepTimes(draft, verify, rest(outcome.batch_size))
 
-    def beside(self, outcome: Outcome) -> float:
+    def beside(self, outcome: StepOutcome) -> float:
         """What the prompts add that went through the target in its pass."""
         return self.verify(outcome.num_rows + outcome.num_beside) - self.verify(outcome.num_rows)
 
-    def learn(self, outcome: Outcome, foreseen: Seconds, usual: bool = True) -> None:
+    def learn(self, outcome: StepOutcome, foreseen: StepTimes, usual: bool = True) -> None:
         """Correct what this step has shown to be wrong. foreseen: what it was taken to take.
 
         usual: whether the rest of it is what others take; else they take no more than that.
         """
         seconds = outcome.seconds
         self.verify.correct(outcome.num_rows + outcome.num_beside, seconds.verify / foreseen.verify)
-        if outcome.plan.drafts:
+        if outcome.plan.is_drafting:
             ratio = seconds.draft / foreseen.draft
             self.read.correct(outcome.num_caught_up, ratio)
             if outcome.depth > 1:

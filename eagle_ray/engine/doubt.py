@@ -25,7 +25,7 @@ NEW = 0.5  # of a size that was run once, beyond all that were measured: its fir
 STRANGE = 3.0  # standard deviations: what is further off says more about the machine's other work than about this size
 
 
-class Doubt:
+class CurveFilter:
     """rows: the sizes of a curve, in order."""
 
     def __init__(self, rows: Sequence[int]):

@@ -28,19 +28,19 @@ import torch
 from eagle_ray.drafting.drafter import Draft, Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.engine.flight import Flight
-from eagle_ray.engine.graphs import Graphs
-from eagle_ray.engine.host_copy import HostCopy
+from eagle_ray.engine.flight import PendingStep
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.engine.host_copy import DeviceToHost
 from eagle_ray.engine.logprobs import ranked, record_outputs
-from eagle_ray.engine.planner import Outcome, Planner
-from eagle_ray.engine.prefill import Prefiller, Prompted
-from eagle_ray.engine.scheduler import Batch, Chunk, Scheduler
-from eagle_ray.engine.sequence import Sequence, Status, check_fits
-from eagle_ray.engine.step_record import StepRecord
-from eagle_ray.engine.stopwatch import Stopwatch
-from eagle_ray.engine.verify_step import TreeSizes, Verifier
-from eagle_ray.models.target import PromptPass, Prompts, Target
-from eagle_ray.speculative.plan import Plan
+from eagle_ray.engine.planner import Planner, StepOutcome
+from eagle_ray.engine.prefill import PendingPrefill, Prefiller
+from eagle_ray.engine.scheduler import DecodeBatch, PrefillChunk, Scheduler
+from eagle_ray.engine.sequence import Sequence, Status, check_length
+from eagle_ray.engine.step_record import StepOutput
+from eagle_ray.engine.stopwatch import StepTimer
+from eagle_ray.engine.verify_step import MaxTreeSizes, Verifier
+from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.speculative.plan import DraftPlan
 from eagle_ray.speculative.stats import AcceptanceStats
 
 
@@ -51,7 +51,7 @@ class Engine:
     allows (max_depth; 0 for plain decoding): the length of the acceptance statistics. prefill_tokens: most prompt
     tokens computed in one step, so that no prompt stalls those who decode (on a CPU twice as many are hardly faster).
     graphs: through which steps are replayed; then `extend` of the drafter must be capturable, as it is of an
-    EagleDrafter, whose drafts are replayed too, and of a NoDrafter. trees: the largest, for which those are made.
+    EagleDrafter, whose drafts are replayed too, and of a NullDrafter. trees: the largest, for which those are made.
     overlap: where there are graphs, launch a step before the one before it is read.
 
     mixes: whether prompts go through the target beside the rows of those who decode; only where there are no graphs.
@@ -59,14 +59,14 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
+        target: TargetModel,
         drafter: Drafter,
         planner: Planner,
         max_model_len: int,
         num_spec_tokens: int,
         prefill_tokens: int = 512,
-        graphs: Graphs | None = None,
-        trees: TreeSizes | None = None,
+        graphs: CudaGraphRunner | None = None,
+        trees: MaxTreeSizes | None = None,
         overlap: bool = True,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
@@ -80,9 +80,9 @@ class Engine:
         if isinstance(drafter, EagleDrafter):
             drafter.replay = graphs
         self.counters = EngineCounters(target.cache.num_slots)
-        self._next: Flight | None = None  # launched ahead
+        self._next: PendingStep | None = None  # launched ahead
         self._num_recorded = 0
-        self._uncounted: dict[Sequence, StepRecord] = {}  # of the last step
+        self._uncounted: dict[Sequence, StepOutput] = {}  # of the last step
 
     @property
     def has_work(self) -> bool:
@@ -102,7 +102,7 @@ class Engine:
         started, num_before = time.monotonic(), self.counters.num_prefill_tokens
         flight, self._next = self._next, None
         prompted = None
-        if flight is not None and flight.is_wanted:
+        if flight is not None and flight.has_running:
             prompted = self._launch_prompts()
         else:
             flight, prompted = self._begin()
@@ -125,7 +125,7 @@ class Engine:
         """
         if sequence.arrived_at is not None:
             raise ValueError(f"sequence {sequence.request_id!r} was added before: make a new one of its prompt_ids")
-        check_fits(sequence, self.max_model_len, self.target.vocab_size)
+        check_length(sequence, self.max_model_len, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
         self.scheduler.add(sequence)
         sequence.arrived_at = time.monotonic()
@@ -134,12 +134,12 @@ class Engine:
         """Forget a sequence; its slot is free for the next step."""
         self.scheduler.abort(sequence)
 
-    def _begin(self) -> tuple[Flight | None, Prompted | None]:
+    def _begin(self) -> tuple[PendingStep | None, PendingPrefill | None]:
         """The launch of all that decode, if any do, and of this step's share of the prompts: beside them, else before.
 
         Whose prompt ends before them decodes with them.
         """
-        self.scheduler.make_room()
+        self.scheduler.reserve_or_preempt()
         batch = self.scheduler.batch() if self.mixes else None
         if batch is not None:
             return self._start(batch, *self._chunks())
@@ -147,13 +147,15 @@ class Engine:
         batch = self.scheduler.batch()
         return (None, None) if batch is None else self._start(batch, [], False)
 
-    def _start(self, batch: Batch, chunks: list[Chunk], drafting: bool) -> tuple[Flight, Prompted | None]:
+    def _start(
+        self, batch: DecodeBatch, chunks: list[PrefillChunk], drafting: bool
+    ) -> tuple[PendingStep, PendingPrefill | None]:
         """chunks: of prompts, computed in the same pass of the target. drafting: as Prefiller.take has it."""
         prompts = self.prefiller.prompts(chunks) if chunks else None
         batch = replace(batch, num_beside=sum(chunk.num_tokens for chunk in chunks))
-        watch, plan = Stopwatch(self.target.device), self.planner.plan(batch).among(batch.spacious)
-        draft = Draft.of_roots(batch.roots)
-        if plan.drafts:
+        watch, plan = StepTimer(self.target.device), self.planner.plan(batch).restrict_to(batch.can_draft)
+        draft = Draft.empty(batch.roots)
+        if plan.is_drafting:
             draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
         flight, passed = self._launch(batch, plan, draft, watch, prompts)
         if passed is None:
@@ -165,31 +167,31 @@ class Engine:
         self.counters.prefill_s += seconds
         return flight, prompted
 
-    def _launch_behind(self, flight: Flight) -> Flight | None:
+    def _launch_behind(self, flight: PendingStep) -> PendingStep | None:
         """The next step of the same sequences; None where it must wait until this one is read."""
-        batch = self.scheduler.batch_behind(flight.batch, flight.result, flight.most_tokens)
+        batch = self.scheduler.next_batch(flight.batch, flight.result, flight.max_new_tokens)
         if batch is None:
             return None
-        watch, plan = Stopwatch(self.target.device, flight.watch), self.planner.plan(batch)
-        draft = Draft.of_roots(batch.roots)
-        if plan.drafts:
-            draft = self.drafter.draft_ahead(batch.at, batch.roots, plan, batch.sampling)
+        watch, plan = StepTimer(self.target.device, flight.watch), self.planner.plan(batch)
+        draft = Draft.empty(batch.roots)
+        if plan.is_drafting:
+            draft = self.drafter.draft_async(batch.at, batch.roots, plan, batch.sampling)
         return None if draft is None else self._launch(batch, plan, draft, watch)[0]
 
     def _launch(
-        self, batch: Batch, plan: Plan, draft: Draft, watch: Stopwatch, prompts: Prompts | None = None
-    ) -> tuple[Flight, PromptPass | None]:
+        self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, watch: StepTimer, prompts: PrefillBatch | None = None
+    ) -> tuple[PendingStep, PrefillOutput | None]:
         """Allocate, verify, send what came of it and learn from it; see verify_step for what verifying is."""
         watch.mark()
         allocation = self.planner.allocate(draft, plan, batch)
         shape, verdict = self.verifier.run(self.drafter, batch, draft, allocation, watch.mark, prompts)
-        copy = HostCopy(verdict.record[: len(batch)], *(verdict.tops or ()))
+        copy = DeviceToHost(verdict.record[: len(batch)], *(verdict.tops or ()))
         watch.mark()
-        self.drafter.learn(verdict.result)
+        self.drafter.on_verified(verdict.result)
         parts = batch, plan, draft, allocation, shape, verdict.result, copy, watch
-        return Flight(self.planner, *parts, self._is_recorded()), verdict.prompted
+        return PendingStep(self.planner, *parts, self._is_recorded()), verdict.prompted
 
-    def _take(self, flight: Flight, num_prompt_tokens: int) -> None:
+    def _take(self, flight: PendingStep, num_prompt_tokens: int) -> None:
         """Read what came of a step: for each sequence, for the planner, and for the step behind it."""
         for sequence in list(self._uncounted):
             self._count_step(sequence)
@@ -200,20 +202,20 @@ class Engine:
         if self._next is not None:
             self._settle(self._next)
         seconds = flight.watch.read(followed=self._next is not None)
-        self.counters.prefill_s += seconds.verify * flight.share_beside
+        self.counters.prefill_s += seconds.verify * flight.prefill_fraction
         outcome = flight.outcome(num_cached, num_accepted, num_prompt_tokens, seconds)
         self._count_outcome(outcome)
-        flight.planner.learn(outcome)
+        flight.planner.observe(outcome)
 
     def _hand_out(
-        self, flight: Flight, record: list[list[int]], top_ids: list | None = None, top_values: list | None = None
+        self, flight: PendingStep, record: list[list[int]], top_ids: list | None = None, top_values: list | None = None
     ) -> int:
         """What follows from a step's copy for each sequence that still runs; accepted drafts, none past an end."""
         batch, plan, draft = flight.batch, flight.plan, flight.draft
         members = set(range(len(batch)) if plan.members is None else plan.members)
         num_accepted = 0
         for i, (sequence, row) in enumerate(zip(batch.sequences, record, strict=True)):
-            step = StepRecord.of(row, flight.shape.max_depth)
+            step = StepOutput.of(row, flight.shape.max_depth)
             if sequence.status is not Status.RUNNING:  # carried along: as good as any to tell whether values are right
                 num_accepted += len(step.tokens) - 1
                 continue
@@ -228,15 +230,15 @@ class Engine:
             num_accepted += self._append(sequence, step.tokens) - 1
         return num_accepted
 
-    def _settle(self, flight: Flight) -> None:
+    def _settle(self, flight: PendingStep) -> None:
         """Its sequences' lengths are known now."""
-        if not flight.plan.drafts:
+        if not flight.plan.is_drafting:
             return
         sequences = [s for s in flight.batch.sequences if s.status is Status.RUNNING]
         num_pairs = self.drafter.settle([s.slot for s in sequences], [s.num_cached for s in sequences])
         flight.draft = replace(flight.draft, num_caught_up=num_pairs)
 
-    def _launch_prompts(self) -> Prompted | None:
+    def _launch_prompts(self) -> PendingPrefill | None:
         """This step's share of the prompts, in a pass of their own."""
         now = time.monotonic()
         chunks, drafting = self._chunks()
@@ -246,9 +248,9 @@ class Engine:
         self.counters.prefill_s += time.monotonic() - now
         return prompted
 
-    def _chunks(self) -> tuple[list[Chunk], bool]:
+    def _chunks(self) -> tuple[list[PrefillChunk], bool]:
         """This step's share of the prompts, of those admitted now too; and whether the drafter reads them at once."""
-        now, chunks, drafting = time.monotonic(), self.scheduler.chunks(), self.planner.drafting
+        now, chunks, drafting = time.monotonic(), self.scheduler.chunks(), self.planner.will_draft
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.admitted_at = sequence.admitted_at or now
@@ -258,7 +260,7 @@ class Engine:
             self.counters.num_reused_tokens += chunk.num_reused
         return chunks, drafting
 
-    def _take_prompts(self, prompted: Prompted | None) -> None:
+    def _take_prompts(self, prompted: PendingPrefill | None) -> None:
         """The first token of each sequence whose prompt has ended."""
         if prompted is None:
             return
@@ -279,7 +281,7 @@ class Engine:
         before, self._num_recorded = self._num_recorded, 0 if self.graphs is None else self.graphs.num_captured
         return self._num_recorded > before
 
-    def _count_outcome(self, outcome: Outcome) -> None:
+    def _count_outcome(self, outcome: StepOutcome) -> None:
         self.counters.num_steps += 1
         self.counters.num_plain_steps += not outcome.depth
         self.counters.num_probes += outcome.plan.probe

@@ -10,29 +10,29 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from eagle_ray.engine.value_curves import ValueCurves
+from eagle_ray.engine.value_curves import AcceptanceModel
 
 MEMORY = 0.98  # per step, of how far expectations came true
 PRIOR = 2.0  # tokens that expectations are taken to have been right about before anything was seen
 
 
-class Expectations:
+class AcceptanceByBatchSize:
     """curves: what drafts should be worth. trust: how far that came true, accepted over expected draft tokens."""
 
-    def __init__(self, curves: ValueCurves):
+    def __init__(self, curves: AcceptanceModel):
         self.curves = curves
         self._accepted = self._expected = PRIOR
 
     @property
-    def trust(self) -> float:
+    def accuracy(self) -> float:
         return (self._accepted + PRIOR) / (self._expected + PRIOR)
 
-    def hear(self, num_accepted: float, num_expected: float) -> None:
+    def update(self, num_accepted: float, num_expected: float) -> None:
         """What came of a step's drafts."""
         self._accepted = MEMORY * self._accepted + num_accepted
         self._expected = MEMORY * self._expected + num_expected
 
-    def copy(self) -> Expectations:
+    def copy(self) -> AcceptanceByBatchSize:
         """The same, which from now on learns by itself."""
         self.curves.settle()
         return deepcopy(self)
@@ -44,11 +44,11 @@ class ExpectationsBySize:
     last: those last used; at first they are of no size, and hear what is learnt before any size is asked for.
     """
 
-    def __init__(self, curves: ValueCurves):
-        self.last = Expectations(curves)
-        self._of: dict[int, Expectations] = {}
+    def __init__(self, curves: AcceptanceModel):
+        self.last = AcceptanceByBatchSize(curves)
+        self._of: dict[int, AcceptanceByBatchSize] = {}
 
-    def of(self, size: int) -> Expectations:
+    def of(self, size: int) -> AcceptanceByBatchSize:
         """Those of so many sequences: the same object every time."""
         octave = (size - 1).bit_length()
         if octave not in self._of:

@@ -11,52 +11,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.host_copy import HostCopy
-from eagle_ray.engine.planner import Allocation, Outcome, Planner
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.host_copy import DeviceToHost
+from eagle_ray.engine.planner import Allocation, Planner, StepOutcome
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Status
-from eagle_ray.engine.stopwatch import Seconds, Stopwatch
+from eagle_ray.engine.stopwatch import StepTimer, StepTimes
 from eagle_ray.engine.verify_step import StepShape
-from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.plan import DraftPlan
 from eagle_ray.speculative.verify import VerifyResult
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingStep:
     """planner: who planned it, and hears of it. draft: its num_caught_up comes later where the step was launched ahead.
 
     result: on the device, until the next step is launched. is_first: as in Outcome.
     """
 
     planner: Planner
-    batch: Batch
-    plan: Plan
+    batch: DecodeBatch
+    plan: DraftPlan
     draft: Draft
     allocation: Allocation
     shape: StepShape
     result: VerifyResult
-    copy: HostCopy
-    watch: Stopwatch
+    copy: DeviceToHost
+    watch: StepTimer
     is_first: bool
 
     @property
-    def is_wanted(self) -> bool:
+    def has_running(self) -> bool:
         """Whether any of its sequences still runs."""
         return any(sequence.status is Status.RUNNING for sequence in self.batch.sequences)
 
     @property
-    def most_tokens(self) -> int:
+    def max_new_tokens(self) -> int:
         """That any of its sequences can get from it."""
         return self.draft.depth + 1
 
     @property
-    def share_beside(self) -> float:
+    def prefill_fraction(self) -> float:
         """Of its pass that is the prompts', by rows."""
-        return self.batch.num_beside / (self.shape.num_rows + self.batch.num_beside)
+        return self.batch.num_prefill_rows / (self.shape.num_rows + self.batch.num_prefill_rows)
 
-    def outcome(self, num_cached: int, num_accepted: int, num_prompt_tokens: int, seconds: Seconds) -> Outcome:
+    def outcome(self, num_cached: int, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
         """What its planner hears, once it is read."""
-        return Outcome(
+        return StepOutcome(
             plan=self.plan,
             batch_size=len(self.batch),
             num_cached=num_cached,
@@ -68,5 +68,5 @@ class Flight:
             seconds=seconds,
             is_first=self.is_first,
             num_expected=self.allocation.expected,
-            num_beside=self.batch.num_beside,
+            num_beside=self.batch.num_prefill_rows,
         )

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
-from eagle_ray.drafting.none import NoDrafter
+from eagle_ray.drafting.none import NullDrafter
 from eagle_ray.engine.costs import BUCKETS
-from eagle_ray.models.families import exact_positions
-from eagle_ray.models.target import Target
-from eagle_ray.speculative.replay import Padded
+from eagle_ray.models.families import max_exact_position
+from eagle_ray.models.target import TargetModel
+from eagle_ray.speculative.replay import PaddedInput
 
 log = logging.getLogger("eagle_ray")
 
@@ -39,11 +39,11 @@ LARGE_ROWS = 512  # past the last bucket, rows are padded to a multiple of this
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
 SHORTEST_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
-SPOILED = 0x7F  # in every byte: large integers, and floats that no result would hold
+POISON = 0x7F  # in every byte: large integers, and floats that no result would hold
 MIB = 2**20
 
 
-class Graphs:
+class CudaGraphRunner:
     """num_slots, capacity: bounds of the batches and contexts that come up.
 
     contexts: every bound of a context, the shortest first. num_captured, num_replayed: passes recorded and run.
@@ -53,14 +53,14 @@ class Graphs:
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int):
         self._device, self._num_slots = torch.device(device), num_slots
         self.contexts = _contexts(self._device.type, capacity)
-        self._graphs: dict[Hashable, HostGraph | CudaGraph] = {}
+        self._graphs: dict[Hashable, EagerGraph | CudaGraph] = {}
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
         self.seconds = 0.0
-        self.works = True
+        self.is_enabled = True
 
     @classmethod
-    def of(cls, target: Target) -> Graphs:
+    def of(cls, target: TargetModel) -> CudaGraphRunner:
         return cls(target.device, target.cache.num_slots, target.cache.capacity)
 
     def batch_size(self, num_sequences: int) -> int:
@@ -75,15 +75,15 @@ class Graphs:
     def context(self, longest: int) -> int:
         return next((bound for bound in self.contexts if bound >= longest), self.contexts[-1])
 
-    def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
+    def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
         """Replay.run; results are in tensors of the padded shapes."""
         graph = self._graphs.get(key)
         if graph is not None:
             self.num_replayed += 1
             graph.inputs.fill(inputs)
             return graph.replay()
-        buffers = Buffers(inputs)
-        graph = self._captured(key, function, buffers) if self.works else None
+        buffers = InputBuffers(inputs)
+        graph = self._captured(key, function, buffers) if self.is_enabled else None
         buffers.fill(inputs)
         return function(*buffers.tensors) if graph is None else graph.replay()
 
@@ -94,16 +94,16 @@ class Graphs:
         return f"{made}; {self.num_replayed} replays"
 
     def _captured(
-        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Buffers
-    ) -> HostGraph | CudaGraph | None:
+        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
+    ) -> EagerGraph | CudaGraph | None:
         """None where recording fails, now and from here on."""
         started, before = time.monotonic(), self._reserved()
         try:
-            graph = CudaGraph(function, inputs, self._pool(key[0])) if self._on_cuda else HostGraph(function, inputs)
+            graph = CudaGraph(function, inputs, self._pool(key[0])) if self._on_cuda else EagerGraph(function, inputs)
         except RuntimeError as error:  # of CUDA, its memory included
             if not self._on_cuda:
                 raise
-            self.works = False
+            self.is_enabled = False
             reason = str(error).strip().splitlines()[0]
             log.warning("CUDA graphs are off from here on: recording %s failed (%s)", key, reason)
             return None
@@ -126,14 +126,14 @@ class Graphs:
         return torch.cuda.memory_reserved(self._device) if self._on_cuda else 0
 
 
-class Buffers:
+class InputBuffers:
     """The input tensors of one key, at the same place for every run."""
 
-    def __init__(self, inputs: Sequence[Padded]):
+    def __init__(self, inputs: Sequence[PaddedInput]):
         self.tensors = [padded.tensor.new_full(padded.shape, padded.fill) for padded in inputs]
         self._given: list[Tensor | None] = [None] * len(inputs)
 
-    def fill(self, inputs: Sequence[Padded]) -> None:
+    def fill(self, inputs: Sequence[PaddedInput]) -> None:
         """These numbers in the corners, and around them what fills up."""
         for i, (buffer, padded) in enumerate(zip(self.tensors, inputs, strict=True)):
             if self._given[i] is not padded.tensor:
@@ -141,20 +141,20 @@ class Buffers:
             self._given[i] = padded.tensor if padded.is_fixed else None
 
 
-def _fill(buffer: Tensor, padded: Padded) -> None:
+def _fill(buffer: Tensor, padded: PaddedInput) -> None:
     if buffer.shape != padded.tensor.shape:
         buffer.fill_(padded.fill)
         buffer = buffer[tuple(slice(size) for size in padded.tensor.shape)]
     buffer.copy_(padded.tensor, non_blocking=True)
 
 
-class HostGraph:
+class EagerGraph:
     """What a CPU does in place of a replay: the same call, to results at the same place.
 
     What a call leaves elsewhere is spoiled: on a GPU it would be there from the recording on and never again.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Buffers):
+    def __init__(self, function: Callable[..., Any], inputs: InputBuffers):
         self.inputs, self._function = inputs, function
         self._results = function(*inputs.tensors)
 
@@ -165,7 +165,7 @@ class HostGraph:
         lasting = {_memory(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))}
         for fresh in tensors_of(again):
             if _memory(fresh) not in lasting:
-                fresh.untyped_storage().fill_(SPOILED)
+                fresh.untyped_storage().fill_(POISON)
         return self._results
 
 
@@ -184,7 +184,7 @@ class CudaPool:
 class CudaGraph:
     """One recording. Its results, and nothing else it makes, keep their memory."""
 
-    def __init__(self, function: Callable[..., Any], inputs: Buffers, pool: CudaPool):
+    def __init__(self, function: Callable[..., Any], inputs: InputBuffers, pool: CudaPool):
         self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream()
         pool.stream.wait_stream(here)
@@ -203,14 +203,14 @@ class CudaGraph:
         return self._results
 
 
-def why_not_captured(target: Target, drafter: Drafter) -> str | None:
+def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
     """Why steps of these two cannot be replayed; None where they can, as far as is known before it is tried."""
     devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) > 1:
         return f"the target lies on {len(devices)} devices"
-    if exact_positions(target.model.config) is not None:
+    if max_exact_position(target.model.config) is not None:
         return "the target's rotary embedding asks for the largest position of each pass"
-    if type(drafter) not in (EagleDrafter, NoDrafter):
+    if type(drafter) not in (EagleDrafter, NullDrafter):
         return f"{type(drafter).__name__} works on the host"
     return None
 

@@ -1,6 +1,6 @@
-"""HostCopy: tensors on their way to the host, so that it can do something else until it needs them.
+"""DeviceToHost: tensors on their way to the host, so that it can do something else until it needs them.
 
-    copy = HostCopy(record)
+    copy = DeviceToHost(record)
     ...                              # what needs no result: the device is still at work
     (rows,) = copy.read()
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class HostCopy:
+class DeviceToHost:
     """tensors: of one device."""
 
     def __init__(self, *tensors: Tensor):

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.engine.sequence import Ranked, Sequence
+from eagle_ray.engine.sequence import Sequence, TopLogprobs
 from eagle_ray.speculative.sampling import log_probs_of
 
 
-def tops(logits: Float[Tensor, "R V"], most: int) -> list[Ranked]:
+def tops(logits: Float[Tensor, "R V"], most: int) -> list[TopLogprobs]:
     """The `most` likeliest tokens of each row; ties in any order. Nothing is computed for 0."""
     if not most:
         return [[] for _ in range(len(logits))]
@@ -28,12 +28,12 @@ def likeliest(logits: Float[Tensor, "R V"], most: int) -> tuple[Int[Tensor, "R K
     return ids, values
 
 
-def ranked(ids: list[list[int]], values: list[list[float]]) -> list[Ranked]:
+def ranked(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:
     """The same on the host."""
     return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
 
 
-def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[Ranked]) -> None:
+def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLogprobs]) -> None:
     """Of the output ids that are about to be appended. ranked: of each place, at least as many as it asks for."""
     sampling = sequence.sampling
     if sampling.logprobs:

@@ -28,12 +28,12 @@ from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import Allocation, Outcome, Planner
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.planner import Allocation, Planner, StepOutcome
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.models.linear import READY_ROWS
-from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.models.linear import WARM_ROWS
+from eagle_ray.speculative.plan import PLAIN, DraftPlan
 from eagle_ray.speculative.sampling import SamplingParams
 
 BUDGET_S = {
@@ -70,42 +70,42 @@ class Setting:
     num_rows: int = 0
 
 
-class SetPlanner:
+class ScriptedPlanner:
     """Does what it is set to, and keeps what came of it. Where less is offered, the pass is padded to its set size.
 
     num_children: drawn of each node; None is as many as the draft is wide.
     """
 
-    drafting = True
+    will_draft = True
 
     def __init__(self, num_children: int | None = None) -> None:
         self._num_children = num_children
         self.setting = Setting(1, 1, 0, 0)
-        self.outcome: Outcome | None = None
+        self.outcome: StepOutcome | None = None
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         setting = self.setting
-        return Plan(setting.depth, setting.width, num_children=self._num_children) if setting.depth else PLAIN
+        return DraftPlan(setting.depth, setting.width, num_children=self._num_children) if setting.depth else PLAIN
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         allocation, setting = Allocation.uniform(draft, self.setting.num_nodes), self.setting
         return replace(allocation, num_rows=max(len(batch) * setting.num_nodes, setting.num_rows))
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         self.outcome = outcome
 
 
-class AsAlways(SetPlanner):
+class ProxyPlanner(ScriptedPlanner):
     """Does what a planner does that always does the same, for as many sequences as is set."""
 
     def __init__(self, planner: Planner) -> None:
         super().__init__()
         self._always = planner
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         return self._always.plan(batch)
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         return self._always.allocate(draft, plan, batch)
 
 
@@ -125,7 +125,9 @@ class Budget:
         return self._clock() >= self._ends_at
 
 
-def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: Budget | None = None) -> StepCosts:
+def calibrate_costs(
+    engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: Budget | None = None
+) -> StepCosts:
     """Return the costs of an idle engine's steps, up to trees of max_nodes nodes for every slot.
 
     The engine is left idle, and its counters as they were. budget: None is BUDGET_S of the engine's device. Beyond it
@@ -133,7 +135,7 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: 
     """
     device = engine.target.device.type
     budget = budget or Budget(BUDGET_S[device])
-    with at_bench(engine, as_replayed(engine, top_k), apart=device == "cuda") as bench:
+    with calibration_mode(engine, as_replayed(engine, top_k), apart=device == "cuda") as bench:
         sizes = Sizes(bench.num_slots, max_nodes, max_depth, top_k, device)
         bench.run(sizes.needed())
         batches = sizes.batches()
@@ -148,19 +150,19 @@ def measure(engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: 
 
 def warm_up(engine: Engine, top_k: int) -> None:
     """An idle engine's first steps, plain and with drafts: what is made once is made before anybody waits for it."""
-    with at_bench(engine, as_replayed(engine, top_k)) as bench:
+    with calibration_mode(engine, as_replayed(engine, top_k)) as bench:
         bench.take(Setting(1, 1, 0, 0))
         if engine.num_spec_tokens:
             bench.take(Setting(1, 2, 1, 1))
 
 
-def as_replayed(engine: Engine, top_k: int) -> SetPlanner:
+def as_replayed(engine: Engine, top_k: int) -> ScriptedPlanner:
     """Where drafts are replayed they are recorded as they will be asked for: with top_k children of a node."""
-    return SetPlanner(top_k if engine.graphs else None)
+    return ScriptedPlanner(top_k if engine.graphs else None)
 
 
 @contextmanager
-def at_bench(engine: Engine, set_planner: SetPlanner, apart: bool = False) -> Iterator[Bench]:
+def calibration_mode(engine: Engine, set_planner: ScriptedPlanner, apart: bool = False) -> Iterator[CalibrationRun]:
     """An idle engine that takes made-up steps, one by one; it is left idle and uncounted, and has learnt nothing.
 
     apart: as for Bench.
@@ -168,10 +170,10 @@ def at_bench(engine: Engine, set_planner: SetPlanner, apart: bool = False) -> It
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, counters, overlap = engine.planner, engine.counters, engine.overlap
     engine.planner, engine.counters, engine.overlap = set_planner, EngineCounters(counters.num_slots), False
-    bench = Bench(engine, apart)
+    bench = CalibrationRun(engine, apart)
     yield bench
     bench.clear()
-    engine.drafter.forget()
+    engine.drafter.reset_learning()
     engine.planner, engine.counters, engine.overlap = planner, counters, overlap
 
 
@@ -262,13 +264,13 @@ def most_rows_of(num_slots: int, max_nodes: int) -> int:
 
 
 def backlog(batch_size: int, device: str) -> int:
-    """Plain steps before a draft that catches up. A CPU would compile a kernel for a pass of more than READY_ROWS, and
+    """Plain steps before a draft that catches up. A CPU would compile a kernel for a pass of more than WARM_ROWS, and
     its time say little: what the steps leave, and the draft before them, has to fit.
     """
-    return max(min(BACKLOG, READY_ROWS // batch_size - 2), 1) if device == "cpu" else BACKLOG
+    return max(min(BACKLOG, WARM_ROWS // batch_size - 2), 1) if device == "cpu" else BACKLOG
 
 
-class Bench:
+class CalibrationRun:
     """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows.
 
     apart: every sequence has a prompt of its own, and so its own blocks. temperature: of the sequences to come.
@@ -281,16 +283,16 @@ class Bench:
         self.num_slots = self.num_together(SHORT_PROMPT)
         self._running: list[Sequence] = []
         self._context_steps: list[Setting] = []  # a plain step and one with trees
-        self._shallow: dict[Setting, list[Outcome]] = defaultdict(list)  # behind short prompts, by setting
-        self._deep: dict[Setting, list[Outcome]] = defaultdict(list)  # behind long ones
+        self._shallow: dict[Setting, list[StepOutcome]] = defaultdict(list)  # behind short prompts, by setting
+        self._deep: dict[Setting, list[StepOutcome]] = defaultdict(list)  # behind long ones
         self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and sequences
-        self._read: dict[int, list[Outcome]] = defaultdict(list)
-        self._level: dict[int, list[Outcome]] = defaultdict(list)
+        self._read: dict[int, list[StepOutcome]] = defaultdict(list)
+        self._level: dict[int, list[StepOutcome]] = defaultdict(list)
         self._rest: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
 
     def num_together(self, length: int) -> int:
         """How many sequences can run at once behind prompts of this length, whose blocks are each one's own."""
-        return max(self._engine.scheduler.num_together(length + SHORT_OUTPUT), 1)
+        return max(self._engine.scheduler.max_concurrent(length + SHORT_OUTPUT), 1)
 
     def run(self, settings: Iterable[Setting], budget: Budget | None = None) -> None:
         """Take a step of each setting in turn, until the budget is spent. None: take all of them."""
@@ -309,7 +311,7 @@ class Bench:
         if they do not fit.
         """
         wanted = LONG_PROMPT if self._apart else SHARED_PROMPT
-        length = max(min(wanted, self._engine.scheduler.longest - SHORT_OUTPUT), SHORT_PROMPT)
+        length = max(min(wanted, self._engine.scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
         most = MOST_APART if self._apart else MOST_SHARED
         batch_size = min(tree.batch_size, self.num_together(length), most)
         self._context_steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
@@ -323,9 +325,9 @@ class Bench:
             self._deep[step] = self._replayed(step, length, budget)
         self.clear()
 
-    def _replayed(self, step: Setting, length: int, budget: Budget) -> list[Outcome]:
+    def _replayed(self, step: Setting, length: int, budget: Budget) -> list[StepOutcome]:
         """Take the step as often as fits into CONTEXT_S, once if the budget is spent; a tree not at all then."""
-        outcomes: list[Outcome] = []
+        outcomes: list[StepOutcome] = []
         replays = 1
         while len(outcomes) < replays:
             if budget.is_spent and (outcomes or step.num_nodes > 1):
@@ -334,7 +336,7 @@ class Bench:
             replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), REPLAYS)
         return outcomes
 
-    def _note(self, setting: Setting, outcome: Outcome) -> None:
+    def _note(self, setting: Setting, outcome: StepOutcome) -> None:
         self._shallow[setting].append(outcome)
         self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
         self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
@@ -399,7 +401,7 @@ class Bench:
             num_cached.append(mean(o.num_cached for o in outcomes))
         return max(seconds[0] - seconds[1], 0.0) / max(num_cached[0] - num_cached[1], 1)
 
-    def take(self, setting: Setting, length: int = SHORT_PROMPT) -> Outcome:
+    def take(self, setting: Setting, length: int = SHORT_PROMPT) -> StepOutcome:
         """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""
         while True:
             self._running = [s for s in self._running if s.finish_reason is None]

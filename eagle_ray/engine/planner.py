@@ -14,10 +14,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.scheduler import Batch
-from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.engine.scheduler import DecodeBatch
+from eagle_ray.engine.stopwatch import StepTimes
 from eagle_ray.speculative.budget import Budget, uniform
-from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.plan import DraftPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What came of one step.
 
     num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
@@ -54,7 +54,7 @@ class Outcome:
     is_first: something was made that later steps of this kind only use: its seconds say nothing of theirs.
     """
 
-    plan: Plan
+    plan: DraftPlan
     batch_size: int
     num_cached: int
     depth: int
@@ -62,7 +62,7 @@ class Outcome:
     num_rows: int
     num_accepted: int
     num_prompt_tokens: int
-    seconds: Seconds
+    seconds: StepTimes
     is_first: bool = False
     num_expected: float = 0.0
     num_beside: int = 0
@@ -71,16 +71,16 @@ class Outcome:
 @runtime_checkable
 class Planner(Protocol):
     @property
-    def drafting(self) -> bool:
+    def will_draft(self) -> bool:
         """Whether the next step will draft, as far as can be known now: new prompts are then read by the drafter."""
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         """What to draft for the running sequences."""
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         """Which of the candidates to verify."""
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         """The step is over."""
 
 
@@ -92,18 +92,18 @@ class UniformPlanner:
     """
 
     def __init__(self, max_nodes: int, max_depth: int, top_k: int):
-        self._plan = Plan(min(max_depth, max_nodes), top_k)
+        self._plan = DraftPlan(min(max_depth, max_nodes), top_k)
         self._num_nodes = 1 + max_nodes
 
     @property
-    def drafting(self) -> bool:
-        return self._plan.drafts
+    def will_draft(self) -> bool:
+        return self._plan.is_drafting
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         return self._plan
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         return Allocation.uniform(draft, self._num_nodes)
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         pass

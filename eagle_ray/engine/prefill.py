@@ -13,14 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.drafting.drafter import Drafter
-from eagle_ray.engine.draft_blocks import DraftBlocks
-from eagle_ray.engine.host_copy import HostCopy
+from eagle_ray.engine.draft_blocks import DraftPrefixState
+from eagle_ray.engine.host_copy import DeviceToHost
 from eagle_ray.engine.logprobs import likeliest, ranked, record_prompts
-from eagle_ray.engine.scheduler import Chunk
-from eagle_ray.engine.sequence import Ranked, Sequence
-from eagle_ray.models.target import PromptPass, Prompts, Target
-from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
-from eagle_ray.speculative.upload import upload
+from eagle_ray.engine.scheduler import PrefillChunk
+from eagle_ray.engine.sequence import Sequence, TopLogprobs
+from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.speculative.sampling import SamplingBatch, log_probs_of, sample
+from eagle_ray.speculative.upload import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,18 @@ class FirstToken:
     sequence: Sequence
     token: int
     logprob: float
-    top: Ranked
+    top: TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
+class PendingPrefill:
     """A pass over prompts that was launched, and the first tokens that came of it, on their way to the host.
 
     ends_any: whether any prompt ended in it, so that its sequence decodes from now on.
     """
 
     sequences: list[Sequence]
-    copy: HostCopy
+    copy: DeviceToHost
     has_tops: bool
     ends_any: bool
 
@@ -54,11 +54,11 @@ class Prompted:
 class Prefiller:
     """Runs one step's chunks; they must have their slots and blocks."""
 
-    def __init__(self, target: Target, drafter: Drafter):
+    def __init__(self, target: TargetModel, drafter: Drafter):
         self._target, self._drafter, self._device = target, drafter, target.device
-        self._blocks = DraftBlocks(target.cache.blocks)
+        self._blocks = DraftPrefixState(target.cache.blocks)
 
-    def run(self, chunks: list[Chunk], drafting: bool) -> Prompted:
+    def run(self, chunks: list[PrefillChunk], drafting: bool) -> PendingPrefill:
         """Fill target and drafter with the chunks, in a pass of their own; first tokens of who has none yet.
 
         drafting: whether the drafter reads the prompts now, or only if it is asked to draft.
@@ -66,42 +66,44 @@ class Prefiller:
         prompts = self.prompts(chunks)
         return self.take(chunks, prompts, self._target.prefill(prompts), drafting)
 
-    def prompts(self, chunks: list[Chunk]) -> Prompts:
+    def prompts(self, chunks: list[PrefillChunk]) -> PrefillBatch:
         """The chunks as the target takes them."""
         parts = [c.sequence.token_ids[c.start : c.end] for c in chunks]
-        return Prompts.of([c.sequence.slot for c in chunks], parts, self._device, [c.start for c in chunks])
+        return PrefillBatch.of([c.sequence.slot for c in chunks], parts, self._device, [c.start for c in chunks])
 
-    def take(self, chunks: list[Chunk], prompts: Prompts, passed: PromptPass, drafting: bool) -> Prompted:
+    def take(
+        self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput, drafting: bool
+    ) -> PendingPrefill:
         """All of `run` that follows the target's pass over these prompts."""
         logits, features = passed.logits, passed.features
         self._record(chunks, prompts, passed)
-        picking = self._tensor([i for i, c in enumerate(chunks) if c.picks])
-        sampling = BatchSampling.of([c.sequence.sampling for c in chunks], self._device)
-        picks = pick(logits[picking], sampling, picking, prompts.positions[prompts.last[picking]] + 1)
+        picking = self._tensor([i for i, c in enumerate(chunks) if c.needs_sample])
+        sampling = SamplingBatch.of([c.sequence.sampling for c in chunks], self._device)
+        picks = sample(logits[picking], sampling, picking, prompts.positions[prompts.last[picking]] + 1)
         known = [c.sequence.token_ids[c.start + 1 : c.end + 1] for c in chunks]
         after = [ids + [0] * (c.num_tokens - len(ids)) for ids, c in zip(known, chunks, strict=True)]
         next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[picking], picks)
         self._blocks.fill(chunks, features)
         self._resume(chunks, self._blocks.read(chunks, drafting))
-        (self._drafter.prefill if drafting else self._drafter.observe)(prompts, next_tokens, features)
+        (self._drafter.prefill if drafting else self._drafter.prefill_deferred)(prompts, next_tokens, features)
         return _prompted(chunks, logits[picking], picks)
 
-    def given(self, chunks: list[Chunk], features: Float[Tensor, "R H"]) -> None:
+    def given(self, chunks: list[PrefillChunk], features: Float[Tensor, "R H"]) -> None:
         """Keys and values of these chunks stand in all caches already, the drafter's too, as if it had read them."""
         self._blocks.fill(chunks, features)
         self._blocks.read(chunks, drafting=True)
 
-    def _record(self, chunks: list[Chunk], prompts: Prompts, passed: PromptPass) -> None:
+    def _record(self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput) -> None:
         """Who asks for his prompt's log-probabilities gets this chunk's."""
         for chunk, rows in zip(chunks, passed.hidden.split(prompts.lengths), strict=True):
             if chunk.sequence.sampling.prompt_logprobs:
                 record_prompts(chunk.sequence, chunk.start, self._target.logits(rows))
 
-    def _resume(self, chunks: list[Chunk], firsts: list[int]) -> None:
+    def _resume(self, chunks: list[PrefillChunk], firsts: list[int]) -> None:
         """Tell the drafter whose beginnings are others', and their next pairs."""
         reusing = [c for c in chunks if c.num_reused]
         if reusing:
-            self._drafter.resume(
+            self._drafter.attach_prefix(
                 [c.sequence.slot for c in reusing],
                 [first for c, first in zip(chunks, firsts, strict=True) if c.num_reused],
                 [c.start for c in reusing],
@@ -110,14 +112,14 @@ class Prefiller:
             )
 
     def _tensor(self, values: list[int]) -> Int[Tensor, " N"]:
-        return upload(values, self._device)
+        return to_device(values, self._device)
 
 
-def _prompted(chunks: list[Chunk], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]) -> Prompted:
+def _prompted(chunks: list[PrefillChunk], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]) -> PendingPrefill:
     """logits, picks: of those chunks whose sequences pick their first token."""
-    sequences = [c.sequence for c in chunks if c.picks]
+    sequences = [c.sequence for c in chunks if c.needs_sample]
     asked = any(s.sampling.logprobs for s in sequences)
     logprobs = log_probs_of(logits, picks) if asked else torch.zeros_like(picks, dtype=torch.float32)
     most = max((s.sampling.top_logprobs for s in sequences), default=0)
     tops = likeliest(logits, most) if most else ()
-    return Prompted(sequences, HostCopy(picks, logprobs, *tops), bool(tops), any(c.is_last for c in chunks))
+    return PendingPrefill(sequences, DeviceToHost(picks, logprobs, *tops), bool(tops), any(c.is_last for c in chunks))

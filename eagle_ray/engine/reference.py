@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from eagle_ray.speculative.near_tie import NEAR_TIE, reachable_tokens
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class PlainOutput:
 
 
 @torch.inference_mode()
-def decode_plainly(
+def reference_decode(
     model: nn.Module, prompt_ids: list[int], params: SamplingParams, eos_ids: frozenset[int]
 ) -> PlainOutput:
     """Decode one prompt with a transformers causal LM whose attention is transformers' own (eager or sdpa)."""
-    sampling = BatchSampling.of([params])
+    sampling = SamplingBatch.of([params])
     ids, reachable, cache = list(prompt_ids), [], None
     chunk = torch.tensor([ids])
     while len(ids) - len(prompt_ids) < params.max_tokens:
         out = model(chunk, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1]
-        token = pick(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])).item()
+        token = sample(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])).item()
         tokens = reachable_tokens(logits[0], params, len(ids), NEAR_TIE[torch.float32])
         reachable.append(frozenset(tokens.nonzero().flatten().tolist()))
         ids.append(token)

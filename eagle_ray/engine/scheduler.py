@@ -17,15 +17,15 @@ from torch import Tensor
 
 from eagle_ray.engine.sequence import Sequence, Status
 from eagle_ray.errors import RequestError
-from eagle_ray.models.blocks import Blocks
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.speculative.sampling import BatchSampling
-from eagle_ray.speculative.upload import upload
+from eagle_ray.models.blocks import BlockManager
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.speculative.sampling import SamplingBatch
+from eagle_ray.speculative.upload import to_device
 from eagle_ray.speculative.verify import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """Tokens [start, end) of one sequence, to be computed in this step.
 
     num_reused: tokens before them that were found in other sequences' blocks; 0 but for a sequence's first chunk.
@@ -43,13 +43,13 @@ class Chunk:
         return self.end - self.start
 
     @property
-    def picks(self) -> bool:
+    def needs_sample(self) -> bool:
         """The token after it is not known yet: a pre-empted sequence has it already."""
         return self.is_last and not self.sequence.output_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DecodeBatch:
     """The running sequences, in slot order, and the same as tensors.
 
     roots: the last committed token of each. rooms: tokens that each may still produce, or fewer; room_at: the number on
@@ -59,13 +59,13 @@ class Batch:
     """
 
     sequences: list[Sequence]
-    at: BatchSlots
+    at: DecodeSlots
     roots: Int[Tensor, " B"]
-    sampling: BatchSampling
-    rooms: list[int]
+    sampling: SamplingBatch
+    remaining_tokens: list[int]
     room_at: Int[Tensor, " B"]
-    spacious: tuple[int, ...] | None
-    num_beside: int = 0
+    can_draft: tuple[int, ...] | None
+    num_prefill_rows: int = 0
 
     @property
     def num_cached(self) -> int:
@@ -85,7 +85,7 @@ class Scheduler:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: BlockManager,
         prefill_tokens: int,
         tree_columns: int,
         device: torch.device | str = "cpu",
@@ -99,7 +99,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by slot, oldest first
         self._free = sorted(range(self.num_slots), reverse=True)
         self._partial: Sequence | None = None  # the one whose prompt is half computed
-        self._sampling: tuple[list[Sequence], BatchSampling] | None = None
+        self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     @property
     def num_running(self) -> int:
@@ -110,11 +110,11 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
-    def longest(self) -> int:
+    def max_solo_length(self) -> int:
         """Tokens of a sequence that can draft to its end while it runs alone."""
         return self._blocks.num_blocks * self._blocks.size - self._tree_columns
 
-    def num_together(self, tokens: int) -> int:
+    def max_concurrent(self, tokens: int) -> int:
         """How many sequences of up to `tokens` tokens can run at once with room for their trees."""
         blocks = self._blocks
         each = blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
@@ -132,7 +132,7 @@ class Scheduler:
             )
         self._waiting.append(sequence)
 
-    def make_room(self) -> None:
+    def reserve_or_preempt(self) -> None:
         """Reserve what the running sequences may write in this step, at the cost of trees, then of the youngest."""
         if self._reserve(self._decoding(), self._tree_columns):
             return
@@ -143,29 +143,29 @@ class Scheduler:
         for sequence in self._decoding():
             self._reserve([sequence], self._tree_columns)
 
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[PrefillChunk]:
         """The prompt tokens to compute in this step; waiting sequences are admitted while there is budget for them."""
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         budget = self._prefill_tokens
         while budget and (self._partial or self._admit()):
             chunks.append(self._next_chunk(self._partial, budget))
             budget -= chunks[-1].num_tokens
         return chunks
 
-    def batch(self) -> Batch | None:
+    def batch(self) -> DecodeBatch | None:
         """The sequences that decode in this step; None where there are none."""
         sequences = sorted(self._decoding(), key=lambda s: s.slot)
         if not sequences:
             return None
-        self._blocks.settle()
+        self._blocks.sync_table()
         slots, lengths = [s.slot for s in sequences], [s.num_cached for s in sequences]
         rooms = [s.room for s in sequences]
-        at, length_at, roots, room_at = upload([slots, lengths, [s.root for s in sequences], rooms], self._device)
+        at, length_at, roots, room_at = to_device([slots, lengths, [s.root for s in sequences], rooms], self._device)
         spacious = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
         everyone = len(spacious) == len(sequences)
-        return Batch(
+        return DecodeBatch(
             sequences,
-            BatchSlots(at, length_at, slots, lengths),
+            DecodeSlots(at, length_at, slots, lengths),
             roots,
             self._sampling_of(sequences),
             rooms,
@@ -173,30 +173,32 @@ class Scheduler:
             None if everyone else spacious,
         )
 
-    def batch_behind(self, batch: Batch, result: VerifyResult, most_tokens: int) -> Batch | None:
+    def next_batch(self, batch: DecodeBatch, result: VerifyResult, most_tokens: int) -> DecodeBatch | None:
         """What decodes after a step of `batch` whose result is on the device alone: at most so many tokens for each.
 
         Whoever has finished before that step, or will for sure in it, is left out; who finishes in it otherwise is
         carried along in vain. None where nobody is left, or where there is no KV space for whatever may come.
         """
-        members = [i for i, s in enumerate(batch.sequences) if s.status is Status.RUNNING and s.room > 1]
+        members = [i for i, s in enumerate(batch.sequences) if s.status is Status.RUNNING and s.remaining_tokens > 1]
         sequences = [batch.sequences[i] for i in members]
-        lasts = [s.num_cached + s.room - 1 for s in sequences]  # cached before the last token that one may produce
+        lasts = [
+            s.num_cached + s.remaining_tokens - 1 for s in sequences
+        ]  # cached before the last token that one may produce
         bounds = [min(s.num_cached + most_tokens, last) for s, last in zip(sequences, lasts, strict=True)]
         columns = [bound + self._tree_columns for bound in bounds]
         if not members or not self._reserve_each(sequences, columns):
             return None
-        self._blocks.settle()
+        self._blocks.sync_table()
         slots = [s.slot for s in sequences]
-        at, rows, last_at = upload([slots, members, lasts], self._device)
+        at, rows, last_at = to_device([slots, members, lasts], self._device)
         accepted = result.num_accepted[rows]
         lengths = torch.minimum(batch.at.lengths[rows] + accepted + 1, last_at)
-        return Batch(
+        return DecodeBatch(
             sequences,
-            BatchSlots(at, lengths, slots, bounds, max(bounds)),
+            DecodeSlots(at, lengths, slots, bounds, max(bounds)),
             result.tokens[rows, accepted],
             self._sampling_of(sequences),
-            [s.room - most_tokens for s in sequences],
+            [s.remaining_tokens - most_tokens for s in sequences],
             (batch.room_at[rows] - accepted - 1).clamp(min=1),
             None,
         )
@@ -205,7 +207,7 @@ class Scheduler:
         """Running -> finished: free the slots of sequences that are done, and return them."""
         finished = [s for s in self._running.values() if s.status is Status.FINISHED]
         for sequence in finished:
-            self._leave(sequence)
+            self._release(sequence)
         return finished
 
     def abort(self, sequence: Sequence) -> None:
@@ -214,7 +216,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif self._running.get(sequence.slot) is sequence:
             sequence.status = Status.FINISHED
-            self._leave(sequence)
+            self._release(sequence)
 
     def check_integrity(self) -> None:
         """Every slot is either free or holds the one sequence that says so; blocks likewise."""
@@ -224,7 +226,7 @@ class Scheduler:
         assert all(sequence.slot is None and sequence.status is Status.WAITING for sequence in self._waiting)
         prefilling = [s for s in self._running.values() if s.status is Status.PREFILLING]
         assert prefilling == ([] if self._partial is None else [self._partial])
-        assert all(self._blocks.num_missing(slot, 1) == 1 for slot in self._free), "a free slot holds blocks"
+        assert all(self._blocks.blocks_needed(slot, 1) == 1 for slot in self._free), "a free slot holds blocks"
         self._blocks.check_integrity()
 
     def _decoding(self) -> list[Sequence]:
@@ -233,7 +235,7 @@ class Scheduler:
 
     def _num_missing(self, sequences: list[Sequence], columns: int) -> int:
         """Blocks that the sequences lack to write `columns` columns past their cached tokens each."""
-        return sum(self._blocks.num_missing(s.slot, s.num_cached + columns) for s in sequences)
+        return sum(self._blocks.blocks_needed(s.slot, s.num_cached + columns) for s in sequences)
 
     def _reserve(self, sequences: list[Sequence], columns: int) -> bool:
         """Blocks for `columns` columns past the cached tokens of every one of the sequences, or for none of them."""
@@ -242,13 +244,13 @@ class Scheduler:
     def _reserve_each(self, sequences: list[Sequence], columns: list[int]) -> bool:
         """Blocks for the first columns[i] columns of every one of the sequences, or for none of them."""
         each = [(s.slot, n) for s, n in zip(sequences, columns, strict=True)]
-        if sum(self._blocks.num_missing(*wanted) for wanted in each) > self._blocks.num_available:
+        if sum(self._blocks.blocks_needed(*wanted) for wanted in each) > self._blocks.num_available:
             return False
         return all(self._blocks.reserve(*wanted) for wanted in each)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
-        self._leave(sequence)
+        self._release(sequence)
         sequence.slot, sequence.status = None, Status.WAITING
         self._waiting.appendleft(sequence)
 
@@ -260,10 +262,10 @@ class Scheduler:
         if not self._waiting or not self._free:
             return False
         sequence, slot = self._waiting[0], self._free[-1]
-        reused = 0 if sequence.sampling.prompt_logprobs else self._blocks.adopt(slot, sequence.prompt_ids)
+        reused = 0 if sequence.sampling.prompt_logprobs else self._blocks.attach_prefix(slot, sequence.prompt_ids)
         columns = sequence.num_to_prefill + self._tree_columns
-        spare = sum(self._blocks.num_missing(other, self._blocks.capacity) > 0 for other in self._running)
-        if self._blocks.num_missing(slot, columns) + spare <= self._blocks.num_available:
+        spare = sum(self._blocks.blocks_needed(other, self._blocks.capacity) > 0 for other in self._running)
+        if self._blocks.blocks_needed(slot, columns) + spare <= self._blocks.num_available:
             self._blocks.reserve(slot, columns)
         elif self._running:
             self._blocks.free(slot)
@@ -276,18 +278,18 @@ class Scheduler:
         self._running[slot] = self._partial = sequence
         return True
 
-    def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+    def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
         """The sequence's next tokens; from its last chunk on it is one of those that decode."""
         start = sequence.num_prefilled
         end = min(start + budget, sequence.num_to_prefill)
         is_last = end == sequence.num_to_prefill
-        self._blocks.publish(sequence.slot, sequence.prompt_ids[:end])
+        self._blocks.cache_full_blocks(sequence.slot, sequence.prompt_ids[:end])
         sequence.num_prefilled = end
         if is_last:
             sequence.status, self._partial = Status.RUNNING, None
-        return Chunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
+        return PrefillChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Running -> out: its slot and blocks are free."""
         self._blocks.free(sequence.slot)
         del self._running[sequence.slot]
@@ -296,9 +298,9 @@ class Scheduler:
         if self._partial is sequence:
             self._partial = None
 
-    def _sampling_of(self, sequences: list[Sequence]) -> BatchSampling:
+    def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
         """The batch's sampling tensors, made anew only when its members change."""
         if self._sampling is None or self._sampling[0] != sequences:
             params = [s.sampling for s in sequences]
-            self._sampling = sequences, BatchSampling.of(params, self._device, self._eos_ids)
+            self._sampling = sequences, SamplingBatch.of(params, self._device, self._eos_ids)
         return self._sampling[1]

@@ -16,7 +16,7 @@ from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 
 StopCheck = Callable[[list[int]], "int | None"]
-Ranked = list[tuple[int, float]]
+TopLogprobs = list[tuple[int, float]]
 """Token ids and their log-probabilities at one place, the likeliest first."""
 FinishReason = Literal["stop", "length"]
 
@@ -50,9 +50,9 @@ class Sequence:
     stop_check: StopCheck | None = None
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
-    output_tops: list[Ranked] = field(default_factory=list)
+    output_tops: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    prompt_tops: list[Ranked] = field(default_factory=list)
+    prompt_tops: list[TopLogprobs] = field(default_factory=list)
     listener: Callable[[], None] | None = None
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -84,7 +84,7 @@ class Sequence:
         return self.num_tokens - 1
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens that it may still produce."""
         return self.max_tokens - len(self.output_ids)
 
@@ -130,7 +130,7 @@ def _shown(value: object) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def check_fits(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
+def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
     """Cut max_tokens to the room that is left; raises RequestError for a prompt that the target cannot take."""
     prompt_ids = sequence.prompt_ids
     if not isinstance(prompt_ids, list):

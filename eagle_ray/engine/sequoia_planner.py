@@ -10,10 +10,10 @@ is what a dynamic tree adds. Does not know models or who drafts.
 from __future__ import annotations
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.planner import Allocation, Outcome
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.planner import Allocation, StepOutcome
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.static_planner import StaticPlanner
-from eagle_ray.speculative.plan import Plan
+from eagle_ray.speculative.plan import DraftPlan
 from eagle_ray.speculative.rank_acceptance import RankAcceptance
 from eagle_ray.speculative.sequoia import best_tree
 from eagle_ray.speculative.static_tree import StaticTree
@@ -25,7 +25,7 @@ LONGEST = 256
 class SequoiaPlanner:
     """measured: what the drafter learns from the target's picks. max_nodes: drafted nodes, root excluded."""
 
-    drafting = True
+    will_draft = True
 
     def __init__(self, measured: RankAcceptance, max_nodes: int):
         self._measured, self._max_nodes = measured, max_nodes
@@ -36,16 +36,16 @@ class SequoiaPlanner:
     def tree(self) -> StaticTree:
         return self._static.tree
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         if self._num_steps >= self._next_review:
             self._next_review += min(self._num_steps, LONGEST)
             self._static = self._planned()
         return self._static.plan(batch)
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         return self._static.allocate(draft, plan, batch)
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         self._num_steps += 1
 
     def _planned(self) -> StaticPlanner:

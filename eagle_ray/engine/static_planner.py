@@ -8,10 +8,10 @@ What a node is worth plays no part: that is EAGLE-2's step beyond it. Does not k
 from __future__ import annotations
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.planner import Allocation, Outcome
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.planner import Allocation, StepOutcome
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.speculative.budget import Budget, static
-from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.speculative.plan import PLAIN, DraftPlan
 from eagle_ray.speculative.static_tree import StaticTree
 
 
@@ -20,20 +20,20 @@ class StaticPlanner:
 
     def __init__(self, tree: StaticTree, width: int | None = None):
         self.tree = tree
-        self._plan = Plan(tree.depth, width or tree.width, shape=tree) if tree.paths else PLAIN
+        self._plan = DraftPlan(tree.depth, width or tree.width, static_tree=tree) if tree.paths else PLAIN
         self._policy = static(tree.paths)
 
     @property
-    def drafting(self) -> bool:
-        return self._plan.drafts
+    def will_draft(self) -> bool:
+        return self._plan.is_drafting
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         return self._plan
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         num_nodes = min(1 + len(self.tree.paths), draft.tree.num_nodes)
         num_rows = len(batch) * num_nodes
         return Allocation(self._policy(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         pass

@@ -1,6 +1,6 @@
-"""StepRecord: what the host learns of a step, copied from the device as one integer tensor.
+"""StepOutput: what the host learns of a step, copied from the device as one integer tensor.
 
-The device side is `step_record`, the host side `StepRecord.of`; they agree on the columns and nobody else reads them.
+The device side is `step_record`, the host side `StepOutput.of`; they agree on the columns and nobody else reads them.
 Does not know sequences or what is done with the counts.
 """
 
@@ -19,7 +19,7 @@ from eagle_ray.speculative.verify import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepOutput:
     """What the host learns of one sequence from one step.
 
     tokens: the accepted drafts and the bonus token. logprobs: theirs, empty where nobody asked.
@@ -32,7 +32,7 @@ class StepRecord:
     logprobs: list[float]
 
     @classmethod
-    def of(cls, row: list[int], max_depth: int) -> StepRecord:
+    def of(cls, row: list[int], max_depth: int) -> StepOutput:
         """Read one row of `step_record`."""
         num_tokens, num_bins = row[0] + 1, CONFIDENCE_BINS if max_depth else 0
         ends = list(accumulate((1, max_depth + 1, max_depth, *[num_bins] * 6)))

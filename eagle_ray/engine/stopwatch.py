@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class StepTimes:
     """draft: catching up and growing the trees. verify: the target's pass. rest: all else of the step."""
 
     draft: float
@@ -28,10 +28,10 @@ class Seconds:
         return self.draft + self.verify + self.rest
 
 
-class Stopwatch:
+class StepTimer:
     """Marks: start, drafted, allocated, verified, sent, in this order. behind: the step that was launched before it."""
 
-    def __init__(self, device: torch.device | str, behind: Stopwatch | None = None):
+    def __init__(self, device: torch.device | str, behind: StepTimer | None = None):
         self._on_cuda = torch.device(device).type == "cuda"
         self._marks: list[float | torch.cuda.Event] = []
         self.mark()
@@ -55,14 +55,14 @@ class Stopwatch:
         if self._on_cuda:
             self._host = time.perf_counter()
 
-    def read(self, followed: bool = False) -> Seconds:
+    def read(self, followed: bool = False) -> StepTimes:
         """After the last mark and `arrived`: the step ends now; where another one followed, it ended when sent."""
         start, drafted, allocated, verified, sent = self._marks
         draft, verify = self._between(start, drafted), self._between(allocated, verified)
         total = self._between(self._begin, sent)
         if not followed:
             total += time.perf_counter() - self._host
-        return Seconds(draft, verify, total - draft - verify)
+        return StepTimes(draft, verify, total - draft - verify)
 
     def _between(self, a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
         if not self._on_cuda:

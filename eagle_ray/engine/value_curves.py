@@ -1,4 +1,4 @@
-"""ValueCurves: how many draft tokens a tree of a given width, depth and size has lately been worth.
+"""AcceptanceModel: how many draft tokens a tree of a given width, depth and size has lately been worth.
 
 A tree drafted with width w holds those of every smaller width and depth: the first w' parents of each level and their
 children. So one wide draft tells what all narrower ones would have offered. Does not know costs.
@@ -14,20 +14,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eagle_ray.engine.host_copy import HostCopy
-from eagle_ray.speculative.upload import sent, upload
+from eagle_ray.engine.host_copy import DeviceToHost
+from eagle_ray.speculative.upload import sent, to_device
 
 # Drafted nodes per sequence, on average over the batch, at which a curve is kept; between them it is taken to be
 # straight; it is bent, most where a batch has fewer nodes than sequences, and worth more there than the line says.
 SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
 SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
-RATE = 0.2  # how far one observation of many sequences moves what is known; of fewer, by the root of their number
-ENOUGH = 8  # sequences that make a full observation
-ALIKE = 4.0  # sequences that the likeness of two levels is worth
+EMA_RATE = 0.2  # how far one observation of many sequences moves what is known; of fewer, by the root of their number
+FULL_SAMPLE = 8  # sequences that make a full observation
+PRIOR_COUNT = 4.0  # sequences that the likeness of two levels is worth
 SMALLEST = 1e-30
 
 
-class ValueCurves:
+class AcceptanceModel:
     """Means over recent drafts; widths and depths are the kinds of draft that a planner may ask for.
 
     Every draft tells of the shallowest and narrowest one. Of deeper ones it is known how many times more they were
@@ -44,7 +44,9 @@ class ValueCurves:
         self._times_seen: list[int] = []  # of each level
         self._children: list[list[float]] = []  # of each level, worked out anew for each draft that is heard of
         self._known: list[float] = []  # of each level: sequences from which its masses are known, the old ones fading
-        self._news: tuple[HostCopy, int, int] | None = None  # of the last draft, its members and the widths it tells of
+        self._news: tuple[DeviceToHost, int, int] | None = (
+            None  # of the last draft, its members and the widths it tells of
+        )
 
     def expected(self, sizes: Sequence[float]) -> np.ndarray:
         """[widths, depths, sizes]: draft tokens of one sequence when its batch verifies so many nodes a sequence.
@@ -69,7 +71,7 @@ class ValueCurves:
             for level in range(2, len(self._masses) + 1):
                 known = self._known[level - 1]
                 own = zip(self._ratios(level), self._children[-1], strict=True)
-                self._children.append([(known * x + ALIKE * above) / (known + ALIKE) for x, above in own])
+                self._children.append([(known * x + PRIOR_COUNT * above) / (known + PRIOR_COUNT) for x, above in own])
         return self._children[min(depth, len(self._children)) - 1]
 
     def _ratios(self, depth: int) -> list[float]:
@@ -91,7 +93,7 @@ class ValueCurves:
         self.settle()
         widths = [w for w in self.widths if w <= width]
         curves = _curves(_within(rooms, levels), widths, _within(rooms, beside))
-        self._news = HostCopy(curves, _masses(levels)), len(levels[0]), len(widths)
+        self._news = DeviceToHost(curves, _masses(levels)), len(levels[0]), len(widths)
 
     def settle(self) -> None:
         """Hear what the last draft was worth: it was sent during its step, and by the end of that it is here."""
@@ -100,7 +102,7 @@ class ValueCurves:
         (copy, num_members, num_widths), self._news = self._news, None
         curves, masses = copy.read()
         self._children.clear()
-        rate = RATE * min(num_members / ENOUGH, 1) ** 0.5
+        rate = EMA_RATE * min(num_members / FULL_SAMPLE, 1) ** 0.5
         self._known = [known * (1 - rate) for known in self._known]
         for level, fresh in enumerate(masses):
             self._move_masses(level, fresh, rate)
@@ -157,7 +159,7 @@ def _curves(
     values, order = torch.cat([x.flatten() for x in nodes]).sort(descending=True, stable=True)
     has = _held(levels, nodes, widths)[:, order]
     counts, totals = has.cumsum(1, dtype=torch.int32), pad((has * values.exp()).cumsum(1), (1, 0)) / num_members
-    places = upload([size * num_members for size in SIZES], device, torch.float32)
+    places = to_device([size * num_members for size in SIZES], device, torch.float32)
     below = places.floor()
 
     def total(number: Float[Tensor, " S"]) -> Float[Tensor, "C S"]:

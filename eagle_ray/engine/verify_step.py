@@ -16,16 +16,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft, Drafter, Verified
+from eagle_ray.drafting.drafter import Draft, Drafter, VerifyOutput
 from eagle_ray.engine.logprobs import likeliest
 from eagle_ray.engine.planner import Allocation
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.step_record import step_record
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import PromptPass, Prompts, Target
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.replay import Padded, Replay
-from eagle_ray.speculative.sampling import BatchSampling, log_probs_of, pick
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.replay import GraphRunner, PaddedInput
+from eagle_ray.speculative.sampling import SamplingBatch, log_probs_of, sample
 from eagle_ray.speculative.tree import DraftTree
 from eagle_ray.speculative.verify import VerifyResult, accept_path
 
@@ -47,39 +47,39 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeSizes:
+class MaxTreeSizes:
     """Largest that come up, root included. nodes: verified of one tree. candidates: drafted for it; 1: not known."""
 
     nodes: int = 1
     candidates: int = 1
 
     @classmethod
-    def of(cls, max_nodes: int, max_depth: int, top_k: int) -> TreeSizes:
-        return cls(1 + max_nodes, Plan(min(max_depth, max_nodes), top_k).most_candidates)
+    def of(cls, max_nodes: int, max_depth: int, top_k: int) -> MaxTreeSizes:
+        return cls(1 + max_nodes, DraftPlan(min(max_depth, max_nodes), top_k).max_candidates)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyStepOutput:
     """record: see step_record. tops: ids and log-probabilities of the likeliest tokens along each path."""
 
     result: VerifyResult
     record: Int[Tensor, "B X"]
     tops: tuple[Int[Tensor, "B D1 K"], Float[Tensor, "B D1 K"]] | None
-    prompted: PromptPass | None = None
+    prompted: PrefillOutput | None = None
 
 
 def verify_step(
-    target: Target,
+    target: TargetModel,
     drafter: Drafter,
-    batch: BatchSlots,
-    sampling: BatchSampling,
+    batch: DecodeSlots,
+    sampling: SamplingBatch,
     tree: DraftTree,
     keep: Bool[Tensor, "B N"],
     shape: StepShape,
     mark: Callable[[], None] = lambda: None,
-    prompts: Prompts | None = None,
+    prompts: PrefillBatch | None = None,
     sizes: list[int] | None = None,
-) -> Verdict:
+) -> VerifyStepOutput:
     """mark: called right before and right after the target's pass. prompts: computed in the same pass.
 
     sizes: nodes kept of each tree, where the host knows them.
@@ -91,12 +91,12 @@ def verify_step(
     if prompts is None:
         logits, features = target.verify(tree, rows, batch, shape.max_depth)
     else:
-        logits, features, passed = target.verify_beside(tree, rows, batch, shape.max_depth, prompts)
+        logits, features, passed = target.forward_mixed(tree, rows, batch, shape.max_depth, prompts)
     mark()
-    picks = pick(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
+    picks = sample(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
     result = accept_path(tree, rows, picks, shape.max_depth)
     target.commit(batch, result)
-    drafter.extend(batch, Verified(tree, rows, logits, features, result))
+    drafter.extend(batch, VerifyOutput(tree, rows, logits, features, result))
     logprobs = tops = None
     if shape.logprobs:
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
@@ -104,7 +104,7 @@ def verify_step(
         logprobs = log_probs_of(path, result.tokens.flatten()).view_as(path_rows)
         if shape.num_tops:
             tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest(path, shape.num_tops))
-    return Verdict(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed)
+    return VerifyStepOutput(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed)
 
 
 class Verifier:
@@ -114,24 +114,26 @@ class Verifier:
     or for larger ones: so it depends on the numbers of sequences and rows alone.
     """
 
-    def __init__(self, target: Target, replay: Replay | None, max_depth: int, trees: TreeSizes | None = None):
-        self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or TreeSizes()
+    def __init__(
+        self, target: TargetModel, replay: GraphRunner | None, max_depth: int, trees: MaxTreeSizes | None = None
+    ):
+        self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or MaxTreeSizes()
 
     def run(
         self,
         drafter: Drafter,
-        batch: Batch,
+        batch: DecodeBatch,
         draft: Draft,
         allocation: Allocation,
         mark: Callable[[], None],
-        prompts: Prompts | None = None,
-    ) -> tuple[StepShape, Verdict]:
+        prompts: PrefillBatch | None = None,
+    ) -> tuple[StepShape, VerifyStepOutput]:
         """The shape of one step and its verdict; that of a replay stands until the next step.
 
         prompts: that go along, where there is no replay.
         """
         shape = _shape(batch, draft, allocation)
-        if self._replay is None or not self._replay.works:
+        if self._replay is None or not self._replay.is_enabled:
             shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
             return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts, allocation.sizes)
@@ -142,7 +144,7 @@ class Verifier:
         mark()
         return shape, verdict
 
-    def _fixed(self, shape: StepShape, batch_size: int, replay: Replay) -> StepShape:
+    def _fixed(self, shape: StepShape, batch_size: int, replay: GraphRunner) -> StepShape:
         """The next larger of the few shapes that are captured; a plain step has rows for the batch and no more."""
         if not shape.max_depth:
             return replace(shape, num_rows=replay.batch_size(batch_size))
@@ -152,12 +154,12 @@ class Verifier:
     def _replayed(
         self,
         drafter: Drafter,
-        batch: Batch,
+        batch: DecodeBatch,
         tree: DraftTree,
         keep: Bool[Tensor, "B N"],
         shape: StepShape,
-        replay: Replay,
-    ) -> Verdict:
+        replay: GraphRunner,
+    ) -> VerifyStepOutput:
         """For any batch of this size whose longest sequence fits, in the slots and with the trees of the moment."""
         size, bound = replay.batch_size(len(batch)), replay.context(batch.at.max_length)
         num_candidates = replay.num_nodes(max(tree.num_nodes, self._trees.candidates)) if shape.max_depth else 1
@@ -165,28 +167,28 @@ class Verifier:
 
         split = len(chosen)
 
-        def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> Verdict:
-            at, sampling = BatchSlots.bounded(slots, lengths, bound), BatchSampling.bound(kind, *tensors[:split])
+        def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> VerifyStepOutput:
+            at, sampling = DecodeSlots.bounded(slots, lengths, bound), SamplingBatch.bound(kind, *tensors[:split])
             tree, keep = _trees(*tensors[split:])
             return verify_step(target, drafter, at, sampling, tree, keep, shape)
 
-        slots = Padded(batch.at.slots, (size,), target.cache.blocks.nowhere)
-        trees = _padded(tree, keep, (size, num_candidates)) if shape.max_depth else [Padded(batch.roots, (size,))]
-        inputs = [slots, Padded(batch.at.lengths, (size,)), *chosen, *trees]
+        slots = PaddedInput(batch.at.slots, (size,), target.cache.blocks.null_slot)
+        trees = _padded(tree, keep, (size, num_candidates)) if shape.max_depth else [PaddedInput(batch.roots, (size,))]
+        inputs = [slots, PaddedInput(batch.at.lengths, (size,)), *chosen, *trees]
         return replay.run(("verify", size, num_candidates, bound, kind, shape), verify, inputs)
 
 
-def _shape(batch: Batch, draft: Draft, allocation: Allocation) -> StepShape:
+def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:
     asked = [s.sampling for s in batch.sequences if s.sampling.logprobs]
     num_tops = max((sampling.top_logprobs for sampling in asked), default=0)
     return StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, bool(asked), num_tops)
 
 
-def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[Padded]:
+def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:
     """Trees and nodes that are not kept, not even the roots, around those that there are."""
     fills = (0, -1, 0, -torch.inf, -torch.inf, False)
-    columns = (Padded(column, shape, fill) for column, fill in zip(tree.columns, fills, strict=True))
-    return [*columns, Padded(keep, shape, False)]
+    columns = (PaddedInput(column, shape, fill) for column, fill in zip(tree.columns, fills, strict=True))
+    return [*columns, PaddedInput(keep, shape, False)]
 
 
 def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N"]]:

@@ -16,7 +16,7 @@ from eagle_ray.kernels.availability import is_interpreting
 from eagle_ray.kernels.flash_decoding import attend, combine
 from eagle_ray.kernels.launch import launch
 from eagle_ray.kernels.tile_shape import LEAST_TILES, MOST_SPLITS, num_splits, tile_shape
-from eagle_ray.kernels.trees import Tiles, Trees
+from eagle_ray.kernels.trees import KernelTrees, TileSchedule
 
 INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
 COMBINE_WARPS = 2
@@ -27,7 +27,7 @@ def tree_attention(
     query: Float[Tensor, "heads R d"],
     keys: Float[Tensor, "blocks size kv_heads d"],
     values: Float[Tensor, "blocks size kv_heads dv"],
-    trees: Trees,
+    trees: KernelTrees,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -35,14 +35,14 @@ def tree_attention(
 ) -> Float[Tensor, "heads R dv"]:
     """Each row over what it sees of its slot's keys and values; zeros for padding rows.
 
-    keys, values: contiguous and of the query's dtype. scaling to sinks: as in models' LayerAttention.
+    keys, values: contiguous and of the query's dtype. scaling to sinks: as in models' AttentionParams.
     """
     heads, num_rows, key_dim = query.shape
     _, block_size, kv_heads, value_dim = values.shape
     group = heads // kv_heads
     capability, cores = _device(query.device)
     shape = tile_shape(-(-num_rows * group // trees.num_trees), key_dim, value_dim, keys.dtype, capability)
-    tiles = Tiles.of(trees, num_rows, group, shape.rows)
+    tiles = TileSchedule.of(trees, num_rows, group, shape.rows)
     splits = num_splits(tiles.count * kv_heads, trees.longest, shape, cores)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = query.new_empty(num_rows, heads, value_dim)

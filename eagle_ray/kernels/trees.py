@@ -42,7 +42,7 @@ class PackedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Trees:
+class KernelTrees:
     """Trees of up to N rows each, over M tree columns after what each of B slots holds.
 
     lengths: tokens that slots hold. table: the block of each of a slot's columns, by BLOCK_SIZE of them.
@@ -79,7 +79,7 @@ class Trees:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class TileSchedule:
     """The tree of each of T programs and which of its nodes x heads it begins with; tree B where there is no work.
 
     trees: None for a rectangle, whose every tree has per_tree programs.
@@ -91,7 +91,7 @@ class Tiles:
     begins: Int[Tensor, " T"] | None = None
 
     @classmethod
-    def of(cls, trees: Trees, num_rows: int, group: int, size: int) -> Tiles:
+    def of(cls, trees: KernelTrees, num_rows: int, group: int, size: int) -> TileSchedule:
         """group: query heads of one key/value head. size: nodes x heads of one program."""
         if trees.rows is None:
             per_tree = -(-trees.num_nodes * group // size)

@@ -15,7 +15,7 @@ def _double(numbers, SIZE: tl.constexpr):
     tl.store(numbers + places, tl.load(numbers + places) * 2)
 
 
-def fails(device: torch.device) -> str | None:
+def failure_reason(device: torch.device) -> str | None:
     """What comes of compiling and running it; None where all is well."""
     numbers = torch.ones(16, device=device)
     try:

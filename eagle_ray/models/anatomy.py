@@ -24,17 +24,23 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.attention import ATTENTION, LayerAttention, causal_attention
+from eagle_ray.models.attention import ATTENTION, AttentionParams, causal_attention
 
 EXAMINED = "eagle_ray_examined"
 CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states
-TAKEN = ("scaling", "sliding_window", "softcap", "s_aux")  # what attention.py reads
-IDLE = ("dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits")  # what changes nothing
+HANDLED_KWARGS = ("scaling", "sliding_window", "softcap", "s_aux")  # what attention.py reads
+IGNORED_KWARGS = (
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+)  # what changes nothing
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class KVSpec:
     """num_kv_heads, key_dim, value_dim: of what every layer keeps of a token."""
 
     num_layers: int
@@ -74,7 +80,7 @@ class Mask:
 
 
 @dataclass(slots=True)
-class Examination:
+class AttentionProbe:
     """What each call of the attention function brought. It goes through the model as `rows`, as a layout would.
 
     positions: as many as a sequence can have; what is hidden only from later ones is hidden from nobody.
@@ -88,7 +94,9 @@ class Examination:
         if layer in self.shapes:
             self.faults.append(f"layer {layer} attends twice")
         self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        unknown = [name for name, value in told.items() if name not in TAKEN + IDLE and value is not None]
+        unknown = [
+            name for name, value in told.items() if name not in HANDLED_KWARGS + IGNORED_KWARGS and value is not None
+        ]
         if unknown:
             self.faults.append(f"layer {layer} gives attention {', '.join(unknown)}")
         self._see_mask(layer, mask, told.get("sliding_window"))
@@ -107,12 +115,12 @@ class Examination:
             self.faults.append(f"layer {layer} masks a window of {masked} and tells attention {told}")
 
 
-def examine(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> Anatomy:
+def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec:
     """One pass of two tokens. Raises EngineError, by the model's name, where rows of ours would come out otherwise.
 
     positions: as many as a sequence can have.
     """
-    examination, hidden, name = Examination(positions), [], type(model).__name__
+    examination, hidden, name = AttentionProbe(positions), [], type(model).__name__
     if model.base_model is model or not getattr(model, "_supports_attention_backend", False):
         raise EngineError(f"{name} does not route attention through transformers' attention interface")
     watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
@@ -132,10 +140,10 @@ def examine(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> Anat
     _check_layers(name, examination, num_layers)
     if not (own - ours).abs().max() <= CLOSE * own.abs().max():
         raise EngineError(f"{name} changes its logits after the lm_head in a way that this engine does not know")
-    return Anatomy(num_layers, *examination.shapes[0])
+    return KVSpec(num_layers, *examination.shapes[0])
 
 
-def _check_layers(name: str, examination: Examination, num_layers: int) -> None:
+def _check_layers(name: str, examination: AttentionProbe, num_layers: int) -> None:
     silent = sorted(set(range(num_layers)) - examination.shapes.keys())
     if silent:
         raise EngineError(f"{name}: layer {silent[0]} does not attend through transformers' attention interface")
@@ -157,14 +165,14 @@ def _examined_attention(
     value: Tensor,
     attention_mask: object = None,
     *,
-    rows: Examination | None = None,
+    rows: AttentionProbe | None = None,
     **told: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature."""
     if rows is None:
         raise EngineError(f"{type(module).__name__} is not handed the rows' layout")
     rows.see(module.layer_idx, key, value, attention_mask, told)
-    attention = LayerAttention(module.layer_idx, told["scaling"], softcap=told.get("softcap"), sinks=told.get("s_aux"))
+    attention = AttentionParams(module.layer_idx, told["scaling"], softcap=told.get("softcap"), sinks=told.get("s_aux"))
     return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
 
 

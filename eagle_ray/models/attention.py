@@ -17,17 +17,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from eagle_ray.models.company import Company, companies
-from eagle_ray.models.folding import Folding, fold_rectangle, unfold_rectangle
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.company import AttentionGroup, group_sequences
+from eagle_ray.models.folding import GQAPacking, fold_rectangle, unfold_rectangle
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.torch_ops import rotated
-from eagle_ray.speculative.upload import sent, upload
+from eagle_ray.speculative.upload import sent, to_device
 
 ATTENTION = "eagle_ray"
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAttention:
+class AttentionParams:
     """What one layer asks of attention.
 
     window: a key is seen by queries less than `window` positions after it; None sees all. softcap: scores are
@@ -54,7 +54,7 @@ class AttentionShape:
     """What one layer of our own forward does between its projections.
 
     Attributes:
-        window: as in LayerAttention.
+        window: as in AttentionParams.
         q_norm, k_norm: weights of an RMSNorm over each head before it is rotated; None for none.
     """
 
@@ -69,8 +69,8 @@ class AttentionShape:
     norm_eps: float = 0.0
 
     @property
-    def rule(self) -> LayerAttention:
-        return LayerAttention(self.layer, self.scaling, self.window)
+    def rule(self) -> AttentionParams:
+        return AttentionParams(self.layer, self.scaling, self.window)
 
     def split(
         self, qkv: Float[Tensor, "R width"], rotary: Rotary
@@ -85,7 +85,7 @@ class AttentionShape:
 
 
 @runtime_checkable
-class Layout(Protocol):
+class AttentionMetadata(Protocol):
     """How the rows of one pass see the cache and each other."""
 
     cache: KVCache
@@ -95,7 +95,7 @@ class Layout(Protocol):
         query: Float[Tensor, "1 heads R head_dim"],
         key: Float[Tensor, "1 kv_heads R head_dim"],
         value: Float[Tensor, "1 kv_heads R value_dim"],
-        attention: LayerAttention,
+        attention: AttentionParams,
     ) -> Float[Tensor, "1 heads R value_dim"]:
         """Write keys and values to the cache and return what the rows make of all that they see."""
 
@@ -118,7 +118,7 @@ class Projected:
 
 
 @dataclass(slots=True)
-class PromptLayout(Projected):
+class PrefillMetadata(Projected):
     """Chunks of prompts, one after the other; each row attends to its slot's columns from `first` up to its own.
 
     firsts, starts: the column that each chunk sees first and that of its first row. lengths: rows of each. On the host.
@@ -139,12 +139,12 @@ class PromptLayout(Projected):
         self.cells = self.cache.cells(sent(slots, device), sent(torch.cat(columns), device))
         self._where = [self._found(i) for i in range(len(self.slots))]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend(i, *part, attention) for i, part in enumerate(parts)], 2)
 
-    def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+    def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if self._where[i] is not None:
             columns = self.cache.read(attention.layer, self._where[i], self.starts[i] + self.lengths[i])
             key, value = (x[:, :, self.firsts[i] :] for x in columns)
@@ -154,12 +154,12 @@ class PromptLayout(Projected):
         """Where the cache holds what chunk i sees; None where that is its own rows alone."""
         if self.starts[i] == self.firsts[i]:
             return None
-        batch = BatchSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
+        batch = DecodeSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
         return self.cache.where(batch, self.lengths[i])
 
 
 @dataclass(slots=True)
-class TreeLayout(Projected):
+class TreeMetadata(Projected):
     """Trees of up to N rows each, on top of what B slots hold.
 
     Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
@@ -173,7 +173,7 @@ class TreeLayout(Projected):
     """
 
     cache: KVCache
-    batch: BatchSlots
+    batch: DecodeSlots
     cells: Int[Tensor, " R"]
     ancestors: Bool[Tensor, "B N M"]
     depths: Int[Tensor, "B N"]
@@ -182,20 +182,20 @@ class TreeLayout(Projected):
     unpack: Int[Tensor, " R"] | None = None
     first: Int[Tensor, " B"] | None = None
     sizes: list[int] | None = None
-    _companies: list[Company] = field(init=False)
+    _companies: list[AttentionGroup] = field(init=False)
     _groups: list[TreeGroup] = field(init=False)
-    _foldings: dict[tuple[int, int], Folding] = field(default_factory=dict)
+    _foldings: dict[tuple[int, int], GQAPacking] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         batch, num_nodes = self.depths.shape
         if self.batch.bound is None:
             sizes = self.sizes or [num_nodes] * batch
-            self._companies = companies(self.batch.host_lengths, sizes, self.cache.num_layers)
+            self._companies = group_sequences(self.batch.host_lengths, sizes, self.cache.num_layers)
         else:
-            self._companies = [Company(list(range(batch)), num_nodes)]
+            self._companies = [AttentionGroup(list(range(batch)), num_nodes)]
         self._groups = [self._group(company) for company in self._companies]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
         heads, kv_heads = query.shape[1], key.shape[1]
         if self.row_of is None and len(self._groups) == 1:
@@ -205,20 +205,20 @@ class TreeLayout(Projected):
         parts = zip(self._groups, folding.fold(query), strict=True)
         return folding.unfold([group.attend(rows, attention) for group, rows in parts], heads)
 
-    def _folding(self, heads: int, kv_heads: int) -> Folding:
+    def _folding(self, heads: int, kv_heads: int) -> GQAPacking:
         """Made once per pass."""
         if (heads, kv_heads) not in self._foldings:
             row_of, unpack = self.row_of, self.unpack
             if row_of is None:
                 unpack = torch.arange(self.depths.numel(), device=self.depths.device)
                 row_of = unpack.view_as(self.depths)
-            self._foldings[heads, kv_heads] = Folding.of(row_of, unpack, heads, kv_heads, self._companies)
+            self._foldings[heads, kv_heads] = GQAPacking.of(row_of, unpack, heads, kv_heads, self._companies)
         return self._foldings[heads, kv_heads]
 
-    def _group(self, company: Company) -> TreeGroup:
+    def _group(self, company: AttentionGroup) -> TreeGroup:
         batch, parts = self.batch, (self.ancestors, self.depths, self.column_depths, self.first)
         if len(self._companies) > 1:
-            index = upload(company.members, self.depths.device)
+            index = to_device(company.members, self.depths.device)
             batch = self.batch.select(company.members)
             parts = (None if x is None else x.index_select(0, index) for x in parts)
         ancestors, depths, column_depths, first = parts
@@ -229,18 +229,18 @@ class TreeLayout(Projected):
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide(Projected):
+class MixedMetadata(Projected):
     """The rows of two layouts in one pass: num_first of the first one, then the other's. Neither sees the other's."""
 
-    first: Layout
-    second: Layout
+    first: AttentionMetadata
+    second: AttentionMetadata
     num_first: int
 
     @property
     def cache(self) -> KVCache:
         return self.first.cache
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         parts = zip(*(x.tensor_split([self.num_first], 2) for x in (query, key, value)), strict=True)
         both = zip((self.first, self.second), parts, strict=True)
         return torch.cat([layout.attend(*part, attention) for layout, part in both], 2)
@@ -251,7 +251,7 @@ class TreeGroup:
     """Trees of sequences whose keys and values are read together, padded to the longest of them."""
 
     cache: KVCache
-    batch: BatchSlots
+    batch: DecodeSlots
     ancestors: Bool[Tensor, "B N M"]
     depths: Int[Tensor, "B N"]
     column_depths: Int[Tensor, "B M"]
@@ -266,7 +266,7 @@ class TreeGroup:
         self._where = self.cache.where(self.batch, num_tree_columns)
 
     def attend(
-        self, rows: Float[Tensor, "B kv_heads GN d"], attention: LayerAttention
+        self, rows: Float[Tensor, "B kv_heads GN d"], attention: AttentionParams
     ) -> Float[Tensor, "B kv_heads GN dv"]:
         keys, values = self.cache.read(attention.layer, self._where, self.num_columns)
         mask = self._mask(rows.shape[2] // self.ancestors.shape[1], attention.window, rows.dtype)
@@ -311,7 +311,7 @@ def attention_function(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    rows: Layout | None = None,
+    rows: AttentionMetadata | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -320,7 +320,7 @@ def attention_function(
     """transformers' attention signature; `rows` is our keyword, the others are the model's own (see anatomy.py)."""
     home = query.device if rows is None else rows.cache.keys.device
     sinks = None if s_aux is None else s_aux.to(home)
-    attention = LayerAttention(module.layer_idx, scaling, sliding_window, softcap, sinks)
+    attention = AttentionParams(module.layer_idx, scaling, sliding_window, softcap, sinks)
     if rows is None:
         return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
     out = rows.attend(query.to(home), key.to(home), value.to(home), attention)  # a layer elsewhere sends its rows home
@@ -334,7 +334,7 @@ def causal_attention(
     query: Float[Tensor, "B heads N d"],
     key: Float[Tensor, "B kv_heads T d"],
     value: Float[Tensor, "B kv_heads T dv"],
-    attention: LayerAttention,
+    attention: AttentionParams,
 ) -> Float[Tensor, "B heads N dv"]:
     """Each token attends to itself and those before it; the queries are those of the last N of T tokens."""
     num_rows, length = query.shape[2], key.shape[2]
@@ -363,7 +363,7 @@ def masked_attention(
     keys: Float[Tensor, "B kv_heads T d"],
     values: Float[Tensor, "B kv_heads T dv"],
     mask: Float[Tensor, "b 1 GN T"] | None,
-    attention: LayerAttention,
+    attention: AttentionParams,
 ) -> Float[Tensor, "B kv_heads GN dv"]:
     """Attention under an additive mask (None: nothing is hidden), query heads folded onto their key/value head."""
     if attention.softcap is not None or attention.sinks is not None:
@@ -380,7 +380,7 @@ def _in_company(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_h
 
 
 def _explicit_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: LayerAttention
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: AttentionParams
 ) -> Tensor:
     """The same with soft-cap and sinks, in the order Gemma-2 and GPT-OSS apply them."""
     scores = query @ keys.transpose(2, 3) * attention.scaling

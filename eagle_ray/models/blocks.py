@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.models.prefixes import Prefixes
+from eagle_ray.models.prefixes import PrefixCache
 from eagle_ray.speculative.upload import sent
 
 BLOCK_SIZE = 32  # columns: small enough to waste little, large enough that gathering is as fast as reading
 
 
-class Blocks:
+class BlockManager:
     """The tables of num_slots slots over a pool of num_blocks blocks.
 
     capacity: most columns of a slot. num_blocks: None is enough for every slot to be full.
@@ -44,24 +44,24 @@ class Blocks:
         self.num_slots, self.capacity, self.size = num_slots, capacity, size
         blocks_per_slot = self.blocks_for(capacity)
         self.num_blocks = num_slots * blocks_per_slot if num_blocks is None else num_blocks
-        self.nowhere = num_slots
+        self.null_slot = num_slots
         shape = (num_slots + 1, blocks_per_slot + 1)  # the last entry is never reserved: column `padding` lies there
         self._host_table = torch.full(shape, self.num_blocks, dtype=torch.int64)
         self._table = sent(self._host_table, device)
         self._is_stale = False
-        self.padding = blocks_per_slot * size
+        self.null_position = blocks_per_slot * size
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
         self._references = [0] * self.num_blocks
         self._free = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous and memory small
-        self._prefixes = Prefixes()
+        self._prefixes = PrefixCache()
 
     @property
-    def table(self) -> Int[Tensor, "S1 W"]:
+    def block_table(self) -> Int[Tensor, "S1 W"]:
         """Which block each column of each slot lies in; on the device, always in the same memory."""
-        self.settle()
+        self.sync_table()
         return self._table
 
-    def settle(self) -> None:
+    def sync_table(self) -> None:
         """Send the device what the host has changed, in one copy; before a captured pass, which cannot ask for it."""
         if self._is_stale and self._table is not self._host_table:
             self._table.copy_(self._host_table.pin_memory(), non_blocking=True)
@@ -84,13 +84,13 @@ class Blocks:
         held = self._held[slot][:width]
         return held[0] if held and held == list(range(held[0], held[0] + width)) else None
 
-    def num_missing(self, slot: int, columns: int) -> int:
+    def blocks_needed(self, slot: int, columns: int) -> int:
         """Blocks that the slot lacks to hold `columns` columns."""
         return max(self.blocks_for(columns) - len(self._held[slot]), 0)
 
     def reserve(self, slot: int, columns: int) -> bool:
         """Make room for the slot's first `columns` columns; False, and nothing changes, where the pool is short."""
-        missing = self.num_missing(slot, columns)
+        missing = self.blocks_needed(slot, columns)
         if missing > self.num_available:
             return False
         self._extend(slot, [self._take() for _ in range(missing)])
@@ -103,7 +103,7 @@ class Blocks:
         if keep >= len(held):
             return
         for block in reversed(held[keep:]):  # the last first: what is reused least goes first when space runs out
-            self._release(block)
+            self._unref(block)
         self._host_table[slot, keep : len(held)] = self.num_blocks
         self._is_stale = True
         del held[keep:]
@@ -112,22 +112,22 @@ class Blocks:
         """The slot holds nothing any more; published blocks stay until their space is needed."""
         self.trim(slot, 0)
 
-    def adopt(self, slot: int, tokens: list[int]) -> int:
+    def attach_prefix(self, slot: int, tokens: list[int]) -> int:
         """Let an empty slot start with the published blocks that hold its first tokens; returns how many columns.
 
         At least one token is left to compute: its row gives the first logits.
         """
-        blocks = self._prefixes.longest(tokens, self.size)[: (len(tokens) - 1) // self.size]
+        blocks = self._prefixes.match(tokens, self.size)[: (len(tokens) - 1) // self.size]
         for block in blocks:
-            self._hold(block)
+            self._ref(block)
         self._extend(slot, blocks)
         return len(blocks) * self.size
 
-    def publish(self, slot: int, tokens: list[int]) -> None:
+    def cache_full_blocks(self, slot: int, tokens: list[int]) -> None:
         """Offer the slot's full blocks, which hold (or will, before anyone reads them) these tokens, for reuse."""
         self._prefixes.add(tokens, self._held[slot], self.size)
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Blocks that no slot holds are offered no longer: the next prompts are computed anew."""
         while self._prefixes.num_idle:
             heapq.heappush(self._free, self._prefixes.evict())
@@ -137,7 +137,7 @@ class Blocks:
         counts = [0] * self.num_blocks
         for slot, held in enumerate(self._held):
             assert len(set(held)) == len(held), f"slot {slot} holds a block twice: {held}"
-            row = self.table[slot].tolist()
+            row = self.block_table[slot].tolist()
             assert row == held + [self.num_blocks] * (len(row) - len(held)), f"slot {slot}: {row} is not {held}"
             for block in held:
                 counts[block] += 1
@@ -145,7 +145,7 @@ class Blocks:
         idle = [block for block in range(self.num_blocks) if self._prefixes.is_idle(block)]
         unused = [block for block, count in enumerate(counts) if count == 0]
         assert sorted([*self._free, *idle]) == unused, f"free {self._free}, idle {idle}, unused {unused}"
-        assert self.table[self.nowhere].eq(self.num_blocks).all(), "the slot that never holds anything"
+        assert self.block_table[self.null_slot].eq(self.num_blocks).all(), "the slot that never holds anything"
         self._prefixes.check_integrity()
 
     def _extend(self, slot: int, blocks: list[int]) -> None:
@@ -161,12 +161,12 @@ class Blocks:
         self._references[block] = 1
         return block
 
-    def _hold(self, block: int) -> None:
+    def _ref(self, block: int) -> None:
         if self._references[block] == 0:
-            self._prefixes.wake(block)
+            self._prefixes.acquire(block)
         self._references[block] += 1
 
-    def _release(self, block: int) -> None:
+    def _unref(self, block: int) -> None:
         self._references[block] -= 1
-        if self._references[block] == 0 and not self._prefixes.rest(block):
+        if self._references[block] == 0 and not self._prefixes.release(block):
             heapq.heappush(self._free, block)

@@ -3,7 +3,7 @@
     head = load_head(path, target.config)        # EAGLE-1, 2 or 3, told from its tensors
 
 Weights are safetensors or pickles (weights only), single or sharded. What fits a target is `fit`'s to say: here it
-is told from headers alone (`blank_head`) and before anything is read. Does not know where directories come from.
+is told from headers alone (`meta_head`) and before anything is read. Does not know where directories come from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError, in_one_line
-from eagle_ray.models.fit import Shape, as_ours, fitting_head
+from eagle_ray.models.fit import Shape, build_head, normalize_names
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -33,20 +33,20 @@ Read = TypeVar("Read")
 
 def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
     """The head published in `path`, in fp32. Raises EngineError where it cannot be read or does not fit the target."""
-    head = blank_head(path, target)
-    tensors = as_ours(read_tensors(path))
+    head = meta_head(path, target)
+    tensors = normalize_names(read_tensors(path))
     if isinstance(head, Eagle3Head):
-        with _naming(path):
+        with _with_path(path):
             tensors |= _vocabulary_maps(head, tensors)
     head.load_state_dict(tensors, assign=True)
     return head.float()
 
 
-def blank_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
     """The head without its weights, which are not read: its parameters lie on the meta device. Raises EngineError."""
     raw, shapes = read_config(path), read_shapes(path)
-    with _naming(path):
-        return fitting_head(raw, shapes, target)
+    with _with_path(path):
+        return build_head(raw, shapes, target)
 
 
 def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
@@ -150,7 +150,7 @@ def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _with_path(path: Path) -> Iterator[None]:
     """What does not fit is said with the directory in which it was found."""
     try:
         yield

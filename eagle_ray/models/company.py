@@ -16,14 +16,14 @@ GROUP_COLUMNS = 700  # likewise of what is made for each group once for all laye
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class AttentionGroup:
     """members: indices of sequences. size: rows of the largest of their trees."""
 
     members: list[int]
     size: int
 
 
-def companies(lengths: Sequence[int], sizes: Sequence[int], num_layers: int) -> list[Company]:
+def group_sequences(lengths: Sequence[int], sizes: Sequence[int], num_layers: int) -> list[AttentionGroup]:
     """lengths: columns of each sequence. sizes: rows of its tree.
 
     A batch is split where that saves most, by length or by size, as long as it saves more than it takes; then its parts
@@ -31,7 +31,7 @@ def companies(lengths: Sequence[int], sizes: Sequence[int], num_layers: int) -> 
     """
     least = CALL_COLUMNS + GROUP_COLUMNS / num_layers
     parts = _split(list(range(len(lengths))), lengths, sizes, least)
-    return [Company(part, max(sizes[i] for i in part)) for part in parts]
+    return [AttentionGroup(part, max(sizes[i] for i in part)) for part in parts]
 
 
 def _split(members: list[int], lengths: Sequence[int], sizes: Sequence[int], least: float) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""CpuLayout: ragged rows of many sequences that attend in one C++ call a layer (kernels/cpu_ops).
+"""CpuMetadata: ragged rows of many sequences that attend in one C++ call a layer (kernels/cpu_ops).
 
 Each row sees a run of its sequence's columns and, of the tree columns after them, those of its ancestors. Rows of
 trees, of prompts and of both in one pass are the same thing here: nothing is padded, gathered or split into groups.
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.cpu_ops import ScoreRule, SeenColumns
-from eagle_ray.models.attention import AttentionShape, LayerAttention, Rotary
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.attention import AttentionParams, AttentionShape, Rotary
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
 
 
 @dataclass(slots=True)
-class CpuLayout:
+class CpuMetadata:
     """Rows over a cache; `of_trees` and `of_prompts` make them.
 
     Attributes:
@@ -46,15 +46,15 @@ class CpuLayout:
     def of_trees(
         cls,
         cache: KVCache,
-        batch: BatchSlots,
+        batch: DecodeSlots,
         cells: Int[Tensor, " R"],
         ancestors: Bool[Tensor, "B N M"],
         depths: Int[Tensor, "B N"],
         column_depths: Int[Tensor, "B M"],
         unpack: Int[Tensor, " R"] | None,
         first: Int[Tensor, " B"] | None,
-    ) -> CpuLayout:
-        """Return the layout of trees on top of what B slots hold, from what TreeLayout is made of."""
+    ) -> CpuMetadata:
+        """Return the layout of trees on top of what B slots hold, from what TreeMetadata is made of."""
         batch_size, num_nodes = depths.shape
         node = torch.arange(batch_size * num_nodes) if unpack is None else unpack
         tree = torch.div(node, num_nodes, rounding_mode="floor")
@@ -74,8 +74,8 @@ class CpuLayout:
     @classmethod
     def of_prompts(
         cls, cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
-    ) -> CpuLayout:
-        """Return the layout of chunks of prompts, from what PromptLayout is made of."""
+    ) -> CpuMetadata:
+        """Return the layout of chunks of prompts, from what PrefillMetadata is made of."""
         chunks = torch.tensor([slots, firsts]).repeat_interleave(torch.tensor(lengths), dim=1, output_size=sum(lengths))
         columns = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
         nothing = torch.zeros(len(columns), 0, dtype=torch.int64)
@@ -91,7 +91,7 @@ class CpuLayout:
             column_depths=nothing,
         )
 
-    def followed_by(self, other: CpuLayout) -> CpuLayout:
+    def followed_by(self, other: CpuMetadata) -> CpuMetadata:
         """Return these rows and then the other's, of the same cache."""
         width = max(self.mask.shape[1], other.mask.shape[1])
         names = ("cells", "slots", "begin", "end", "trunk", "positions")
@@ -99,9 +99,9 @@ class CpuLayout:
         for name in ("mask", "column_depths"):
             parts = (getattr(layout, name) for layout in (self, other))
             both[name] = torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts])
-        return CpuLayout(self.cache, **both)
+        return CpuMetadata(self.cache, **both)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
         sinks = None if attention.sinks is None else attention.sinks.float()
         rule = ScoreRule(attention.scaling, attention.softcap, sinks)
@@ -128,4 +128,4 @@ class CpuLayout:
             distance = self.positions[:, None] - self.trunk[:, None] - self.column_depths
             mask = mask * (distance < window).to(torch.uint8)
         blocks = self.cache.blocks
-        return SeenColumns(blocks.table, blocks.size, self.slots, begin, self.end, self.trunk, mask)
+        return SeenColumns(blocks.block_table, blocks.size, self.slots, begin, self.end, self.trunk, mask)

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.models import torch_ops
-from eagle_ray.models.attention import AttentionShape, Layout, Rotary
-from eagle_ray.models.linear import is_dense, joined
+from eagle_ray.models.attention import AttentionMetadata, AttentionShape, Rotary
+from eagle_ray.models.linear import is_dense, merge_linears
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -71,9 +71,9 @@ class Attention:
             k_norm=None if norms[1] is None else norms[1].weight,
             norm_eps=0.0 if norms[0] is None else norms[0].variance_epsilon,
         )
-        return cls(joined([module.q_proj, module.k_proj, module.v_proj]), module.o_proj, shape)
+        return cls(merge_linears([module.q_proj, module.k_proj, module.v_proj]), module.o_proj, shape)
 
-    def __call__(self, normed: Float[Tensor, "R I"], rotary: Rotary, layout: Layout) -> Float[Tensor, "R H"]:
+    def __call__(self, normed: Float[Tensor, "R I"], rotary: Rotary, layout: AttentionMetadata) -> Float[Tensor, "R H"]:
         return self.output(layout.attend_projected(self.qkv(normed), rotary, self.shape))
 
 
@@ -87,7 +87,7 @@ class Mlp:
 
     @classmethod
     def of(cls, module: nn.Module, ops: ModuleType) -> Mlp:
-        return cls(joined([module.gate_proj, module.up_proj]), module.down_proj, ops)
+        return cls(merge_linears([module.gate_proj, module.up_proj]), module.down_proj, ops)
 
     def __call__(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
         return self.down(self.ops.silu_mul(self.gate_up(normed)))
@@ -115,7 +115,7 @@ class Layer:
         )
 
     def __call__(
-        self, hidden: Float[Tensor, "R H"], normed: Float[Tensor, "R I"], rotary: Rotary, layout: Layout
+        self, hidden: Float[Tensor, "R H"], normed: Float[Tensor, "R I"], rotary: Rotary, layout: AttentionMetadata
     ) -> Float[Tensor, "R H"]:
         """Add the attention to hidden in place, and return what the MLP adds."""
         out = self.attention(normed, rotary, layout)
@@ -144,13 +144,13 @@ class Decoder:
         return cls(model, feature_layers) if is_llama_shaped(model) else None
 
     def __call__(
-        self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
+        self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """Return what the lm_head reads of each row, and the row's features."""
         return self.run(self._embed(tokens), positions, layout)
 
     def run(
-        self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout: Layout
+        self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """Do the same from the rows' embeddings, which are overwritten."""
         delta, taps = None, {}

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.anatomy import examine
-from eagle_ray.models.attention import Layout
-from eagle_ray.models.families import check_config, finished
+from eagle_ray.models.anatomy import probe
+from eagle_ray.models.attention import AttentionMetadata
+from eagle_ray.models.families import check_config, logits_postprocessor
 from eagle_ray.models.heads import LogitsOf
 from eagle_ray.models.loading import load_config, load_target
 
@@ -34,8 +34,8 @@ class DraftModel(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model, self.config = model, model.config.get_text_config(decoder=True)
-        self._finished = finished(self.config)
-        self.anatomy = examine(model, partial(self.logits, target_logits=None), self.config.max_position_embeddings)
+        self._finished = logits_postprocessor(self.config)
+        self.anatomy = probe(model, partial(self.logits, target_logits=None), self.config.max_position_embeddings)
 
     @property
     def embed_tokens(self) -> nn.Embedding:
@@ -52,7 +52,7 @@ class DraftModel(nn.Module):
         embeddings: Float[Tensor, "B T H"],
         features: Float[Tensor, "B T F"],
         positions: Int[Tensor, "B T"],
-        rows: Layout | None = None,
+        rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
         out = self.model.base_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False, rows=rows)
         return out.last_hidden_state

@@ -1,7 +1,7 @@
 """Families: the architectures of transformers that this engine computes exactly, and within which limits.
 
     check_config(config)           # EngineError naming the model and the reason, before any weight is read
-    exact_positions(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None
+    max_exact_position(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None
 
 A family stands in EXACT because tests/models/test_families.py holds its packed trees equal to transformers' own
 forward on every path; one that does not is refused by name. Does not know weights: see anatomy.py for what only a
@@ -22,7 +22,7 @@ from eagle_ray.errors import EngineError
 
 # model_type of each family whose every path was equal; the first ten are those that published draft heads are for
 # fmt: off
-EXACT = frozenset([
+SUPPORTED = frozenset([
     "gemma2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
     "afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
@@ -32,31 +32,31 @@ EXACT = frozenset([
     "youtu",
 ])
 # fmt: on
-MOVING_ROTATIONS = ("dynamic", "longrope")  # all positions turn otherwise once one of a pass is past the original ones
+DYNAMIC_ROPE = ("dynamic", "longrope")  # all positions turn otherwise once one of a pass is past the original ones
 
 
 def check_config(config: PretrainedConfig) -> None:
     """Refuse, by name, a family whose rows this engine would not, or might not, compute exactly."""
     if config.get_text_config(decoder=True) is not config:
         raise EngineError(f"{config.model_type} is a model of more than text; this engine runs text models alone")
-    if config.model_type not in EXACT:
+    if config.model_type not in SUPPORTED:
         raise EngineError(
             f"{config.model_type} is no architecture that this engine was held equal to transformers on; those are "
-            f"{', '.join(sorted(EXACT))}"
+            f"{', '.join(sorted(SUPPORTED))}"
         )
 
 
-def exact_positions(config: PretrainedConfig) -> int | None:
+def max_exact_position(config: PretrainedConfig) -> int | None:
     """How many positions from the first on have rotations of their own, whatever else is in the pass; None for all.
 
-    A scaled rotary embedding of MOVING_ROTATIONS chooses its frequencies by the largest position of a pass, so that
+    A scaled rotary embedding of DYNAMIC_ROPE chooses its frequencies by the largest position of a pass, so that
     past this many positions a row would depend on its company, and cached keys would be out of date.
     """
     own = getattr(config, "max_position_embeddings", None)
     limits = [
         rope.get("original_max_position_embeddings") or own
         for rope in _rotations(getattr(config, "rope_parameters", None) or {})
-        if rope.get("rope_type") in MOVING_ROTATIONS
+        if rope.get("rope_type") in DYNAMIC_ROPE
     ]
     return min(limits, default=None)
 
@@ -69,14 +69,14 @@ def head_dims(config: PretrainedConfig) -> tuple[int, int]:
     return head_dim, head_dim
 
 
-def numbers_per_token(config: PretrainedConfig) -> int:
+def kv_elements_per_token(config: PretrainedConfig) -> int:
     """Keys and values that one layer keeps of a token, counted in numbers; as examined models have them."""
     latent = getattr(config, "kv_lora_rank", None) is not None  # kept for every head
     kv_heads = None if latent else getattr(config, "num_key_value_heads", None)
     return (kv_heads or config.num_attention_heads) * sum(head_dims(config))
 
 
-def finished(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
+def logits_postprocessor(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
     """What the family does to the lm_head's output, by the keys of its config: its factor, then its soft-cap."""
     scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     return scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap

@@ -1,6 +1,6 @@
 """Fit: which head a published config and its tensors describe, and whether it goes with a target.
 
-    head = fitting_head(raw, shapes, target.config)      # parameters on the meta device: shapes without numbers
+    head = build_head(raw, shapes, target.config)      # parameters on the meta device: shapes without numbers
 
 The one place that decides it, asked before a job starts and again where a head is loaded. The generation is told from
 the tensor names. Reads the raw JSON, never a config class that fills in defaults: an absent rope_theta means 10000.
@@ -43,25 +43,23 @@ Named = TypeVar("Named")
 Shape = tuple[int, ...]
 
 
-def fitting_head(
-    raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig
-) -> EagleHead | Eagle3Head:
+def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead | Eagle3Head:
     """The head, its parameters and buffers on the meta device.
 
     raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, the tensor or the
     two numbers that keep it from being a head of this target.
     """
-    raw = _flat(raw)
+    raw = _flatten(raw)
     _check_numbers(raw)
     _check_switches(raw)
     try:
         with torch.device("meta"):
-            head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, as_ours(shapes), target)
+            head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, normalize_names(shapes), target)
     except ValueError:
         raise
     except Exception as error:  # whatever transformers' own classes make of values that they were not made for
         raise ValueError(f"its config.json makes no head: {in_one_line(error)}") from error
-    _check_shapes(head, as_ours(shapes))
+    _check_shapes(head, normalize_names(shapes))
     return head
 
 
@@ -69,7 +67,7 @@ def is_eagle3(names: Mapping[str, Any]) -> bool:
     return any(name.startswith(EAGLE3_KEYS) for name in names)
 
 
-def as_ours(published: Mapping[str, Named]) -> dict[str, Named]:
+def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
     """The same under the names of our modules, without what is not read."""
     layer = "midlayer." if is_eagle3(published) else "layers.0."
     kept = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
@@ -100,17 +98,17 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without nulls, and speculators' config as the others are: without the key its heads norm before the residual."""
-    said, layer = _said(raw), raw.get("transformer_layer_config")
+    said, layer = _drop_nulls(raw), raw.get("transformer_layer_config")
     if layer is None:
         return said
     if not isinstance(layer, dict):
         raise ValueError("its config.json has a transformer_layer_config that is no section")
-    return {"norm_before_residual": True, **_said(layer), **said}
+    return {"norm_before_residual": True, **_drop_nulls(layer), **said}
 
 
-def _said(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
 
 
@@ -185,7 +183,7 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """As transformers 5 writes it (rope_parameters), or older ones (rope_theta, rope_scaling, its `type`)."""
-    said = _said({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
+    said = _drop_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
     kind = said.pop("type", "default")
     rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
     if rope["rope_type"] not in ROPES:
@@ -214,9 +212,9 @@ def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], spar
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
     faults = [
-        *_some([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(spare))]),
-        *_some([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
-        *_some([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
+        *_first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(spare))]),
+        *_first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
+        *_first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
     ]
     if faults:
         raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")
@@ -229,7 +227,7 @@ def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> N
     check_tensors("an EAGLE-3 head", head, found, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
 
 
-def _some(faults: list[str]) -> list[str]:
+def _first_few(faults: list[str]) -> list[str]:
     """The first few: a whole language model in a head's place has hundreds."""
     more = len(faults) - MOST_NAMED
     return faults if more <= 0 else [*faults[:MOST_NAMED], f"and {more} more such"]

@@ -16,20 +16,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.models.company import Company
-from eagle_ray.speculative.upload import upload
+from eagle_ray.models.company import AttentionGroup
+from eagle_ray.speculative.upload import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Folding:
+class GQAPacking:
     """there: for each place of a group's folded queries its row and head. shapes: of the groups, but for the last dim.
 
     back: for each row and head its place among those of all groups, one after the other.
     """
 
-    there: list[Int[Tensor, " BKGN"]]
+    gather_index: list[Int[Tensor, " BKGN"]]
     shapes: list[tuple[int, int, int]]
-    back: Int[Tensor, " RH"]
+    scatter_index: Int[Tensor, " RH"]
 
     @classmethod
     def of(
@@ -38,14 +38,14 @@ class Folding:
         unpack: Int[Tensor, " R"],
         heads: int,
         kv_heads: int,
-        companies: list[Company],
-    ) -> Folding:
+        companies: list[AttentionGroup],
+    ) -> GQAPacking:
         """row_of: the row of each node. unpack: of each row b * N + n. companies: which trees are a group."""
         num_nodes, group, device = row_of.shape[1], heads // kv_heads, row_of.device
         head = torch.arange(heads, device=device).view(1, kv_heads, group, 1)
         there, shapes = [], []
         for company in companies:
-            rows = row_of if len(companies) == 1 else row_of[upload(company.members, device)]
+            rows = row_of if len(companies) == 1 else row_of[to_device(company.members, device)]
             there.append((rows[:, None, None, : company.size] * heads + head).flatten())
             shapes.append((len(company.members), kv_heads, group * company.size))
         tree, node = unpack // num_nodes, unpack % num_nodes
@@ -58,16 +58,18 @@ class Folding:
     def fold(self, query: Float[Tensor, "1 heads R d"]) -> list[Float[Tensor, "b kv_heads Gn d"]]:
         """By group."""
         rows = query[0].transpose(0, 1).flatten(0, 1)  # as they lie in memory
-        parts = zip(self.there, self.shapes, strict=True)
+        parts = zip(self.gather_index, self.shapes, strict=True)
         return [rows.index_select(0, there).view(*shape, -1) for there, shape in parts]
 
     def unfold(self, outs: list[Float[Tensor, "b kv_heads Gn dv"]], heads: int) -> Float[Tensor, "1 heads R dv"]:
         rows = [out.transpose(1, 2).flatten(0, 2) for out in outs]  # as torch's attention leaves them in memory
         together = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return together.index_select(0, self.back).unflatten(0, (-1, heads)).transpose(0, 1)[None]
+        return together.index_select(0, self.scatter_index).unflatten(0, (-1, heads)).transpose(0, 1)[None]
 
 
-def _places(companies: list[Company], heads: int, device: torch.device) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _places(
+    companies: list[AttentionGroup], heads: int, device: torch.device
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """Where each tree's rows begin among those of all groups, and how many rows a tree of its group has."""
     sizes = [company.size for company in companies for _ in company.members]
     begins = [n * heads for n in accumulate(sizes, initial=0)][:-1]
@@ -75,7 +77,7 @@ def _places(companies: list[Company], heads: int, device: torch.device) -> tuple
         begin = torch.arange(len(sizes), device=device) * (sizes[0] * heads)
         return begin, torch.full_like(begin, sizes[0])
     order = sorted(range(len(sizes)), key=[i for company in companies for i in company.members].__getitem__)
-    both = upload([[begins[i] for i in order], [sizes[i] for i in order]], device)
+    both = to_device([[begins[i] for i in order], [sizes[i] for i in order]], device)
     return both[0], both[1]
 
 

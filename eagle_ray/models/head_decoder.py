@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle_ray.models.attention import Layout
+from eagle_ray.models.attention import AttentionMetadata
 from eagle_ray.models.decoder import Angles, Decoder, Layer, is_llama_layer, normed_sum, ops_for
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 
 HeadForward = Callable[
-    [Float[Tensor, "R H"], Float[Tensor, "R H"], Int[Tensor, " R"], Layout],
+    [Float[Tensor, "R H"], Float[Tensor, "R H"], Int[Tensor, " R"], AttentionMetadata],
     Float[Tensor, "R H"],
 ]
 
@@ -49,7 +49,7 @@ def _(head: EagleHead) -> HeadForward:
     ops, angles = ops_for(head.layers[0].post_attention_layernorm.weight), Angles(head.rotary)
     layer = Layer.of(head.layers[0], ops)
 
-    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata) -> Tensor:
         hidden = head.fc(torch.cat([embeddings, features], -1))
         return hidden + layer(hidden, hidden, angles(positions), layout)
 
@@ -65,7 +65,7 @@ def _(head: Eagle3Head) -> HeadForward:
     ops, angles = ops_for(module.hidden_norm.weight), Angles(head.rotary)
     layer = Layer.of(module, ops)
 
-    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata) -> Tensor:
         hidden = features.clone()
         normed = normed_sum(ops, hidden, None, module.hidden_norm)
         both = torch.cat([normed_sum(ops, embeddings, None, module.input_layernorm), normed], -1)

@@ -27,8 +27,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from eagle_ray.models.anatomy import Anatomy
-from eagle_ray.models.attention import ATTENTION, Layout
+from eagle_ray.models.anatomy import KVSpec
+from eagle_ray.models.attention import ATTENTION, AttentionMetadata
 
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 LEAST_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
@@ -47,7 +47,7 @@ class DraftHead(Protocol):
     first_column: int
 
     @property
-    def anatomy(self) -> Anatomy:
+    def anatomy(self) -> KVSpec:
         """What it keeps of each token that it reads."""
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
@@ -61,7 +61,7 @@ class DraftHead(Protocol):
         embeddings: Float[Tensor, "B T H"],
         features: Float[Tensor, "B T H"],
         positions: Int[Tensor, "B T"],
-        rows: Layout | None = None,
+        rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
         """The head's outputs, one per pair.
 
@@ -94,7 +94,7 @@ class EagleHead(nn.Module):
         self.rotary = _rotary(config)
 
     @property
-    def anatomy(self) -> Anatomy:
+    def anatomy(self) -> KVSpec:
         return _anatomy(self.config)
 
     def feature_layers(self, num_layers: int) -> None:
@@ -108,7 +108,7 @@ class EagleHead(nn.Module):
         embeddings: Float[Tensor, "B T H"],
         features: Float[Tensor, "B T H"],
         positions: Int[Tensor, "B T"],
-        rows: Layout | None = None,
+        rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
         hidden = self.fc(torch.cat([embeddings, features], -1))
         rotary = self.rotary(hidden, positions)
@@ -158,7 +158,7 @@ class Eagle3Head(nn.Module):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @property
-    def anatomy(self) -> Anatomy:
+    def anatomy(self) -> KVSpec:
         return _anatomy(self.config)
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class Eagle3Head(nn.Module):
         embeddings: Float[Tensor, "B T H"],
         features: Float[Tensor, "B T H"],
         positions: Int[Tensor, "B T"],
-        rows: Layout | None = None,
+        rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
         return self.midlayer(embeddings, features, self.rotary(features, positions), rows)
 
@@ -205,7 +205,7 @@ class Eagle3Layer(nn.Module):
         embeddings: Float[Tensor, "B T H"],
         hidden: Float[Tensor, "B T H"],
         rotary: tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]],
-        rows: Layout | None,
+        rows: AttentionMetadata | None,
     ) -> Float[Tensor, "B T H"]:
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], -1)
@@ -214,9 +214,9 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-def _anatomy(config: LlamaConfig) -> Anatomy:
+def _anatomy(config: LlamaConfig) -> KVSpec:
     """Of one layer, whatever the config says of their number."""
-    return Anatomy(1, config.num_key_value_heads, config.head_dim, config.head_dim)
+    return KVSpec(1, config.num_key_value_heads, config.head_dim, config.head_dim)
 
 
 class _Rotary(LlamaRotaryEmbedding):

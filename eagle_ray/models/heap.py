@@ -4,7 +4,7 @@ A pass over many long contexts makes tensors of tens of megabytes. glibc hands s
 it is free, and the next layer has it cleared page by page: 64 sequences behind 440 tokens took 494 ms instead of 181
 with the 230M pair of `jobs/bench_engine.py` on two cores (measured 2026-11-22).
 
-    keep_freed_memory()
+    tune_malloc()
     use_huge_pages()
 """
 
@@ -24,7 +24,7 @@ LARGEST = 1 << 30  # bytes; what is larger still comes from the system and goes 
 
 
 @cache
-def keep_freed_memory() -> bool:
+def tune_malloc() -> bool:
     """For this process and for good. Returns whether it could be done: there is nothing to do but on glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,4 +1,4 @@
-"""KernelTreeLayout: TreeLayout for Triton's kernels.
+"""TritonTreeMetadata: TreeMetadata for Triton's kernels.
 
 What it needs stands on the device before the first layer attends, whatever the lengths: on the host it knows only a
 bound on them. So one CUDA graph serves every batch of a size. Does not know tokens, or who drafted.
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from eagle_ray.kernels import tile_shape
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.kernels.trees import PackedRows, Trees
-from eagle_ray.models.attention import LayerAttention, Projected
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.kernels.trees import KernelTrees, PackedRows
+from eagle_ray.models.attention import AttentionParams, Projected
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
 
 log = logging.getLogger("eagle_ray")
 
 
-def takes_kernels(kv_cache: KVCache) -> bool:
+def uses_triton(kv_cache: KVCache) -> bool:
     """Whether passes over this cache attend by Triton's kernels; says once where the model speaks against it."""
     keys, values = kv_cache.keys, kv_cache.values
-    return use_triton(keys.device) and _suits(keys.dtype, keys.shape[-1], values.shape[-1])
+    return use_triton(keys.device) and _supports(keys.dtype, keys.shape[-1], values.shape[-1])
 
 
 @cache
-def _suits(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     reason = tile_shape.why_not(dtype, key_dim, value_dim)
     if reason is not None:
         log.info("portable attention, not Triton's: %s", reason)
@@ -38,38 +38,38 @@ def _suits(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
 
 
 @dataclass(slots=True)
-class KernelTreeLayout(Projected):
-    """Trees of up to N rows each, on top of what B slots hold: TreeLayout's rows, seen by kernels.
+class TritonTreeMetadata(Projected):
+    """Trees of up to N rows each, on top of what B slots hold: TreeMetadata's rows, seen by kernels.
 
     words: of each tree's rows, over M tree columns. rows: where each tree's are among R, None for the rectangle B x N.
     batch: its host_lengths are read as a bound on the lengths and nothing else.
     """
 
     cache: KVCache
-    batch: BatchSlots
+    batch: DecodeSlots
     cells: Int[Tensor, " R"]
     words: Int[Tensor, "B N words"]
     depths: Int[Tensor, "B N"]
     column_depths: Int[Tensor, "B M"]
     rows: PackedRows | None = None
     first: Int[Tensor, " B"] | None = None
-    _trees: Trees = field(init=False)
+    _trees: KernelTrees = field(init=False)
 
     def __post_init__(self) -> None:
-        self._trees = Trees(
+        self._trees = KernelTrees(
             slots=self.batch.slots,
             lengths=self.batch.lengths,
-            table=self.cache.blocks.table,
+            table=self.cache.blocks.block_table,
             words=self.words.contiguous(),
             depths=self.depths,
             column_depths=self.column_depths,
             rows=self.rows,
             first=self.first,
-            most_columns=self.cache.blocks.padding,
+            most_columns=self.cache.blocks.null_position,
             longest=self.batch.max_length,
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: LayerAttention) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         from eagle_ray.kernels.tree_attention import tree_attention
 
         layer = attention.layer

@@ -17,13 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.models.blocks import Blocks
-from eagle_ray.speculative.upload import upload
+from eagle_ray.models.blocks import BlockManager
+from eagle_ray.speculative.upload import to_device
 from eagle_ray.speculative.verify import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSlots:
+class DecodeSlots:
     """The slots of B sequences and how many tokens each of them holds, on the device and on the host.
 
     bound: where the host does not know the lengths, because the step before is not read yet or a captured pass is for
@@ -37,19 +37,19 @@ class BatchSlots:
     bound: int | None = None
 
     @classmethod
-    def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> BatchSlots:
-        both = upload([slots, lengths], device)
+    def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> DecodeSlots:
+        both = to_device([slots, lengths], device)
         return cls(both[0], both[1], slots, lengths)
 
     @classmethod
-    def bounded(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> BatchSlots:
+    def bounded(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> DecodeSlots:
         """Whatever the tensors hold when the pass is run, up to a length of `bound`, which is at least 1."""
         return cls(slots, lengths, [], [], bound)
 
-    def select(self, members: Sequence[int]) -> BatchSlots:
+    def select(self, members: Sequence[int]) -> DecodeSlots:
         """Those sequences of the batch alone."""
         slots, lengths = ([values[i] for i in members] for values in (self.host_slots, self.host_lengths))
-        return BatchSlots.of(slots, lengths, self.slots.device)
+        return DecodeSlots.of(slots, lengths, self.slots.device)
 
     @property
     def min_length(self) -> int:
@@ -59,10 +59,10 @@ class BatchSlots:
     def max_length(self) -> int:
         return self.bound if self.bound is not None else max(self.host_lengths)
 
-    def advanced(self, columns: int) -> BatchSlots:
+    def advanced(self, columns: int) -> DecodeSlots:
         """The same slots with `columns` more tokens in each."""
         bound = None if self.bound is None else self.bound + columns
-        return BatchSlots(
+        return DecodeSlots(
             self.slots, self.lengths + columns, self.host_slots, [n + columns for n in self.host_lengths], bound
         )
 
@@ -75,7 +75,7 @@ class KVCache:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: BlockManager,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
@@ -112,7 +112,7 @@ class KVCache:
     def cells(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Where `write` stores rows of (slot, column), broadcast; column `blocks.padding` is never read."""
         size = self.blocks.size
-        block = self.blocks.table[slots, torch.div(columns, size, rounding_mode="floor")]
+        block = self.blocks.block_table[slots, torch.div(columns, size, rounding_mode="floor")]
         return block * size + columns % size
 
     def write(
@@ -127,11 +127,11 @@ class KVCache:
         flat_keys.index_copy_(0, cells, keys.transpose(0, 1))
         flat_values.index_copy_(0, cells, values.transpose(0, 1))
 
-    def seen(self, batch: BatchSlots, more: int) -> int:
+    def seen(self, batch: DecodeSlots, more: int) -> int:
         """Columns of the longest sequence and `more`: as many as a read of them all has."""
-        return min(batch.max_length + more, self.blocks.padding)
+        return min(batch.max_length + more, self.blocks.null_position)
 
-    def where(self, batch: BatchSlots, more: int) -> slice | Int[Tensor, "B W"]:
+    def where(self, batch: DecodeSlots, more: int) -> slice | Int[Tensor, "B W"]:
         """Where the columns lie that each sequence holds, and `more` after them: found once for all layers.
 
         A slice of cells for one sequence in neighbouring blocks, whose read is then a view; else blocks by sequence.
@@ -145,7 +145,7 @@ class KVCache:
             return slice(first * size, first * size + num_columns)
         begins = torch.arange(0, width * size, size, device=batch.lengths.device)
         has = begins < (batch.lengths + more)[:, None]
-        return self.blocks.table[batch.slots, :width].where(has, self.blocks.num_blocks)
+        return self.blocks.block_table[batch.slots, :width].where(has, self.blocks.num_blocks)
 
     def read(
         self, layer: int, where: slice | Int[Tensor, "B W"], num_columns: int
@@ -160,7 +160,7 @@ class KVCache:
             )
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
+    def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         """Move the accepted path of each tree to the columns right after its committed tokens, in every layer.
 
         Tree node i was written at column length + i; the j-th accepted node belongs at length + j <= length + i.
@@ -178,10 +178,12 @@ class KVCache:
         for flat in self._flat:
             flat.index_copy_(1, target, flat.index_select(1, source))
 
-    def _commit_fused(self, batch: BatchSlots, result: VerifyResult) -> None:
+    def _commit_fused(self, batch: DecodeSlots, result: VerifyResult) -> None:
         from eagle_ray.kernels import commit as kernel
 
-        kernel.commit(self.keys, self.values, self.blocks.table, batch.slots, batch.lengths, result.accepted_nodes)
+        kernel.commit(
+            self.keys, self.values, self.blocks.block_table, batch.slots, batch.lengths, result.accepted_nodes
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

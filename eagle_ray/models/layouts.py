@@ -1,7 +1,7 @@
 """Choose how the rows of a pass attend: by our C++ on a CPU, by Triton's kernels on a GPU, else by torch.
 
-layout = tree_layout(cache, batch, ...)        # rows of draft trees, or of plain decoding
-layout = prompt_layout(cache, slots, ...)      # chunks of prompts
+layout = tree_metadata(cache, batch, ...)        # rows of draft trees, or of plain decoding
+layout = prefill_metadata(cache, slots, ...)      # chunks of prompts
 layout = side_by_side(trees, prompts, 24)      # both in one pass
 """
 
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.trees import PackedRows
-from eagle_ray.models.attention import Layout, PromptLayout, SideBySide, TreeLayout
-from eagle_ray.models.cpu_layout import CpuLayout
-from eagle_ray.models.kernel_tree_layout import KernelTreeLayout, takes_kernels
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
-from eagle_ray.speculative.ancestor_words import packed
+from eagle_ray.models.attention import AttentionMetadata, MixedMetadata, PrefillMetadata, TreeMetadata
+from eagle_ray.models.cpu_layout import CpuMetadata
+from eagle_ray.models.kernel_tree_layout import TritonTreeMetadata, uses_triton
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
+from eagle_ray.speculative.ancestor_words import pack_mask
 
 
-def tree_layout(
+def tree_metadata(
     kv_cache: KVCache,
-    batch: BatchSlots,
+    batch: DecodeSlots,
     cells: Int[Tensor, " R"],
     ancestors: Bool[Tensor, "B N M"] | Int[Tensor, "B N words"],
     depths: Int[Tensor, "B N"],
@@ -32,47 +32,47 @@ def tree_layout(
     first: Int[Tensor, " B"] | None = None,
     seq: Int[Tensor, " R"] | None = None,
     sizes: list[int] | None = None,
-) -> Layout:
-    """Return the layout for this cache's device, from what TreeLayout is made of.
+) -> AttentionMetadata:
+    """Return the layout for this cache's device, from what TreeMetadata is made of.
 
     Args:
-        ancestors: as words only where `takes_kernels`.
+        ancestors: as words only where `uses_triton`.
         seq: the tree of each row, -1 for padding rows; None if there are none.
     """
-    if runs_in_cpp(kv_cache):
+    if uses_cpp(kv_cache):
         parts = (cells, ancestors, depths, column_depths, unpack, first)
-        return CpuLayout.of_trees(kv_cache, batch, *parts)
-    if not takes_kernels(kv_cache):
-        return TreeLayout(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
+        return CpuMetadata.of_trees(kv_cache, batch, *parts)
+    if not uses_triton(kv_cache):
+        return TreeMetadata(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
     num_nodes = depths.shape[1]
-    words = ancestors if ancestors.dtype == torch.int64 else packed(ancestors)
+    words = ancestors if ancestors.dtype == torch.int64 else pack_mask(ancestors)
     seq = unpack // num_nodes if seq is None and unpack is not None else seq
     rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
-    return KernelTreeLayout(kv_cache, batch, cells, words, depths, column_depths, rows, first)
+    return TritonTreeMetadata(kv_cache, batch, cells, words, depths, column_depths, rows, first)
 
 
-def prompt_layout(
+def prefill_metadata(
     kv_cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
-) -> Layout:
-    """Return the layout of chunks of prompts for this cache's device, from what PromptLayout is made of."""
-    layout = CpuLayout.of_prompts if runs_in_cpp(kv_cache) else PromptLayout
+) -> AttentionMetadata:
+    """Return the layout of chunks of prompts for this cache's device, from what PrefillMetadata is made of."""
+    layout = CpuMetadata.of_prompts if uses_cpp(kv_cache) else PrefillMetadata
     return layout(kv_cache, slots, firsts, starts, lengths)
 
 
-def side_by_side(first: Layout, second: Layout, num_first: int) -> Layout:
+def mixed_metadata(first: AttentionMetadata, second: AttentionMetadata, num_first: int) -> AttentionMetadata:
     """Return the layout of num_first rows of `first` and then the rows of `second`, of the same cache."""
-    if runs_in_cpp(first.cache):
+    if uses_cpp(first.cache):
         return first.followed_by(second)
-    return SideBySide(first, second, num_first)
+    return MixedMetadata(first, second, num_first)
 
 
-def kernels_of(kv_cache: KVCache) -> str:
+def backend_name(kv_cache: KVCache) -> str:
     """Return what passes over this cache attend by: triton, cpp or torch."""
-    if takes_kernels(kv_cache):
+    if uses_triton(kv_cache):
         return "triton"
-    return "cpp" if runs_in_cpp(kv_cache) else "torch"
+    return "cpp" if uses_cpp(kv_cache) else "torch"
 
 
-def runs_in_cpp(kv_cache: KVCache) -> bool:
+def uses_cpp(kv_cache: KVCache) -> bool:
     """Return whether passes over this cache attend by kernels/cpu_ops."""
-    return cpu_ops.available(kv_cache.keys.device, kv_cache.keys.dtype) and not takes_kernels(kv_cache)
+    return cpu_ops.available(kv_cache.keys.device, kv_cache.keys.dtype) and not uses_triton(kv_cache)

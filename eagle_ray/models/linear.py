@@ -1,7 +1,7 @@
 """PackedLinear: a frozen nn.Linear on a CPU, its weight in the order in which oneDNN's kernels read it.
 
     pack_linears(model)          # once, before the model is used; where there is nothing to gain it stays as it is
-    make_kernels(model, 64)      # for passes of up to 64 rows, before anybody waits for them
+    warm_up_kernels(model, 64)      # for passes of up to 64 rows, before anybody waits for them
 
 Against F.linear in fp32, 4 to 8 rows cost what one row costs, and many rows two thirds. A row's result does not depend
 on how many rows go with it, bit for bit, which F.linear does not promise. (The exception: on some processors another
@@ -25,19 +25,19 @@ from torch import Tensor, nn
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.linear_kernels import (
-    FEWEST_ROWS,
     FILLED_ONLY,
+    MIN_PACKED_ROWS,
     Kernel,
     choose_kernels,
-    filled,
     multiply,
     packed_weight,
+    pad_rows,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-FEWEST_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
-READY_ROWS, MOST_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
-MOST_S = 1.0  # seconds that making kernels may take for one model
+MIN_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
+WARM_ROWS, MAX_WARM_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
+MAX_WARM_S = 1.0  # seconds that making kernels may take for one model
 MERGED = {
     **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
     **{f"{name}MLP": [("gate_proj", "up_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: on a CPU, in one of DTYPES; it may be thrown away.
-        kernels: how 1 .. FEWEST_ROWS - 1 rows are multiplied (see linear_kernels); more use the packed weight.
+        kernels: how 1 .. MIN_PACKED_ROWS - 1 rows are multiplied (see linear_kernels); more use the packed weight.
     """
 
     def __init__(self, linear: nn.Linear, kernels: Mapping[int, Kernel] = FILLED_ONLY):
@@ -67,7 +67,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         num_rows = inputs.numel() // self.in_features
-        if num_rows >= FEWEST_ROWS:
+        if num_rows >= MIN_PACKED_ROWS:
             return multiply(inputs, self._weight, self._bias)
         return self._multiply_few(inputs.reshape(num_rows, self.in_features)).view(*inputs.shape[:-1], -1)
 
@@ -77,7 +77,7 @@ class PackedLinear(nn.Module):
             return F.linear(rows, self._plain, self._bias)
         if kernel is Kernel.PACKED:
             return multiply(rows, self._weight, self._bias)
-        return multiply(filled(rows), self._weight, self._bias)[: len(rows)]
+        return multiply(pad_rows(rows), self._weight, self._bias)[: len(rows)]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
@@ -122,7 +122,7 @@ def is_dense(module: nn.Module) -> bool:
     return isinstance(module, PackedLinear | OutputSlice) or _plain_weight(module) is not None
 
 
-def joined(parts: Sequence[nn.Module]) -> nn.Module:
+def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
     """Return one layer whose outputs are those of the parts, one after the other, in the parts' own memory.
 
     Plain parts become views into the weights of the whole, unless they are that already, so nothing is kept twice.
@@ -161,7 +161,7 @@ def pack_linears(model: nn.Module, fewest_weights: int | None = None) -> None:
     each part stays in the module tree as a slice of its outputs.
 
     Args:
-        fewest_weights: smaller layers stay, and quantised ones; None is FEWEST_WEIGHTS of their dtype. A weight tied
+        fewest_weights: smaller layers stay, and quantised ones; None is MIN_WEIGHTS of their dtype. A weight tied
             to an embedding stays there too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
@@ -183,8 +183,8 @@ class Site:
         return [getattr(self.module, name) for name in self.names]
 
     def is_worth(self, fewest_weights: int | None) -> bool:
-        """Return whether it has so many weights; None is FEWEST_WEIGHTS, in which no other dtype has enough."""
-        fewest = FEWEST_WEIGHTS.get(self.kind[1], math.inf) if fewest_weights is None else fewest_weights
+        """Return whether it has so many weights; None is MIN_WEIGHTS, in which no other dtype has enough."""
+        fewest = MIN_WEIGHTS.get(self.kind[1], math.inf) if fewest_weights is None else fewest_weights
         return sum(part.weight.numel() for part in self.parts) >= fewest
 
     @property
@@ -195,7 +195,7 @@ class Site:
 
     @property
     def whole(self) -> nn.Linear:
-        return joined(self.parts) if len(self.names) > 1 else self.parts[0]
+        return merge_linears(self.parts) if len(self.names) > 1 else self.parts[0]
 
     def pack(self, kernels: Mapping[int, Kernel]) -> None:
         packed, parts = PackedLinear(self.whole, kernels), self.parts
@@ -219,26 +219,26 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(module, [name])
 
 
-def make_kernels(model: nn.Module, most_rows: int) -> None:
-    """Run a packed layer of every shape once for each number of rows, up to READY_ROWS: oneDNN compiles one for each.
+def warm_up_kernels(model: nn.Module, most_rows: int) -> None:
+    """Run a packed layer of every shape once for each number of rows, up to WARM_ROWS: oneDNN compiles one for each.
 
     In a model of 230M parameters the first pass of a number of rows takes 6 ms longer in fp32, and 9 in bf16. A kernel
-    takes half a megabyte. Layers of more than MOST_WEIGHTS are left out: beside what they take that is nothing. After
-    MOST_S the rest is left to the first passes.
+    takes half a megabyte. Layers of more than MAX_WARM_WEIGHTS are left out: compiling is a small part of their first pass.
+    After MAX_WARM_S the rest is left to the first passes.
     """
-    most_rows = max(min(most_rows, READY_ROWS), FEWEST_ROWS)
+    most_rows = max(min(most_rows, WARM_ROWS), MIN_PACKED_ROWS)
     packed = (module for module in model.modules() if isinstance(module, PackedLinear))
-    shapes = {(x.in_features, x.out_features): x for x in packed if x.in_features * x.out_features <= MOST_WEIGHTS}
-    ends_at = time.perf_counter() + MOST_S
+    shapes = {(x.in_features, x.out_features): x for x in packed if x.in_features * x.out_features <= MAX_WARM_WEIGHTS}
+    ends_at = time.perf_counter() + MAX_WARM_S
     with torch.inference_mode():
-        for num_rows in range(FEWEST_ROWS, most_rows + 1):
+        for num_rows in range(MIN_PACKED_ROWS, most_rows + 1):
             for layer in shapes.values():
                 layer(torch.zeros(num_rows, layer.in_features, dtype=layer.weight.dtype))
             if time.perf_counter() > ends_at:
                 return
 
 
-def rows_of(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
+def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
     """A layer of some of the outputs alone, in the given order, packed where the whole is.
 
     Raises EngineError for a quantised layer, whose rows are not to be had one by one.

@@ -2,10 +2,10 @@
 
     kernels = choose_kernels(linears)        # {1: Kernel.FILLED, 2: Kernel.FILLED, 3: Kernel.FILLED}
 
-From FEWEST_ROWS rows on, oneDNN over prepacked weights is the fastest that torch offers, and it sums a row in the
+From MIN_PACKED_ROWS rows on, oneDNN over prepacked weights is the fastest that torch offers, and it sums a row in the
 same order whatever its company. Below that three ways compete, and which one wins differs between processors:
 
-    FILLED    the rows filled up to FEWEST_ROWS: the same bits as in a larger pass. Taken unless another is WORTH it
+    FILLED    the rows filled up to MIN_PACKED_ROWS: the same bits as in a larger pass. Taken unless another is WORTH it
     PACKED    the packed weight and just these rows
     PLAIN     F.linear; the weights are then kept a second time, unpacked
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 log = logging.getLogger("eagle_ray")
-FEWEST_ROWS = 4  # the oneDNN kernels for one to three rows are slower than that for four, and round apart
+MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows are slower than that for four, and round apart
 SAMPLE_BYTES = 256 << 20  # of weights that a trial reads; more than any cache holds
 MOST_PLAIN_BYTES = 4 << 30  # of weights that may be kept twice
 WORTH = 1.1  # times faster than FILLED that another kernel must be
@@ -40,7 +40,7 @@ class Kernel(Enum):
     PLAIN = "F.linear"
 
 
-FILLED_ONLY = dict.fromkeys(range(1, FEWEST_ROWS), Kernel.FILLED)
+FILLED_ONLY = dict.fromkeys(range(1, MIN_PACKED_ROWS), Kernel.FILLED)
 
 
 def packed_weight(weight: Tensor) -> Tensor:
@@ -53,13 +53,13 @@ def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
 
 
-def filled(rows: Tensor) -> Tensor:
-    """Return fewer than FEWEST_ROWS rows [R, I], filled up with copies."""
-    return torch.cat([rows] * FEWEST_ROWS)[:FEWEST_ROWS]
+def pad_rows(rows: Tensor) -> Tensor:
+    """Return fewer than MIN_PACKED_ROWS rows [R, I], filled up with copies."""
+    return torch.cat([rows] * MIN_PACKED_ROWS)[:MIN_PACKED_ROWS]
 
 
 def choose_kernels(linears: Sequence[nn.Linear]) -> dict[int, Kernel]:
-    """Return the kernel for each number of rows below FEWEST_ROWS. linears: the model's layers, at least a sample.
+    """Return the kernel for each number of rows below MIN_PACKED_ROWS. linears: the model's layers, at least a sample.
 
     FILLED where the sample would fit into a cache: such models are not bound by memory, and a trial would say nothing.
     """
@@ -73,7 +73,7 @@ def choose_kernels(linears: Sequence[nn.Linear]) -> dict[int, Kernel]:
     kernels = [Kernel.FILLED, Kernel.PACKED]
     if sum(linear.weight.nbytes for linear in linears) <= MOST_PLAIN_BYTES:
         kernels.append(Kernel.PLAIN)
-    chosen = {num_rows: _fastest(sample, num_rows, kernels) for num_rows in range(1, FEWEST_ROWS)}
+    chosen = {num_rows: _fastest(sample, num_rows, kernels) for num_rows in range(1, MIN_PACKED_ROWS)}
     named = ", ".join(f"{num_rows}: {kernel.value}" for num_rows, kernel in chosen.items())
     log.info("linear layers of %s, kernel by number of rows: %s", sample[0][0].weight.dtype, named)
     return chosen
@@ -97,4 +97,4 @@ def _fastest(sample: list[tuple[nn.Linear, Tensor]], num_rows: int, kernels: lis
 def _run(kernel: Kernel, rows: Tensor, linear: nn.Linear, packed: Tensor) -> Tensor:
     if kernel is Kernel.PLAIN:
         return F.linear(rows, linear.weight)
-    return multiply(filled(rows) if kernel is Kernel.FILLED else rows, packed, None)
+    return multiply(pad_rows(rows) if kernel is Kernel.FILLED else rows, packed, None)

@@ -55,7 +55,7 @@ def other_size(model: nn.Module) -> int:
     return _size(model) - sum(layer_sizes(model))
 
 
-def spread(model: nn.Module, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
+def dispatch(model: nn.Module, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
     """Move the model in place, layer i to devices[places[i]]; activations follow by themselves."""
     layers, first = decoder_layers(model), devices[0]
     for name, child in model.base_model.named_children():

@@ -68,7 +68,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class EmbeddingMap:
     """Where the small model's numbers stand in the large one.
 
     width: the small residual width, and the index of the constant dimension. intermediate: units of the small MLP.
@@ -89,7 +89,7 @@ class Places:
     anchors: Int[Tensor, " A"]
 
     @classmethod
-    def of(cls, config: LlamaConfig, shape: Shape) -> Places:
+    def of(cls, config: LlamaConfig, shape: Shape) -> EmbeddingMap:
         """Query heads keep their key/value head; where the large model has fewer per group, key heads are copied."""
         dim, kv_heads = config.head_dim, config.num_key_value_heads
         groups, wide_groups = config.num_attention_heads // kv_heads, shape.num_heads // shape.num_kv_heads

@@ -14,7 +14,7 @@ _START = -1  # the block "before" a first one
 _Key = tuple[int, tuple[int, ...]]
 
 
-class Prefixes:
+class PrefixCache:
     """A trie of blocks; `idle` ones are held by nobody and may be evicted."""
 
     def __init__(self):
@@ -29,7 +29,7 @@ class Prefixes:
     def is_idle(self, block: int) -> bool:
         return block in self._idle
 
-    def longest(self, tokens: list[int], size: int) -> list[int]:
+    def match(self, tokens: list[int], size: int) -> list[int]:
         """The published blocks of `size` tokens that hold the longest prefix of `tokens`."""
         found: list[int] = []
         for part in _parts(tokens, size):
@@ -48,13 +48,13 @@ class Prefixes:
             self._key_of[block] = before, part
             before = block
 
-    def rest(self, block: int) -> bool:
+    def release(self, block: int) -> bool:
         """The last holder let go of a block; False where it was never published, so that it is simply free."""
         if block in self._key_of:
             self._idle[block] = None
         return block in self._key_of
 
-    def wake(self, block: int) -> None:
+    def acquire(self, block: int) -> None:
         """An idle block is held again."""
         del self._idle[block]
 

@@ -1,6 +1,6 @@
 """What this machine's processor is called, and so whose speed it is that was measured here.
 
->>> processor_name()
+>>> cpu_name()
 'AMD EPYC 9R14'
 """
 
@@ -14,7 +14,7 @@ INFO = Path("/proc/cpuinfo")
 
 
 @cache
-def processor_name() -> str:
+def cpu_name() -> str:
     """As the system names it; Python's own name is empty on Linux."""
     lines = INFO.read_text().splitlines() if INFO.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -18,25 +18,25 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eagle_ray.models.anatomy import examine
-from eagle_ray.models.attention import Layout
-from eagle_ray.models.blocks import BLOCK_SIZE, Blocks
+from eagle_ray.models.anatomy import probe
+from eagle_ray.models.attention import AttentionMetadata
+from eagle_ray.models.blocks import BLOCK_SIZE, BlockManager
 from eagle_ray.models.decoder import Decoder
-from eagle_ray.models.families import check_config, exact_positions, finished
+from eagle_ray.models.families import check_config, logits_postprocessor, max_exact_position
 from eagle_ray.models.heads import LogitsOf
-from eagle_ray.models.kernel_tree_layout import takes_kernels
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
-from eagle_ray.models.layouts import prompt_layout, side_by_side, tree_layout
-from eagle_ray.models.linear import rows_of
+from eagle_ray.models.kernel_tree_layout import uses_triton
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
+from eagle_ray.models.layouts import mixed_metadata, prefill_metadata, tree_metadata
+from eagle_ray.models.linear import slice_rows
 from eagle_ray.models.loading import eos_ids
 from eagle_ray.models.placement import decoder_layers
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
-from eagle_ray.speculative.upload import sent, upload
+from eagle_ray.speculative.upload import sent, to_device
 from eagle_ray.speculative.verify import VerifyResult
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class PrefillBatch:
     """Chunks of B prompts for one prefill pass, one after the other in R rows.
 
     starts, lengths: the column of each chunk's first token and its number of tokens. tokens, positions: of every row.
@@ -57,7 +57,7 @@ class Prompts:
         chunks: list[list[int]],
         device: torch.device | str = "cpu",
         starts: list[int] | None = None,
-    ) -> Prompts:
+    ) -> PrefillBatch:
         """The given tokens of each prompt; without starts, from the first one on."""
         starts, lengths = starts or [0] * len(slots), [len(ids) for ids in chunks]
         positions = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
@@ -65,14 +65,14 @@ class Prompts:
             slots=slots,
             starts=starts,
             lengths=lengths,
-            tokens=upload([i for ids in chunks for i in ids], device),
+            tokens=to_device([i for ids in chunks for i in ids], device),
             positions=sent(torch.cat(positions), device),
-            last=upload([end - 1 for end in accumulate(lengths)], device),
+            last=to_device([end - 1 for end in accumulate(lengths)], device),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPass:
+class PrefillOutput:
     """What came of B chunks of R rows. logits: after each one's last token. hidden: what the lm_head reads."""
 
     logits: Float[Tensor, "B V"]
@@ -80,7 +80,7 @@ class PromptPass:
     features: Float[Tensor, "R F"]
 
 
-class Target:
+class TargetModel:
     """The model whose tokens are produced, and its KVCache of num_slots slots.
 
     capacity: columns of a slot, tree rows included. kv_tokens: columns that all slots together may use, rounded down
@@ -105,15 +105,15 @@ class Target:
         self.feature_size = config.hidden_size * len(feature_layers or [0])
         self.eos_ids = eos_ids(model)
         self._lm_head = model.get_output_embeddings()
-        self._finished = finished(config)
-        self._last_position = (exact_positions(config) or sys.maxsize) - 1
+        self._finished = logits_postprocessor(config)
+        self._last_position = (max_exact_position(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        anatomy = examine(model, self.logits, capacity)
+        anatomy = probe(model, self.logits, capacity)
         self._decoder = Decoder.of(model, feature_layers)
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
         self.cache = KVCache(
-            Blocks(num_slots, capacity, num_blocks, weight.device),
+            BlockManager(num_slots, capacity, num_blocks, weight.device),
             anatomy.num_layers,
             anatomy.num_kv_heads,
             anatomy.key_dim,
@@ -122,13 +122,13 @@ class Target:
             anatomy.value_dim,
         )
 
-    def prefill(self, prompts: Prompts) -> PromptPass:
+    def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
         """Fill the slots with the chunks."""
         hidden, features = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))
-        return PromptPass(self.logits(hidden[prompts.last]), hidden, features)
+        return PrefillOutput(self.logits(hidden[prompts.last]), hidden, features)
 
     def verify(
-        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int
     ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"]]:
         """One pass over the packed rows of B trees: logits and features after each row.
 
@@ -138,20 +138,20 @@ class Target:
         hidden, features = self._run(rows.tokens, rows.positions, layout)
         return self.logits(hidden), features
 
-    def verify_beside(
-        self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int, prompts: Prompts
-    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"], PromptPass]:
+    def forward_mixed(
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PrefillBatch
+    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"], PrefillOutput]:
         """`verify` and `prefill` in one pass, for which the weights are read once. Their slots are not the same."""
         num_rows = len(rows.tokens)
-        layout = side_by_side(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
+        layout = mixed_metadata(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
         tokens, positions = torch.cat([rows.tokens, prompts.tokens]), torch.cat([rows.positions, prompts.positions])
         hidden, features = self._run(tokens, positions, layout)
         mine, theirs = hidden[:num_rows], hidden[num_rows:]
         logits = self.logits(torch.cat([mine, theirs[prompts.last]]))
-        passed = PromptPass(logits[num_rows:], theirs, features[num_rows:])
+        passed = PrefillOutput(logits[num_rows:], theirs, features[num_rows:])
         return logits[:num_rows], features[:num_rows], passed
 
-    def commit(self, batch: BatchSlots, result: VerifyResult) -> None:
+    def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         """Keep the accepted path of each tree; the rest is forgotten."""
         self.cache.commit(batch, result)
 
@@ -161,11 +161,11 @@ class Target:
 
     def logits_over(self, token_ids: Int[Tensor, " D"]) -> LogitsOf:
         """`logits` of these tokens alone, from a copy of their rows of the lm_head. Raises EngineError."""
-        lm_head = rows_of(self._lm_head, token_ids)
+        lm_head = slice_rows(self._lm_head, token_ids)
         return lambda hidden: self._finished(lm_head(hidden))
 
     def _run(
-        self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: Layout
+        self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
         """What the lm_head reads, and the features."""
         positions = positions.clamp(max=self._last_position)
@@ -193,17 +193,17 @@ class Target:
             for hook in hooks:
                 hook.remove()
 
-    def _prompt_layout(self, prompts: Prompts) -> Layout:
-        return prompt_layout(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
+    def _prompt_layout(self, prompts: PrefillBatch) -> AttentionMetadata:
+        return prefill_metadata(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
 
-    def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: BatchSlots, max_depth: int) -> Layout:
+    def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> AttentionMetadata:
         seq = rows.seq.clamp(min=0)
-        columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.padding)
-        return tree_layout(
+        columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.null_position)
+        return tree_metadata(
             self.cache,
             batch,
             cells=self.cache.cells(batch.slots[seq], columns),
-            ancestors=tree.ancestor_words(max_depth) if takes_kernels(self.cache) else tree.ancestors(max_depth),
+            ancestors=tree.ancestor_words(max_depth) if uses_triton(self.cache) else tree.ancestors(max_depth),
             depths=tree.depths,
             column_depths=tree.depths,
             row_of=None if rows.is_rectangle else rows.row_of,

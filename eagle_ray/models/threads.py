@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import torch
 
-WORTH = 1.2  # times faster that twice the threads must be
+MIN_SPEEDUP = 1.2  # times faster that twice the threads must be
 REPLAYS = 7
 LONG_S = 0.2  # passes this long are not replayed: their times are no accident
 Result = TypeVar("Result")
 
 
-def settle_threads(run: Callable[[], object]) -> int:
+def tune_num_threads(run: Callable[[], object]) -> int:
     """Set torch's number of threads, at most the present one, and return it.
 
     run: takes the time of a pass, such as one over as many tokens as there are slots.
@@ -27,14 +27,14 @@ def settle_threads(run: Callable[[], object]) -> int:
     threads = torch.get_num_threads()
     while threads > 1:
         seconds = _seconds(run, (threads, threads // 2))
-        if seconds[threads // 2] > WORTH * seconds[threads]:
+        if seconds[threads // 2] > MIN_SPEEDUP * seconds[threads]:
             break
         threads //= 2
     torch.set_num_threads(threads)
     return threads
 
 
-def in_passing_thread(work: Callable[[], Result]) -> Result:
+def run_in_temporary_thread(work: Callable[[], Result]) -> Result:
     """What `work` returns or raises, done in a thread that is over then. For what comes before an engine's own thread.
 
     OpenMP keeps helpers for every thread that ever computed in parallel. Once they are more than the cores, the GNU

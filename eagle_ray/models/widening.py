@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.heads import EagleHead
-from eagle_ray.models.places import Places, Shape, place
+from eagle_ray.models.places import EmbeddingMap, Shape, place
 
 NO_EPS = 1e-20  # the constant dimension stands in for it
 IMPOSSIBLE = -(2.0**15)  # of a padded token's logit, times a constant; fits every dtype
@@ -73,7 +73,7 @@ def widen_pair(
 
 
 def _widen_target(model: LlamaForCausalLM, shape: Shape, dtype: torch.dtype) -> LlamaForCausalLM:
-    config, places = model.config, Places.of(model.config, shape)
+    config, places = model.config, EmbeddingMap.of(model.config, shape)
     if config.num_hidden_layers > shape.num_layers or config.vocab_size > shape.vocab_size:
         raise EngineError(f"{config.num_hidden_layers} layers and {config.vocab_size} tokens do not fit into {shape}")
     wide = LlamaForCausalLM._from_config(_config(config, shape, shape.num_layers), dtype=dtype)
@@ -97,7 +97,7 @@ def _widen_target(model: LlamaForCausalLM, shape: Shape, dtype: torch.dtype) -> 
 
 
 def _widen_head(head: EagleHead, target_eps: float, shape: Shape) -> EagleHead:
-    config, places = head.config, Places.of(head.config, shape)
+    config, places = head.config, EmbeddingMap.of(head.config, shape)
     own = head.embed_tokens is not None
     wide = EagleHead(_config(config, shape, 1), bias=head.fc.bias is not None, own_embedding=own)
     width, wide_width = places.width, shape.hidden_size
@@ -133,7 +133,7 @@ def _config(small: LlamaConfig, shape: Shape, num_layers: int) -> LlamaConfig:
     )
 
 
-def _widen_layer(wide: LlamaDecoderLayer, small: LlamaDecoderLayer, places: Places) -> None:
+def _widen_layer(wide: LlamaDecoderLayer, small: LlamaDecoderLayer, places: EmbeddingMap) -> None:
     """Everything of a layer but its input norm, which heads lack."""
     units = torch.arange(places.intermediate)
     attention, mlp = small.self_attn, small.mlp

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle_ray.report.outputs import Key, outputs
 from eagle_ray.report.speed_up import TOTAL, SpeedUp, speed_ups
-from eagle_ray.report.summary import Group, ReadColumns, summarise, total
+from eagle_ray.report.summary import ReadColumns, RunStats, summarise, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Comparison:
         differing: rows whose output ids are not the same.
     """
 
-    groups: dict[str, tuple[Group, Group]]
+    groups: dict[str, tuple[RunStats, RunStats]]
     speed_ups: dict[str | None, SpeedUp]
     identical: int
     differing: list[Key]
@@ -53,11 +53,11 @@ def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
     ours, theirs = outputs(run), outputs(baseline)
     differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))
     counts, plain = summarise(run, by), summarise(baseline, by)
-    groups = {name: (group, plain.get(name, Group())) for name, group in counts.items()}
+    groups = {name: (group, plain.get(name, RunStats())) for name, group in counts.items()}
     return Comparison(groups, speed_ups(run, baseline, by), len(ours) - len(differing), differing)
 
 
-def _speeds(run: Group, baseline: Group) -> dict[str, Any]:
+def _speeds(run: RunStats, baseline: RunStats) -> dict[str, Any]:
     return {
         "rows": run.rows,
         "output_tokens": run.output_tokens,

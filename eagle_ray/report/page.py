@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from eagle_ray.report import figures
-from eagle_ray.report.plots import percent, spark
+from eagle_ray.report.plots import percent, sparkline
 from eagle_ray.report.style import STYLE
 from eagle_ray.report.table import ABSENT, INTERVAL, interval_text, interval_words, number, rounding_words
 from eagle_ray.report.timeline import OTHERS
@@ -163,9 +163,9 @@ def _workers(timeline: dict[str, Any], slots: int) -> str:
             f"<code>{escape(name)}</code>",
             number(worker["rows"]),
             number(worker["output_tokens"]),
-            spark(worker["tokens_per_s"], fastest),
+            sparkline(worker["tokens_per_s"], fastest),
             number(worker["mean_tokens_per_s"]),
-            spark(worker["busy_slots"], slots),
+            sparkline(worker["busy_slots"], slots),
             number(worker["mean_busy_slots"], 1),
         ]
         for name, worker in workers.items()

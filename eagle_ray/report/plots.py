@@ -144,7 +144,7 @@ class Plot:
         yield _text(self.width - RIGHT, self.height - 6, self.x.title, "end", "title")
 
 
-def spark(values: Sequence[float], most: float, width: int = 150, height: int = 26) -> str:
+def sparkline(values: Sequence[float], most: float, width: int = 150, height: int = 26) -> str:
     """A small plot without axes for a table's cell, from 0 to `most`, the same for each of its rows; cut there."""
     step, ground = width / len(values), height - 1
     tops = [ground - (height - 3) * min(value / most, 1) if most else ground for value in values]

@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_ray.report.outputs import Key, Output, outputs
 from eagle_ray.report.speed_up import TOTAL, SpeedUp, speed_ups
-from eagle_ray.report.summary import Group, ReadColumns, summarise, total
+from eagle_ray.report.summary import ReadColumns, RunStats, summarise, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class SideBySide:
     rows: tuple[int, int, int]
     differences: list[Difference]
     by: str | None
-    groups: dict[str, tuple[Group, Group]]
+    groups: dict[str, tuple[RunStats, RunStats]]
     speed_ups: dict[str | None, SpeedUp]
 
     @property
@@ -78,9 +78,9 @@ def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> Si
     differences = [Difference.of(key, a[key], b[key]) for key in both if a[key] != b[key]]
     counts_a, counts_b = summarise(read_a, by), summarise(read_b, by)
     names = sorted(counts_a.keys() | counts_b.keys())
-    groups = {name: (counts_a.get(name, Group()), counts_b.get(name, Group())) for name in names}
+    groups = {name: (counts_a.get(name, RunStats()), counts_b.get(name, RunStats())) for name in names}
     return SideBySide((len(a), len(b), len(both)), differences, by, groups, speed_ups(read_b, read_a, by))
 
 
-def _pair(a: Group, b: Group) -> dict[str, dict[str, Any]]:
+def _pair(a: RunStats, b: RunStats) -> dict[str, dict[str, Any]]:
     return {"a": a.as_json(), "b": b.as_json()}

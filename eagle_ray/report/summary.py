@@ -47,7 +47,7 @@ COLUMNS = ["status", "error_code", "finish_reason", *COUNTS.values(), *LISTS]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RunStats:
     """Counts over some rows. Tokens, steps and seconds are sums over the ok rows; lists are added entry by entry."""
 
     rows: int = 0
@@ -76,7 +76,7 @@ class Group:
     calibrated_expected: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, table: pa.Table) -> Group:
+    def of(cls, table: pa.Table) -> RunStats:
         """The counts of a table that has COLUMNS."""
         ok = table.filter(pc.equal(table["status"], "ok"))
         return cls(
@@ -88,8 +88,10 @@ class Group:
             **{name: _sum_lists(ok[name]) for name in LISTS},
         )
 
-    def __add__(self, other: Group) -> Group:
-        return Group(**{name: _plus(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__})
+    def __add__(self, other: RunStats) -> RunStats:
+        return RunStats(
+            **{name: _plus(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__}
+        )
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -132,30 +134,30 @@ class Group:
         return {name: getattr(self, name) for name in (*self.__dataclass_fields__, *ratios)}
 
 
-def summarise(read: ReadColumns, by: str | None = None) -> dict[str, Group]:
+def summarise(read: ReadColumns, by: str | None = None) -> dict[str, RunStats]:
     """The counts of a run's files, by the values of one of its columns (null is ""); without one, under ""."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, RunStats] = {}
     for table in read(COLUMNS + ([by] if by else [])):
         for name, group in _groups_of(table, by):
-            groups[name] = groups.get(name, Group()) + group
+            groups[name] = groups.get(name, RunStats()) + group
     return dict(sorted(groups.items()))
 
 
-def summary_json(groups: dict[str, Group], by: str | None) -> dict[str, Any]:
+def summary_json(groups: dict[str, RunStats], by: str | None) -> dict[str, Any]:
     """The groups and their total as ``_summary.json`` has them."""
     named = {name: group.as_json() for name, group in groups.items()} if by else {}
     return {"by": by, "total": total(groups).as_json(), "groups": named}
 
 
-def total(groups: dict[str, Group]) -> Group:
-    return sum(groups.values(), Group())
+def total(groups: dict[str, RunStats]) -> RunStats:
+    return sum(groups.values(), RunStats())
 
 
-def _groups_of(table: pa.Table, by: str | None) -> list[tuple[str, Group]]:
+def _groups_of(table: pa.Table, by: str | None) -> list[tuple[str, RunStats]]:
     if by is None:
-        return [("", Group.of(table))]
+        return [("", RunStats.of(table))]
     keys = as_text(table[by])
-    return [(key, Group.of(table.filter(pc.equal(keys, key)))) for key in pc.unique(keys).to_pylist()]
+    return [(key, RunStats.of(table.filter(pc.equal(keys, key)))) for key in pc.unique(keys).to_pylist()]
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -11,16 +11,16 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from eagle_ray.serve.asked import Asked, Choice
+from eagle_ray.serve.asked import Choice, GenerationRequest
 from eagle_ray.serve.logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.speculative.stats import AcceptanceStats
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 
 Json = dict[str, Any]
 
 
-def answer_of(asked: Asked, text: Text | NoText) -> Json:
+def answer_of(asked: GenerationRequest, text: Tokenizer | NoText) -> Json:
     """The body of a request that does not stream; every sequence is finished."""
     of = _chat_choice if asked.is_chat else _text_choice
     return head(asked, "chat.completion" if asked.is_chat else "text_completion") | {
@@ -30,11 +30,11 @@ def answer_of(asked: Asked, text: Text | NoText) -> Json:
     }
 
 
-def head(asked: Asked, kind: str) -> Json:
+def head(asked: GenerationRequest, kind: str) -> Json:
     return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
 
 
-def shown_ids(asked: Asked, choice: Choice) -> list[int]:
+def shown_ids(asked: GenerationRequest, choice: Choice) -> list[int]:
     """Output ids whose text is shown: without a stop token."""
     ids = choice.sequence.output_ids[: choice.num_wanted]
     return ids[:-1] if ids and ids[-1] in asked.stop_ids else ids
@@ -44,14 +44,14 @@ def num_output(choice: Choice) -> int:
     return len(choice.sequence.output_ids[: choice.num_wanted])
 
 
-def usage_of(asked: Asked) -> Json:
+def usage_of(asked: GenerationRequest) -> Json:
     """A prompt counts once, however many choices it has."""
     prompt = sum(len(prompt.ids) for prompt in asked.prompts)
     completion = sum(num_output(choice) for choice in asked.choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def metrics_of(asked: Asked) -> Json:
+def metrics_of(asked: GenerationRequest) -> Json:
     """vLLM's keys, over all choices together: steps without drafts are none of its steps."""
     stats = reduce(AcceptanceStats.merge, (choice.sequence.stats for choice in asked.choices))
     num_steps = stats.num_steps - stats.num_plain_steps
@@ -74,7 +74,7 @@ def finish_reason(choice: Choice) -> str | None:
     return "length" if choice.num_wanted == 0 else choice.sequence.finish_reason
 
 
-def token_ids(asked: Asked, choice: Choice) -> Json:
+def token_ids(asked: GenerationRequest, choice: Choice) -> Json:
     """The ids themselves, for who asks; the prompt's too."""
     if not asked.request.return_token_ids:
         return {}
@@ -84,7 +84,7 @@ def token_ids(asked: Asked, choice: Choice) -> Json:
     }
 
 
-def _chat_choice(asked: Asked, choice: Choice, text: Text | NoText) -> Json:
+def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json:
     sequence = choice.sequence
     logprobs = None
     if asked.request.tops is not None:
@@ -98,7 +98,7 @@ def _chat_choice(asked: Asked, choice: Choice, text: Text | NoText) -> Json:
     } | token_ids(asked, choice)
 
 
-def _text_choice(asked: Asked, choice: Choice, text: Text | NoText) -> Json:
+def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json:
     output = text.text_of(shown_ids(asked, choice), asked.stops)
     return {
         "index": choice.index,
@@ -108,7 +108,7 @@ def _text_choice(asked: Asked, choice: Choice, text: Text | NoText) -> Json:
     } | token_ids(asked, choice)
 
 
-def _text_logprobs(asked: Asked, choice: Choice, text: Text | NoText) -> Json | None:
+def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json | None:
     if asked.request.tops is None:
         return None
     places = output_places(choice.sequence, 0, num_output(choice))
@@ -116,7 +116,7 @@ def _text_logprobs(asked: Asked, choice: Choice, text: Text | NoText) -> Json | 
     return text_logprobs(places, text, asked.request.tops > 0)
 
 
-def prompt_part(asked: Asked, choice: Choice, text: Text | NoText) -> tuple[str, Json | None]:
+def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> tuple[str, Json | None]:
     """An echo, before the first output id: the prompt's text and log-probabilities."""
     if asked.request.tops is None:
         return choice.prompt.text, None

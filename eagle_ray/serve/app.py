@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.serve.body import ClientLeft, read_body
+from eagle_ray.serve.body import ClientDisconnected, read_body
 from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.pages import page_routes
@@ -43,7 +43,7 @@ async def alone(snapshot: Snapshot) -> Snapshot:
 
 
 def build_app(service: Service, publish: Publish = alone) -> Starlette:
-    door = Door(service, publish)
+    door = Routes(service, publish)
     routes = [
         Route("/v1/chat/completions", door.chat, methods=["POST"]),
         Route("/v1/completions", door.completions, methods=["POST"]),
@@ -59,13 +59,13 @@ def build_app(service: Service, publish: Publish = alone) -> Starlette:
         *page_routes(),
     ]
     errors = (ApiError, RequestError, EngineError, HTTPException, Exception)
-    handlers = {error: door.refuse for error in errors} | {ClientLeft: door.part}
+    handlers = {error: door.refuse for error in errors} | {ClientDisconnected: door.part}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to where, only the client knows: proxies may stand between
     return app
 
 
-class Door:
+class Routes:
     """What each route does."""
 
     def __init__(self, service: Service, publish: Publish):
@@ -184,7 +184,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await _while_there(receive, self._send(send))
-        except ClientLeft:
+        except ClientDisconnected:
             return
         finally:
             await self._rest.aclose()
@@ -198,12 +198,12 @@ class EventStream(Response):
 
 
 async def _while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What the work returns. Raises ClientLeft, the work cancelled, as soon as the client has gone."""
+    """What the work returns. Raises ClientDisconnected, the work cancelled, as soon as the client has gone."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientLeft
+            raise ClientDisconnected
         return task.result()
     finally:
         task.cancel()

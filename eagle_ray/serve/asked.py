@@ -21,7 +21,7 @@ from eagle_ray.serve.admission import Need
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.speculative.sampling import SamplingParams, sample_seed
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
 
@@ -45,7 +45,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class GenerationRequest:
     """A request, ready for the engine. stop_ids: tokens that end a choice and are not part of its text.
 
     is_typed: whether it is for a text completion whose client's types know no null (``typed``).
@@ -72,13 +72,13 @@ class Asked:
         return not self.is_chat and self.request.echo
 
 
-def asked_of(
+def prepare_generation(
     request: ChatRequest | CompletionRequest,
     config: ServeConfig,
-    text: Text | NoText,
+    text: Tokenizer | NoText,
     is_typed: bool = False,
     client: int = 0,
-) -> Asked:
+) -> GenerationRequest:
     """Raises RequestError where it cannot be answered."""
     kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
     id = f"{kind}-{secrets.token_hex(12)}"
@@ -99,7 +99,9 @@ def asked_of(
         for j in range(n)
     ]
     is_typed = is_typed and kind == "cmpl"
-    return Asked(id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids, is_typed, client)
+    return GenerationRequest(
+        id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids, is_typed, client
+    )
 
 
 def num_tokens(sequence: Sequence, max_model_len: int) -> int:
@@ -107,7 +109,7 @@ def num_tokens(sequence: Sequence, max_model_len: int) -> int:
     return min(len(sequence.prompt_ids) + sequence.sampling.max_tokens, max_model_len)
 
 
-def need_of(asked: Asked, max_model_len: int) -> Need:
+def need_of(asked: GenerationRequest, max_model_len: int) -> Need:
     """Return what the request takes up while it is in flight."""
     return Need(len(asked.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in asked.choices))
 
@@ -126,7 +128,7 @@ def _max_tokens(request: ChatRequest | CompletionRequest, config: ServeConfig) -
     return config.sampling.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
 
 
-def _prompts(request: ChatRequest | CompletionRequest, text: Text | NoText) -> list[Prompt]:
+def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NoText) -> list[Prompt]:
     if isinstance(request, ChatRequest):
         return [Prompt(text.encode_chat([message.plain() for message in request.messages]), "")]
     return [
@@ -157,7 +159,7 @@ def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, ind
         raise RequestError("invalid_sampling", str(error)) from None
 
 
-def _stop_check(text: Text | NoText, stops: list[str], stop_ids: frozenset[int]) -> StopCheck | None:
+def _stop_check(text: Tokenizer | NoText, stops: list[str], stop_ids: frozenset[int]) -> StopCheck | None:
     """Stop strings and stop tokens, whichever comes first."""
     by_text = text.stop_check(stops)
     if not stop_ids:

@@ -20,7 +20,7 @@ ENDED_S = 600.0  # and will not come back: its counters are kept among all other
 ENDED = ""
 
 
-class Board:
+class MetricsAggregator:
     def __init__(self):
         self._last: dict[str, tuple[float, Snapshot]] = {}
 

@@ -17,12 +17,12 @@ from eagle_ray.serve.errors import ApiError
 ARRIVES_WITHIN_S = 60.0
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """Nobody waits for the answer any more."""
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """most: bytes. Raises ApiError, and ClientLeft where it breaks off."""
+    """most: bytes. Raises ApiError, and ClientDisconnected where it breaks off."""
     _check_kind(request.headers)
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(most)
@@ -33,7 +33,7 @@ async def read_body(request: Request, most: int) -> bytes:
     except ApiError:
         raise
     except Exception:  # ClientDisconnect, and what the server that we run in has for it: Ray's own is a cancelled task
-        raise ClientLeft from None
+        raise ClientDisconnected from None
 
 
 async def _whole(request: Request, most: int) -> bytes:

@@ -14,29 +14,29 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagle_ray.serve.answers import Json, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
-from eagle_ray.serve.asked import Asked, Choice
+from eagle_ray.serve.asked import Choice, GenerationRequest
 from eagle_ray.serve.logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.serve.steps import Steps
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 
 
-def last_chunk(asked: Asked) -> Json:
+def last_chunk(asked: GenerationRequest) -> Json:
     """Usage, and how the drafts fared, behind all choices."""
     return _head(asked) | {"choices": [], "usage": usage_of(asked), "metrics": metrics_of(asked)}
 
 
-def wants_usage(asked: Asked) -> bool:
+def wants_usage(asked: GenerationRequest) -> bool:
     options = asked.request.stream_options
     return options is not None and options.include_usage
 
 
-def wants_steps(asked: Asked) -> bool:
+def wants_steps(asked: GenerationRequest) -> bool:
     options = asked.request.stream_options
     return options is not None and options.include_steps
 
 
-def _head(asked: Asked) -> Json:
+def _head(asked: GenerationRequest) -> Json:
     return head(asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
 
 
@@ -49,7 +49,7 @@ def num_logprobs(chunk: Json) -> int:
 class ChoiceChunks:
     """One choice of a stream. Its texts together are the text it would have without streaming."""
 
-    def __init__(self, asked: Asked, choice: Choice, text: Text | NoText):
+    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText):
         self._asked, self._choice, self._text = asked, choice, text
         self._growing = text.growing(asked.stops)
         self._steps = Steps(choice.sequence) if wants_steps(asked) else None

@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.board import Board
+from eagle_ray.serve.board import MetricsAggregator
 from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
@@ -39,7 +39,7 @@ MANY = 10_000  # Serve's own limit on a replica's requests: ours answers 429, Se
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReplicaPlan:
     """How many replicas, between fewest and most; GPUs and CPU threads of each."""
 
     fewest: int
@@ -87,12 +87,12 @@ def _log_to_stderr(level: str) -> None:
         log.addHandler(logging.StreamHandler(sys.stderr))
 
 
-class BoardReplica(AtNodeAddress, Board):
+class BoardReplica(AtNodeAddress, MetricsAggregator):
     """A Board in a process of its own."""
 
     def __init__(self):
         AtNodeAddress.__init__(self)
-        Board.__init__(self)
+        MetricsAggregator.__init__(self)
 
 
 def application(args: dict[str, Any]) -> Application:
@@ -105,10 +105,10 @@ def application(args: dict[str, Any]) -> Application:
     config = load_serve_config(path, env=os.environ, overrides=rest)
     keys = read_keys(config.serving.api_keys_file)
     resources = ray.cluster_resources()
-    return application_of(config, keys, shape_of(config, resources.get("GPU", 0), resources.get("CPU", 1)))
+    return application_of(config, keys, plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1)))
 
 
-def application_of(config: ServeConfig, keys: ApiKeys, shape: Shape) -> Application:
+def application_of(config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan) -> Application:
     serving = config.serving
     options: dict[str, Any] = {
         "name": "engine",
@@ -133,7 +133,7 @@ def application_of(config: ServeConfig, keys: ApiKeys, shape: Shape) -> Applicat
     return serve.deployment(serve.ingress()(Replica), **options).bind(config, keys, shape.threads, board)
 
 
-def shape_of(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> Shape:
+def plan_replicas(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> ReplicaPlan:
     """gpus, cpus: of the whole cluster. auto is one replica for each GPU there is, or one on the CPU."""
     serving = config.serving
     num_gpus = float(serving.gpus_per_replica != 0 and gpus > 0 and config.model.device != "cpu")
@@ -146,4 +146,4 @@ def shape_of(config: ServeConfig, gpus: float, cpus: float, most_threads: int | 
     else:
         fewest = most = serving.replicas
     threads = max(1, int(cpus) // most)
-    return Shape(fewest, most, num_gpus, min(threads, most_threads or threads))
+    return ReplicaPlan(fewest, most, num_gpus, min(threads, most_threads or threads))

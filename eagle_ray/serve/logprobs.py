@@ -11,41 +11,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.engine.sequence import Ranked, Sequence
+from eagle_ray.engine.sequence import Sequence, TopLogprobs
 from eagle_ray.serve.no_text import NoText
-from eagle_ray.text import HALF_A_CHARACTER, Text
+from eagle_ray.text import REPLACEMENT_CHAR, Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenLogprob:
     """One token. logprob: None where nothing precedes it. top: the likeliest tokens there, as many as asked for."""
 
     token: int
     logprob: float | None
-    top: Ranked
+    top: TopLogprobs
 
 
-def prompt_places(sequence: Sequence) -> list[Place]:
+def prompt_places(sequence: Sequence) -> list[TokenLogprob]:
     num_tops = sequence.sampling.top_logprobs
     tops = sequence.prompt_tops if num_tops else [[]] * len(sequence.prompt_ids)
     return [_place(*place) for place in zip(sequence.prompt_ids, sequence.prompt_logprobs, tops, strict=True)]
 
 
-def output_places(sequence: Sequence, start: int, end: int) -> list[Place]:
+def output_places(sequence: Sequence, start: int, end: int) -> list[TokenLogprob]:
     """Of the output ids [start, end)."""
     ids, logprobs = sequence.output_ids[start:end], sequence.output_logprobs[start:end]
     tops = sequence.output_tops[start:end] if sequence.sampling.top_logprobs else [[]] * len(ids)
     return [_place(*place) for place in zip(ids, logprobs, tops, strict=True)]
 
 
-def _place(token: int, logprob: float | None, top: Ranked) -> Place:
+def _place(token: int, logprob: float | None, top: TopLogprobs) -> TokenLogprob:
     finite_top = [(other, max(value, MIN_LOGPROB)) for other, value in top]
-    return Place(token, None if logprob is None else max(logprob, MIN_LOGPROB), finite_top)
+    return TokenLogprob(token, None if logprob is None else max(logprob, MIN_LOGPROB), finite_top)
 
 
-def chat_logprobs(places: list[Place], text: Text | NoText) -> list[dict[str, Any]]:
+def chat_logprobs(places: list[TokenLogprob], text: Tokenizer | NoText) -> list[dict[str, Any]]:
     return [
         _token(place.token, place.logprob, text)
         | {"top_logprobs": [_token(token, logprob, text) for token, logprob in place.top]}
@@ -53,17 +53,19 @@ def chat_logprobs(places: list[Place], text: Text | NoText) -> list[dict[str, An
     ]
 
 
-def _token(token: int, logprob: float | None, text: Text | NoText) -> dict[str, Any]:
+def _token(token: int, logprob: float | None, text: Tokenizer | NoText) -> dict[str, Any]:
     """bytes is null for a token that is only a part of a character."""
     spelled = text.spell([token])
     return {
         "token": spelled,
         "logprob": logprob,
-        "bytes": None if HALF_A_CHARACTER in spelled else list(spelled.encode()),
+        "bytes": None if REPLACEMENT_CHAR in spelled else list(spelled.encode()),
     }
 
 
-def text_logprobs(places: list[Place], text: Text | NoText, has_tops: bool, offset: int = 0) -> dict[str, Any]:
+def text_logprobs(
+    places: list[TokenLogprob], text: Tokenizer | NoText, has_tops: bool, offset: int = 0
+) -> dict[str, Any]:
     """offset: characters before the first place. Of alternatives that are spelled alike the likeliest is shown."""
     tokens = [text.spell([place.token]) for place in places]
     offsets = [offset]
@@ -78,7 +80,7 @@ def text_logprobs(places: list[Place], text: Text | NoText, has_tops: bool, offs
     }
 
 
-def _by_spelling(place: Place, text: Text | NoText) -> dict[str, float] | None:
+def _by_spelling(place: TokenLogprob, text: Tokenizer | NoText) -> dict[str, float] | None:
     """Of the place's alternatives and, as OpenAI does, its own token; null where nothing precedes it."""
     if place.logprob is None:
         return None

@@ -18,7 +18,7 @@ from eagle_ray.serve.snapshot import COUNTERS, Snapshot
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
-class Meter:
+class ReplicaMetrics:
     """Of one replica. Used on its event loop alone."""
 
     def __init__(self):

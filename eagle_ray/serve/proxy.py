@@ -31,7 +31,7 @@ GUARDED = "/v1/models"  # a route of a replica that wants a key and costs nothin
 def middlewares() -> list[Middleware]:
     """Called by Ray Serve in its proxy's process, before the server starts."""
     http_protocol.install()
-    return [Middleware(KeyForRoutes), Middleware(ErrorForm)]
+    return [Middleware(KeyForRoutes), Middleware(OpenAIErrorMiddleware)]
 
 
 class KeyForRoutes:
@@ -69,7 +69,7 @@ class KeyForRoutes:
         return None if messages and messages[0].get("status") == 200 else messages
 
 
-class ErrorForm:
+class OpenAIErrorMiddleware:
     """A refusal of the proxy's own becomes one of ours; a stream that breaks off ends with an error event."""
 
     def __init__(self, app: ASGIApp):

@@ -21,17 +21,17 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import start_pair
+from eagle_ray.pair import build_in_thread
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.answers import Json, answer_of
-from eagle_ray.serve.asked import Asked, Choice, asked_of, least_need, need_of, num_tokens
+from eagle_ray.serve.asked import Choice, GenerationRequest, least_need, need_of, num_tokens, prepare_generation
 from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, num_logprobs, wants_usage
 from eagle_ray.serve.errors import ApiError, api_error
 from eagle_ray.serve.events import DONE, error_event, event
 from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.meter import Meter
+from eagle_ray.serve.meter import ReplicaMetrics
 from eagle_ray.serve.no_text import NoText
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import (
@@ -44,7 +44,7 @@ from eagle_ray.serve.protocol import (
 )
 from eagle_ray.serve.snapshot import Snapshot
 from eagle_ray.serve.typed import without_nulls
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 
 LONG = 1 << 16  # characters; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
@@ -68,12 +68,12 @@ class Threads:
 class Service:
     """Takes the engine over. close() ends it."""
 
-    def __init__(self, config: ServeConfig, engine: Engine, text: Text | None, keys: ApiKeys | None = None):
+    def __init__(self, config: ServeConfig, engine: Engine, text: Tokenizer | None, keys: ApiKeys | None = None):
         self.config, self.text = config, text or NoText()
         self.keys = keys or ApiKeys()
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
         self.num_spec_tokens = engine.num_spec_tokens
-        self.meter = Meter()
+        self.meter = ReplicaMetrics()
         self.admission = Admission(_limit(config, engine), len(self.keys), self.max_model_len)
         self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         self._readers, self._writers = Threads("reader"), Threads("writer")
@@ -81,10 +81,10 @@ class Service:
 
     @classmethod
     def start(cls, config: ServeConfig, threads: int, keys: ApiKeys | None = None) -> Service:
-        """Load the pair. Raises ConfigError and EngineError as build_pair does."""
+        """Load the pair. Raises ConfigError and EngineError as build_engine_from_config does."""
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
-        pair = start_pair(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads)
+        pair = build_in_thread(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads)
         return cls(config, pair.engine, pair.text, keys)
 
     @property
@@ -113,13 +113,15 @@ class Service:
         """Return the request in a body. Raises ApiError."""
         return parse(kind, body) if len(body) <= LONG else await self._readers.run(len(body), parse, kind, body)
 
-    async def read(self, request: ChatRequest | CompletionRequest, is_typed: bool = False, client: int = 0) -> Asked:
+    async def read(
+        self, request: ChatRequest | CompletionRequest, is_typed: bool = False, client: int = 0
+    ) -> GenerationRequest:
         """is_typed: see ``typed``. client: the number of its API key. Raises ApiError and RequestError."""
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.admission.check(least_need(request, self.config, self.max_model_len), client, num_prompts)
         return await self._readers.run(
-            request.num_characters, asked_of, request, self.config, self.text, is_typed, client
+            request.num_characters, prepare_generation, request, self.config, self.text, is_typed, client
         )
 
     async def tokens(self, request: TokenizeRequest) -> bytes:
@@ -148,7 +150,7 @@ class Service:
 
         return await self._readers.run(len(request.tokens), make)
 
-    async def answer(self, asked: Asked) -> bytes:
+    async def answer(self, asked: GenerationRequest) -> bytes:
         """Return the body with all choices, or with none: one that fails ends the others.
 
         Raises ApiError, RequestError and EngineError.
@@ -162,15 +164,15 @@ class Service:
                     task.cancel()
             return await self._writers.run(_num_values(asked), self._body_of, asked)
 
-    def _body_of(self, asked: Asked) -> bytes:
+    def _body_of(self, asked: GenerationRequest) -> bytes:
         body = answer_of(asked, self.text)
         return json_bytes(without_nulls(body) if asked.is_typed else body)
 
-    async def _generate(self, asked: Asked, sequence: Sequence) -> None:
+    async def _generate(self, asked: GenerationRequest, sequence: Sequence) -> None:
         async with self._turn(asked, sequence):
             await self._engine.generate(sequence)
 
-    async def events(self, asked: Asked) -> AsyncIterator[str]:
+    async def events(self, asked: GenerationRequest) -> AsyncIterator[str]:
         """The stream's events, in the order in which the engine brings them. Raises as answer does, before the first.
 
         An error after that is an event itself, the last one.
@@ -199,7 +201,7 @@ class Service:
                 for task in tasks:
                     task.cancel()
 
-    async def _follow(self, asked: Asked, choice: Choice, said: asyncio.Queue) -> None:
+    async def _follow(self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue) -> None:
         """Put one choice's chunks into the queue, and None or its error behind them."""
         chunks = ChoiceChunks(asked, choice, self.text)
         try:
@@ -211,7 +213,7 @@ class Service:
         except Exception as error:  # the one who reads raises it, or tells the client
             said.put_nowait(error)
 
-    async def _chunks(self, asked: Asked, chunks: ChoiceChunks, count: int) -> list[Json]:
+    async def _chunks(self, asked: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
         """Return the chunks up to `count` output ids; log-probabilities of a long echo are made in a thread."""
         num_new = chunks.num_untold(count) * (1 + (asked.request.tops or 0))
         if asked.request.tops is None or num_new <= SHORT:
@@ -223,7 +225,7 @@ class Service:
         return event(chunk) if size <= SHORT else await self._writers.run(size, event, chunk)
 
     @asynccontextmanager
-    async def _turn(self, asked: Asked, sequence: Sequence) -> AsyncIterator[None]:
+    async def _turn(self, asked: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
         """The time that a sequence may spend at the engine: at once, unless clients with several keys share it."""
         if self._fair_queue is None:
             yield
@@ -234,13 +236,13 @@ class Service:
             finally:
                 turn.used = sequence.num_tokens
 
-    def _with_metrics(self, asked: Asked, chunk: Json) -> Json:
+    def _with_metrics(self, asked: GenerationRequest, chunk: Json) -> Json:
         """The last chunk of the last choice says how the drafts fared, where no usage follows."""
         is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in asked.choices)
         return chunk | {"metrics": last_chunk(asked)["metrics"]} if is_last else chunk
 
     @contextmanager
-    def _admitted(self, asked: Asked) -> Iterator[None]:
+    def _admitted(self, asked: GenerationRequest) -> Iterator[None]:
         """Hold what a request needs while it is in flight, and count how it ended. Raises as Admission.check does."""
         arrived_at = time.monotonic()
         with self.admission.admit(need_of(asked, self.max_model_len), asked.client, len(asked.prompts)):
@@ -270,7 +272,7 @@ def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:
     return FairQueue(num_clients, num_slots + num_slots // 4 + 1) if num_clients > 1 else None
 
 
-def _num_values(asked: Asked) -> int:
+def _num_values(asked: GenerationRequest) -> int:
     """Return about how many tokens, alternatives included, an answer shows."""
     shown = sum(
         choice.sequence.num_tokens if asked.echo else len(choice.sequence.output_ids) for choice in asked.choices

@@ -12,26 +12,26 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-WORD = 64
+WORD_BITS = 64
 
 
 def num_words(columns: int) -> int:
-    return -(-columns // WORD)
+    return -(-columns // WORD_BITS)
 
 
-def own_bits(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N words"]:
+def diagonal(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N words"]:
     """Each of N nodes sees its own column."""
     node = torch.arange(num_nodes, device=device)
     words = torch.zeros(num_nodes, num_words(num_nodes), dtype=torch.int64, device=device)
-    return words.scatter_(1, (node // WORD)[:, None], (1 << (node % WORD))[:, None])
+    return words.scatter_(1, (node // WORD_BITS)[:, None], (1 << (node % WORD_BITS))[:, None])
 
 
-def packed(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
-    padding = num_words(seen.shape[-1]) * WORD - seen.shape[-1]
-    bits = F.pad(seen.to(torch.int64), (0, padding)).unflatten(-1, (-1, WORD))
-    return (bits << torch.arange(WORD, device=seen.device)).sum(-1)
+def pack_mask(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
+    padding = num_words(seen.shape[-1]) * WORD_BITS - seen.shape[-1]
+    bits = F.pad(seen.to(torch.int64), (0, padding)).unflatten(-1, (-1, WORD_BITS))
+    return (bits << torch.arange(WORD_BITS, device=seen.device)).sum(-1)
 
 
-def unpacked(words: Int[Tensor, "*rows words"], columns: int) -> Bool[Tensor, "*rows M"]:
-    bits = words[..., None] >> torch.arange(min(columns, WORD), device=words.device) & 1
+def unpack_mask(words: Int[Tensor, "*rows words"], columns: int) -> Bool[Tensor, "*rows M"]:
+    bits = words[..., None] >> torch.arange(min(columns, WORD_BITS), device=words.device) & 1
     return bits.flatten(-2)[..., :columns].bool()

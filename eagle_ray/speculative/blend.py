@@ -21,7 +21,7 @@ from eagle_ray.speculative.calibration import KINDS, logit
 from eagle_ray.speculative.online_fit import OnlineFit
 
 
-class Blend:
+class EnsembleCalibration:
     """For the children that A drafters offer on up to `levels` levels."""
 
     def __init__(self, levels: int, num_drafters: int, device: torch.device | str = "cpu"):
@@ -47,7 +47,7 @@ class Blend:
         weights = self.fit.parameters[(depths - 1).clamp(min=0), kinds[:, None]]
         return logsigmoid((_features(said) * weights).sum(-1))
 
-    def learn(
+    def update(
         self,
         level: int,
         kinds: Int[Tensor, " B"],

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.speculative.upload import upload
+from eagle_ray.speculative.upload import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def uniform(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
     return (ranks(tree.log_values) < budget.num_nodes) & tree.valid
 
 
-def global_(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
+def best_of_batch(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
     """The num_rows - B most valuable nodes of the whole batch, and every root."""
     return Candidates.of(tree, budget).keep(budget.num_rows)
 
@@ -109,7 +109,7 @@ class Candidates:
         """Draft tokens that the m best candidates are expected to yield, for each size m; one look at the device."""
         values = self.log_values.exp()
         totals = torch.cat([values.new_zeros(1), values.cumsum(0)])
-        return totals[upload(sizes, values.device)].tolist()
+        return totals[to_device(sizes, values.device)].tolist()
 
     def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
         """The roots and as many of the best candidates as num_rows has room for."""

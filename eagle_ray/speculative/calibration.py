@@ -45,7 +45,7 @@ class Calibration:
         mapped[..., :1] += first
         return logsigmoid(mapped).masked_fill(log_probs == -torch.inf, -torch.inf)
 
-    def learn(
+    def update(
         self,
         kinds: Int[Tensor, " B"],
         log_probs: Float[Tensor, "L B K"],

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.speculative.online_fit import OnlineFit
-from eagle_ray.speculative.sampling import BatchSampling, process
+from eagle_ray.speculative.sampling import SamplingBatch, process
 
 LARGE_NOISE = 4.0  # 1.8 % of tokens draw more
 NUM_CUT = 64  # how many of the best tokens the draft's own top-k, top-p and min-p are worked out on
@@ -44,7 +44,7 @@ class Coupling:
         self,
         level: int,
         logits: Float[Tensor, "S F V"],
-        sampling: BatchSampling,
+        sampling: SamplingBatch,
         rows: Int[Tensor, " S"],
         noise: Float[Tensor, "S V"],
     ) -> Float[Tensor, "S F V"]:
@@ -60,10 +60,10 @@ class Coupling:
             scores = scores + on_dropped * dropped(logits, sampling, rows)
         return scores.log_softmax(-1)
 
-    def learn(
+    def update(
         self,
         logits: Float[Tensor, "L S V"],
-        sampling: BatchSampling,
+        sampling: SamplingBatch,
         rows: Int[Tensor, " S"],
         noise: Float[Tensor, "L S V"],
         picks: Int[Tensor, "L S"],
@@ -85,13 +85,13 @@ class Coupling:
         self.fit.update(levels, seen @ at_pick, fisher[:, None], seen.sum(2))
 
 
-def dropped(logits: Float[Tensor, "S F V"], sampling: BatchSampling, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:
+def dropped(logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:
     """Tokens that top-k, top-p and min-p would drop from these logits, worked out on the NUM_CUT best of them."""
     return logits < least_kept(logits, sampling, rows)[:, :, None]
 
 
 def least_kept(
-    logits: Float[Tensor, "S F V"], sampling: BatchSampling, rows: Int[Tensor, " S"]
+    logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]
 ) -> Float[Tensor, "S F"]:
     """The least of the NUM_CUT best logits that top-k, top-p and min-p would keep; -inf where they keep them all."""
     best = logits.topk(min(NUM_CUT, logits.shape[-1]), -1).values

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eagle_ray.speculative.static_tree import StaticTree
 from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.speculative.upload import upload
+from eagle_ray.speculative.upload import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class TreeBuilder:
 
         draft_log_probs: what the drafter itself said, where log_probs are calibrated.
         """
-        values = _offered(self._frontier_values[:, :, None] + log_probs)
+        values = _mask_nan(self._frontier_values[:, :, None] + log_probs)
         parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
         self._frontier = None
         self.levels.append(values)
         self._log_values.append(values.flatten(1))
         said = log_probs if draft_log_probs is None else draft_log_probs
-        self._draft_log_probs.append(_offered(said).flatten(1))
+        self._draft_log_probs.append(_mask_nan(said).flatten(1))
         self._tokens.append(tokens.flatten(1))
         self._parents.append(parents.flatten(1))
         self._num_nodes += tokens[0].numel()
@@ -133,9 +133,9 @@ class TreeBuilder:
 @lru_cache(maxsize=64)
 def _places(shape: StaticTree, depth: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
     """Where the nodes of a level that have children stand among all of it; sent to the device once."""
-    return upload([parent * children_each + rank for parent, rank in shape.expanded(depth)], device)
+    return to_device([parent * children_each + rank for parent, rank in shape.expanded(depth)], device)
 
 
-def _offered(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
+def _mask_nan(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
     """What a drafter cannot put a number on, in half precision say, it does not offer: NaN would outrank the root."""
     return log_probs.masked_fill(log_probs.isnan(), -torch.inf)

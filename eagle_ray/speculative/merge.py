@@ -49,10 +49,10 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
 
     max_depth bounds their depths. draft_log_probs are those of the first tree that has a node.
     """
-    codes = torch.cat([path_codes(tree, max_depth) for tree in trees], 1)
+    codes = torch.cat([path_hashes(tree, max_depth) for tree in trees], 1)
     valid = torch.cat([tree.valid for tree in trees], 1)
     place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
-    first = _first_of_same(codes)
+    first = _first_occurrence(codes)
     kept = valid & (first == place)
     depths = torch.cat([tree.depths for tree in trees], 1)
     order = torch.where(kept, depths, max_depth + 1).sort(dim=1, stable=True).indices
@@ -80,7 +80,7 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
     return Merged(merged, torch.stack(said, 2))
 
 
-def path_codes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
+def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
     """A hash of the tokens from the root to each node, the root's not among them; padding has one of its own."""
     parents, drafted = tree.parents.clamp(min=0), tree.parents >= 0
     tokens, begin = mix64_tensor(tree.tokens + 1), (~tree.valid).long()
@@ -90,7 +90,7 @@ def path_codes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
     return codes
 
 
-def _first_of_same(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
+def _first_occurrence(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     """The first place in its row at which each code stands."""
     ranked, order = codes.sort(dim=1, stable=True)
     begins = torch.ones_like(ranked, dtype=torch.bool)

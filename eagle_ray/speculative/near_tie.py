@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, gumbel_noise
 
 NEAR_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
 """Logits: how far rounding moves the difference of two of them at most, with a margin. fp32 measured: 2 x 2e-5."""
@@ -72,7 +72,7 @@ def _slack(params: SamplingParams, tolerance: float) -> float:
 def _noise(params: SamplingParams, position: int, vocab: int) -> Float[Tensor, " V"] | float:
     if params.is_greedy:
         return 0.0
-    seed = BatchSampling.of([params]).seed
+    seed = SamplingBatch.of([params]).seed
     return gumbel_noise(seed, torch.tensor([position]), torch.arange(vocab))[0].double()
 
 

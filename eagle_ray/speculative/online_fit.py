@@ -39,7 +39,7 @@ class OnlineFit:
         self.parameters = self._start.repeat(levels, sets, 1)
         self._information = torch.zeros(levels, sets, len(start), len(start), device=device)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Back to the start."""
         self.parameters[:] = self._start
         self._information.zero_()

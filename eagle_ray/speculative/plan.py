@@ -13,7 +13,7 @@ from eagle_ray.speculative.static_tree import StaticTree
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DraftPlan:
     """max_depth: most levels to draft; 0 is a step of plain decoding, in which no drafter runs.
 
     width: nodes of each level that are given children, num_children of them each (None: width). members: the sequences
@@ -26,8 +26,8 @@ class Plan:
     max_depth: int
     width: int
     members: tuple[int, ...] | None = None
-    enough: Callable[[TreeBuilder], bool] | None = None
-    shape: StaticTree | None = None
+    should_stop: Callable[[TreeBuilder], bool] | None = None
+    static_tree: StaticTree | None = None
     probe: bool = False
     num_children: int | None = None
 
@@ -36,9 +36,9 @@ class Plan:
         """Drawn of each node: more of them cost next to nothing, as its logits are there."""
         return self.width if self.num_children is None else self.num_children
 
-    def among(self, members: tuple[int, ...] | None) -> Plan:
+    def restrict_to(self, members: tuple[int, ...] | None) -> DraftPlan:
         """The same for those of its sequences that are among `members` (None: all of the batch)."""
-        if members is None or not self.drafts:
+        if members is None or not self.is_drafting:
             return self
         both = members if self.members is None else tuple(m for m in self.members if m in members)
         return replace(self, members=both) if both else PLAIN
@@ -48,13 +48,13 @@ class Plan:
         return batch_size if self.members is None else len(self.members)
 
     @property
-    def most_candidates(self) -> int:
+    def max_candidates(self) -> int:
         """Nodes of the largest tree that such a plan drafts, root included."""
-        return 1 + self.children + (self.max_depth - 1) * self.width * self.children if self.drafts else 1
+        return 1 + self.children + (self.max_depth - 1) * self.width * self.children if self.is_drafting else 1
 
     @property
-    def drafts(self) -> bool:
+    def is_drafting(self) -> bool:
         return self.max_depth > 0
 
 
-PLAIN = Plan(max_depth=0, width=0)
+PLAIN = DraftPlan(max_depth=0, width=0)

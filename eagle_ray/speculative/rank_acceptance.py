@@ -30,14 +30,14 @@ class RankAcceptance(Calibration):
         self._picked = torch.zeros(levels, width + 1, device=device)  # by rank; then nodes that were reached
         self._width = width
 
-    def learn(
+    def update(
         self,
         kinds: Int[Tensor, " B"],
         log_probs: Float[Tensor, "L B K"],
         picked: Bool[Tensor, "L B K"],
         reached: Bool[Tensor, "L B"],
     ) -> None:
-        super().learn(kinds, log_probs, picked, reached)
+        super().update(kinds, log_probs, picked, reached)
         counts, news = self._picked[: len(picked)], (picked & reached[:, :, None]).sum(1)[:, : self._width]
         counts *= (1 - reached.sum(1) / MEMORY).clamp(min=0)[:, None]
         counts[:, : news.shape[1]] += news

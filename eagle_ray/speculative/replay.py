@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
+class PaddedInput:
     """A tensor that stands in the first corner of a larger one. fill: what is in the rest of that.
 
     is_fixed: the tensor is never changed in place, so that the one that was given last need not be copied again.
@@ -32,9 +32,9 @@ class Padded:
 
 
 @runtime_checkable
-class Replay(Protocol):
+class GraphRunner(Protocol):
     @property
-    def works(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether `run` still does what it is for."""
 
     def batch_size(self, num_sequences: int) -> int:
@@ -49,7 +49,7 @@ class Replay(Protocol):
     def context(self, longest: int) -> int:
         """Tokens in the cache that a pass is prepared for where the longest sequence has so many."""
 
-    def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Padded]) -> Any:
+    def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
         """What the function returns, with its results for these inputs.
 
         Under one key the function does the same, to inputs of the same padded shapes.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
-from eagle_ray.speculative.replay import Padded
-from eagle_ray.speculative.upload import upload
+from eagle_ray.speculative.replay import PaddedInput
+from eagle_ray.speculative.upload import to_device
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
@@ -77,7 +77,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSampling:
+class SamplingBatch:
     """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs.
 
     temperature: 0 for greedy sequences. ends: tokens after which a sequence is over; -1 is none. sampled: those that
@@ -104,15 +104,15 @@ class BatchSampling:
         params: Sequence[SamplingParams],
         device: torch.device | str = "cpu",
         eos_ids: Collection[int] = (),
-    ) -> BatchSampling:
+    ) -> SamplingBatch:
         """The parameters of a batch, in its order. Top-k off is stored as 0."""
         rows = [i for i, p in enumerate(params) if not p.is_greedy]
         sampled = [params[i] for i in rows]
         temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
         floats = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
-        temperature, top_p, min_p = upload(floats, device, torch.float32)
+        temperature, top_p, min_p = to_device(floats, device, torch.float32)
         ends = [[-1 if p.ignore_eos else token for p in params] for token in sorted(eos_ids)]
-        top_k, seed, *ends = upload([[p.top_k for p in params], [as_int64(p.seed) for p in params], *ends], device)
+        top_k, seed, *ends = to_device([[p.top_k for p in params], [as_int64(p.seed) for p in params], *ends], device)
         return cls(
             temperature=temperature,
             top_p=top_p,
@@ -121,18 +121,18 @@ class BatchSampling:
             seed=seed,
             ends=torch.stack(ends, 1) if ends else seed.new_empty(len(params), 0),
             sampled=rows,
-            sampled_rows=upload(rows, device),
+            sampled_rows=to_device(rows, device),
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_top_k=any(p.top_k > 0 for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
         )
 
-    def padded(self, num_sequences: int) -> list[Padded]:
+    def padded(self, num_sequences: int) -> list[PaddedInput]:
         """What `bound` takes, for so many sequences; who fills up is greedy."""
         columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
         fills = (0.0, 1.0, 0, 0.0, 0, -1)
         shapes = [(num_sequences, *x.shape[1:]) for x in columns]
-        return [Padded(x, *rest, is_fixed=True) for x, *rest in zip(columns, shapes, fills, strict=True)]
+        return [PaddedInput(x, *rest, is_fixed=True) for x, *rest in zip(columns, shapes, fills, strict=True)]
 
     @classmethod
     def bound(
@@ -144,7 +144,7 @@ class BatchSampling:
         min_p: Float[Tensor, " P"],
         seed: Int[Tensor, " P"],
         ends: Int[Tensor, "P E"],
-    ) -> BatchSampling:
+    ) -> SamplingBatch:
         """Whatever the tensors hold when the pass is run, as long as it is of this kind."""
         any_sampled, *flags = kind
         rows = list(range(len(seed))) if any_sampled else []
@@ -165,9 +165,9 @@ class BatchSampling:
         """Whether any sequence drops tokens before it picks."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
-    def select(self, members: Sequence[int]) -> BatchSampling:
+    def select(self, members: Sequence[int]) -> SamplingBatch:
         """The same for some of the sequences."""
-        index = upload(members, self.seed.device)
+        index = to_device(members, self.seed.device)
         sampled = set(self.sampled)
         rows = [i for i, member in enumerate(members) if member in sampled]
         return replace(
@@ -179,12 +179,12 @@ class BatchSampling:
             seed=self.seed[index],
             ends=self.ends[index],
             sampled=rows,
-            sampled_rows=upload(rows, self.seed.device),
+            sampled_rows=to_device(rows, self.seed.device),
         )
 
 
-def pick(
-    logits: Float[Tensor, "R V"], sampling: BatchSampling, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+def sample(
+    logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
 ) -> Int[Tensor, " R"]:
     """The token each row's target chooses; ties go to the lowest id.
 
@@ -201,7 +201,7 @@ def pick(
 
 
 def _pick_fused(
-    logits: Float[Tensor, "R V"], sampling: BatchSampling, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+    logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
 ) -> Int[Tensor, " R"]:
     from eagle_ray.kernels import pick as kernel
 
@@ -211,7 +211,7 @@ def _pick_fused(
     return kernel.pick(logits, sampling.temperature, top_k, top_p, min_p, sampling.seed, seq, positions)
 
 
-def process(logits: Float[Tensor, "R V"], sampling: BatchSampling, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
     """Temperature, top-k, top-p and min-p, in transformers' order, in fp32; dropped tokens are -inf.
 
     Greedy rows pass through with temperature 1: their result is not used.

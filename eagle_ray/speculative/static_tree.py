@@ -27,7 +27,7 @@ class StaticTree:
         closed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
         return cls(tuple(sorted(closed, key=lambda path: (len(path), path))))
 
-    def within(self, max_nodes: int, max_depth: int, top_k: int) -> StaticTree:
+    def truncate(self, max_nodes: int, max_depth: int, top_k: int) -> StaticTree:
         """What there is room for: ranks below top_k, max_depth levels, of these the first max_nodes nodes."""
         inside = [path for path in self.paths if len(path) <= max_depth and max(path) < top_k]
         return StaticTree(tuple(inside[:max_nodes]))

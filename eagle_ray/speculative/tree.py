@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.speculative.ancestor_words import own_bits, unpacked
+from eagle_ray.speculative.ancestor_words import diagonal, unpack_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,12 @@ class DraftTree:
         """[b, i, j]: node j is node i or an ancestor of it; max_depth bounds the depths."""
         if self.num_nodes == 1:
             return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
-        return unpacked(self.ancestor_words(max_depth), self.num_nodes)
+        return unpack_mask(self.ancestor_words(max_depth), self.num_nodes)
 
     def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
         """The same in bits, by pointer doubling: each turn a node learns what one twice as far up has seen."""
         batch, num_nodes = self.tokens.shape
-        words = own_bits(num_nodes, self.tokens.device).expand(batch, -1, -1)
+        words = diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
         if num_nodes == 1:
             return words
         jump = torch.where(self.parents >= 0, self.parents, torch.arange(num_nodes, device=self.tokens.device))

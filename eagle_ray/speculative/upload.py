@@ -16,7 +16,7 @@ from torch import Tensor
 Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
 
 
-def upload(numbers: Numbers, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
+def to_device(numbers: Numbers, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
     """The numbers as a tensor on the device, of the same shape."""
     return sent(torch.tensor(numbers, dtype=dtype), device)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eagle_ray.models.heads import EagleHead
-from eagle_ray.training.optimization import Descent, Losses, StepReport
+from eagle_ray.training.optimization import GradientDescent, Losses, StepReport
 from eagle_ray.training.rows import Rows
 
 TOKEN_LOSS_WEIGHT = 0.1
@@ -96,7 +96,9 @@ def train_head(
     """
     matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in head.parameters() if parameter.dim() != 2]
-    descent = Descent(matrices, others, num_steps=num_steps, matrix_rate=rate, other_rate=rate / 2, max_norm=0.5)
+    descent = GradientDescent(
+        matrices, others, num_steps=num_steps, matrix_rate=rate, other_rate=rate / 2, max_norm=0.5
+    )
     generator = torch.Generator().manual_seed(seed)
     length, hidden_size = rows.ids.shape[1], target.embedding.shape[1]
     width = NOISE_WIDTH * NOISE_LENGTH / length

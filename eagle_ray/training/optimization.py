@@ -43,7 +43,7 @@ def learning_rate_factor(step: int, num_steps: int) -> float:
     return max(LAST_RATE, 1.0 - (progress - CONSTANT_SHARE) / (1.0 - CONSTANT_SHARE))
 
 
-class Descent:
+class GradientDescent:
     """Steps the parameters of one model: Muon for the matrices named, AdamW for the rest, clipped by global norm."""
 
     def __init__(

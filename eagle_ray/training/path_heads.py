@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads, PathHeads
 from eagle_ray.training.head import FrozenTarget
-from eagle_ray.training.optimization import Descent, Losses, StepReport
+from eagle_ray.training.optimization import GradientDescent, Losses, StepReport
 from eagle_ray.training.rows import Rows
 
 LEVEL_WEIGHT = 0.8
@@ -65,7 +65,7 @@ def train_path_heads(
     """Train in place, every row once. rate: the peak of the residual blocks' matrices, half of it for the rest."""
     blocks = [p for name, p in heads.named_parameters() if name.endswith(("linear.weight", "res_connection.weight"))]
     others = [p for p in heads.parameters() if not any(p is block for block in blocks)]
-    descent = Descent(blocks, others, num_steps=num_steps, matrix_rate=rate, other_rate=rate / 2, max_norm=0.5)
+    descent = GradientDescent(blocks, others, num_steps=num_steps, matrix_rate=rate, other_rate=rate / 2, max_norm=0.5)
     for step in range(num_steps):
         shards = rows.shards(step, num_steps, num_threads)
         on_step(descent.step(step, shards, lambda shard: path_losses(heads, target, shard)))

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 from eagle_ray.training.corpus import CATEGORIES, Conversation, held_out_conversations
 
 
@@ -26,7 +26,7 @@ def prompt_rows(per_category: int, seed: int) -> Iterator[dict]:
             yield {"id": f"{category}-{index:02d}", "category": category, "messages": messages}
 
 
-def shuffled_prompts(text: Text, per_category: int, seed: int) -> list[list[int]]:
+def shuffled_prompts(text: Tokenizer, per_category: int, seed: int) -> list[list[int]]:
     """The same rows as token ids, the categories by turns."""
     rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category, seed)]
     return [ids for i in range(per_category) for ids in rows[i::per_category]]

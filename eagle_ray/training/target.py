@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from eagle_ray.training.optimization import Descent, Losses, StepReport
+from eagle_ray.training.optimization import GradientDescent, Losses, StepReport
 from eagle_ray.training.rows import Rows
 
 LOGIT_PENALTY = 1e-4
@@ -65,7 +65,7 @@ def train_target(
     named = list(model.named_parameters())
     matrices = [parameter for name, parameter in named if parameter.dim() == 2 and "layers" in name]
     others = [parameter for name, parameter in named if not (parameter.dim() == 2 and "layers" in name)]
-    descent = Descent(
+    descent = GradientDescent(
         matrices, others, num_steps=num_steps, matrix_rate=rate, other_rate=0.8 * rate, max_norm=1.0, weight_decay=0.05
     )
     for step in range(num_steps):

@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine import sequence as engine_sequence
 from eagle_ray.errors import EngineError
-from eagle_ray.pair import Pair, build_pair
+from eagle_ray.pair import EngineBundle, build_engine_from_config
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 
@@ -43,10 +43,10 @@ SMALL_TREE = TreeShape(8, 4, 4)
 CHAIN = TreeShape(6, 6, 1)
 
 
-def load_pair(target: Path, draft: Path, shape: TreeShape) -> Pair:
+def load_pair(target: Path, draft: Path, shape: TreeShape) -> EngineBundle:
     """The pair published in two directories, in fp32 on the CPU."""
     model = ModelConfig(target=str(target), draft=str(draft), device="cpu", dtype="float32")
-    return build_pair(model, shape.settings(), slots=SLOTS)
+    return build_engine_from_config(model, shape.settings(), slots=SLOTS)
 
 
 def tau_by_category(

@@ -20,8 +20,8 @@ from eagle_ray.models.checkpoint import SAFETENSORS, load_head, read_config
 from eagle_ray.models.loading import load_target
 from eagle_ray.models.places import Shape
 from eagle_ray.models.widening import widen_pair
-from eagle_ray.pair import resolve
-from eagle_ray.text import Text
+from eagle_ray.pair import download
+from eagle_ray.text import Tokenizer
 from eagle_ray.training.prompts import prompt_rows
 
 EMBEDDED = "embedded:tiny"
@@ -66,7 +66,7 @@ def widened_pair(folder: Path, shape: Shape) -> Models:
 
 
 def _export(models: Models, shape: Shape) -> None:
-    source = Models(resolve(EMBEDDED, "target"), resolve(EMBEDDED, "draft"))
+    source = Models(download(EMBEDDED, "target"), download(EMBEDDED, "draft"))
     small = load_target(source.target, torch.float32, "cpu")
     wide, wide_head = widen_pair(small, load_head(source.draft, small.config), shape)
 
@@ -96,7 +96,7 @@ def load_prompts(target: Path, file: Path | None) -> list[list[int]]:
 
     A target without a tokenizer gets made-up ids.
     """
-    text = Text.load(target)
+    text = Tokenizer.load(target)
     if file is not None:
         rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
         return [_encode(row, text, f"{file}:{number}") for number, row in enumerate(rows, 1)]
@@ -113,7 +113,7 @@ def _made_up_prompts(vocab_size: int) -> list[list[int]]:
     return [[chosen.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def _encode(row: dict[str, Any], text: Text | None, place: str) -> list[int]:
+def _encode(row: dict[str, Any], text: Tokenizer | None, place: str) -> list[int]:
     if "prompt_token_ids" in row:
         return list(row["prompt_token_ids"])
     if text is None:

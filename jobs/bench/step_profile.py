@@ -22,11 +22,11 @@ from torch import nn
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.drafting.offers import Offers
-from eagle_ray.drafting.ranking import Ranking
+from eagle_ray.drafting.ranking import CandidateRanker
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine import verify_step
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import GlobalPlanner
+from eagle_ray.engine.global_planner import BudgetPlanner
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.kernels import cpu_ops
@@ -34,13 +34,13 @@ from eagle_ray.models import decoder, torch_ops
 from eagle_ray.models.checkpoint import load_head
 from eagle_ray.models.linear import PackedLinear, pack_linears
 from eagle_ray.models.loading import load_target
-from eagle_ray.models.target import Target
+from eagle_ray.models.target import TargetModel
 from eagle_ray.models.widening import BENCH, widen_pair
-from eagle_ray.pair import build_engine, resolve
+from eagle_ray.pair import build_engine, download
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 from eagle_ray.training.prompts import shuffled_prompts
 
 Part = tuple[str, str, Any, str]  # group, name, and where the function is: an object and its attribute
@@ -56,16 +56,16 @@ PARTS: list[Part] = [
     (TARGET, "norms (torch)", torch_ops, "add_rms_norm"),
     (TARGET, "SiLU x up (torch)", torch_ops, "silu_mul"),
     (TARGET, "rotary angles", decoder.Angles, "__call__"),
-    (TARGET, "layout", Target, "_tree_layout"),
-    (TARGET, "rest of the target's pass", Target, "_run"),
+    (TARGET, "layout", TargetModel, "_tree_layout"),
+    (TARGET, "rest of the target's pass", TargetModel, "_run"),
     (DRAFT, "catch up", EagleDrafter, "_catch_up"),
     (DRAFT, "levels", EagleDrafter, "_level"),
     (DRAFT, "head, besides its parts", EagleDrafter, "_run"),
     (DRAFT, "layouts", EagleDrafter, "_layout"),
     (DRAFT, "calibration", Offers, "add"),
-    (DRAFT, "ranking", Ranking, "_best"),
-    (DRAFT, "children", Ranking, "children"),
-    (DRAFT, "learning from the picks", EagleDrafter, "learn"),
+    (DRAFT, "ranking", CandidateRanker, "_best"),
+    (DRAFT, "children", CandidateRanker, "children"),
+    (DRAFT, "learning from the samples", EagleDrafter, "on_verified"),
     (DRAFT, "pairs of the accepted path", EagleDrafter, "extend"),
     (DRAFT, "rest of the draft", EagleDrafter, "draft"),
     (TREE, "grow", TreeBuilder, "grow"),
@@ -74,19 +74,19 @@ PARTS: list[Part] = [
     (TREE, "rerank", DraftTree, "rerank"),
     (TREE, "pack", DraftTree, "pack"),
     (TREE, "ancestors", DraftTree, "ancestors"),
-    (TREE, "sampling", verify_step, "pick"),
+    (TREE, "sampling", verify_step, "sample"),
     (TREE, "acceptance walk", verify_step, "accept_path"),
-    (TREE, "KV commit", Target, "commit"),
+    (TREE, "KV commit", TargetModel, "commit"),
     (TREE, "record", verify_step, "step_record"),
     (TREE, "rest of verify", engine_module.Verifier, "run"),
-    (PLAN, "plan", GlobalPlanner, "plan"),
-    (PLAN, "allocate", GlobalPlanner, "allocate"),
-    (PLAN, "learn", GlobalPlanner, "learn"),
+    (PLAN, "plan", BudgetPlanner, "plan"),
+    (PLAN, "allocate", BudgetPlanner, "allocate"),
+    (PLAN, "learn", BudgetPlanner, "observe"),
     (HOST, "scheduler: batch", Scheduler, "batch"),
-    (HOST, "scheduler: room", Scheduler, "make_room"),
+    (HOST, "scheduler: room", Scheduler, "reserve_or_preempt"),
     (HOST, "scheduler: chunks", Scheduler, "chunks"),
     (HOST, "scheduler: retire", Scheduler, "retire"),
-    (HOST, "copy to the host", engine_module.HostCopy, "read"),
+    (HOST, "copy to the host", engine_module.DeviceToHost, "read"),
     (HOST, "results to sequences", Engine, "_hand_out"),
     (HOST, "rest of the step", Engine, "step"),
 ]
@@ -135,13 +135,13 @@ def timed_parts() -> Iterator[SelfTimes]:
 
 def load_wide_pair(dtype: torch.dtype) -> tuple[nn.Module, nn.Module, list[list[int]]]:
     """Return the widened pair, packed as the product packs it, and prompts."""
-    path = resolve("embedded:tiny", "target")
+    path = download("embedded:tiny", "target")
     small = load_target(path, torch.float32, "cpu")
-    head = load_head(resolve("embedded:tiny", "draft"), small.config)
+    head = load_head(download("embedded:tiny", "draft"), small.config)
     target, head = (model.to(dtype) for model in widen_pair(small, head, BENCH))
     pack_linears(target)
     pack_linears(head)
-    return target, head, shuffled_prompts(Text.load(path), 16, 7)
+    return target, head, shuffled_prompts(Tokenizer.load(path), 16, 7)
 
 
 def answer(engine: Engine, prompts: list[list[int]], first: int, max_tokens: int) -> int:

@@ -5,7 +5,7 @@ import torch
 
 from eagle_ray.benchmark.ablations import ExpandedPlanner, OwnConfidence, expanded, num_expanded
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.reference import decode_plainly
+from eagle_ray.engine.reference import reference_decode
 from eagle_ray.speculative.budget import Budget, uniform
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.sampling import SamplingParams
@@ -87,5 +87,5 @@ def test_outputs_are_plain_decodings(ablation):
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=16) for i in range(4)]
     model = llama()
     model.set_attn_implementation("sdpa")
-    plain = [decode_plainly(model, ids, p, frozenset([2])).ids for ids, p in zip(prompts, params, strict=True)]
+    plain = [reference_decode(model, ids, p, frozenset([2])).ids for ids, p in zip(prompts, params, strict=True)]
     assert [s.output_ids for s in run(engine, prompts, params)] == plain

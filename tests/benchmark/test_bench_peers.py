@@ -16,7 +16,7 @@ import pytest
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.places import Shape
-from eagle_ray.pair import ASSETS, build_pair
+from eagle_ray.pair import ASSETS, build_engine_from_config
 from eagle_ray.speculative.sampling import SamplingParams
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "bench"
@@ -268,7 +268,9 @@ def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(module, tmp_path
 
 def outputs_of(models) -> list[list[int]]:
     model = ModelConfig(target=str(models.target), draft=str(models.draft), dtype="float32", device="cpu")
-    engine = build_pair(model, SpeculativeConfig(budget="uniform", max_nodes=8, max_depth=3, top_k=4), 2, 1024).engine
+    engine = build_engine_from_config(
+        model, SpeculativeConfig(budget="uniform", max_nodes=8, max_depth=3, top_k=4), 2, 1024
+    ).engine
     sequences = [Sequence(str(i), ids, SamplingParams(max_tokens=8)) for i, ids in enumerate(PROMPTS)]
     for sequence in sequences:
         engine.add(sequence)

@@ -9,7 +9,7 @@ from eagle_ray.benchmark.cells import requests
 from eagle_ray.benchmark.checks import generate
 from eagle_ray.benchmark.embedded_pair import ASSETS
 from eagle_ray.benchmark.priced import flat
-from eagle_ray.benchmark.rig import LARGEST, Rig, Way
+from eagle_ray.benchmark.rig import LARGEST, Harness, Way
 from eagle_ray.benchmark.synthetic_cells import is_walk
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.engine import Engine
@@ -30,8 +30,8 @@ PROMPTS = [[5, 9, 23, 41], [7, 8], [11, 60, 61, 62, 63, 64]]
 PARAMS = [SamplingParams(max_tokens=20, ignore_eos=True)] * 3
 
 
-def rig_of(pair) -> Rig:
-    return Rig.of(*pair, slots=3, longest=256, kv_columns=1536)
+def rig_of(pair) -> Harness:
+    return Harness.of(*pair, slots=3, longest=256, kv_columns=1536)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_the_rig_drafts_as_a_jobs_engine_does(pair):
 
 def test_a_synthetic_pair_walks_and_accepts_as_stated():
     shape = Shape(256, 1, 4, 2, 64, 256, 1024)
-    rig = Rig.of(*synthetic_pair(shape, (0.6, 0.2)), slots=4, longest=320)
+    rig = Harness.of(*synthetic_pair(shape, (0.6, 0.2)), slots=4, longest=320)
     chain = rig.engine(Way("chain"), 0, 4, UniformPlanner(1, 1, 1))
     assert chain is rig.plain
     prompts, params = [[3], [700], [44], [999]], [SamplingParams(max_tokens=200, logprobs=True)] * 4

@@ -2,14 +2,14 @@
 
 import pytest
 
-from eagle_ray.benchmark.evaluation import FEWEST, Question, figures, rounds
+from eagle_ray.benchmark.evaluation import FEWEST, BenchmarkPrompt, figures, rounds
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity, compare
 from eagle_ray.benchmark.intervals import difference_interval
-from eagle_ray.benchmark.stretch import drained
+from eagle_ray.benchmark.stretch import run_to_completion
 from eagle_ray.benchmark.ways import default_names, ways_of
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.engine.reference import decode_plainly
+from eagle_ray.engine.reference import reference_decode
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.pair import build_engine
 from eagle_ray.speculative.sampling import SamplingParams
@@ -18,8 +18,10 @@ from tests.toy import head, llama
 TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 
 
-def question(task: str, i: int) -> Question:
-    return Question(task, lambda: Sequence(f"{task}-{i}", [5 + i, 9, 23 + i], SamplingParams(max_tokens=10, seed=i)))
+def question(task: str, i: int) -> BenchmarkPrompt:
+    return BenchmarkPrompt(
+        task, lambda: Sequence(f"{task}-{i}", [5 + i, 9, 23 + i], SamplingParams(max_tokens=10, seed=i))
+    )
 
 
 def same(answers, plain):
@@ -54,7 +56,7 @@ def test_no_drafter_remembers_the_answers_of_the_warm_up():
     engines = {name: build_engine(model, None, way, 1, max_model_len=64) for name, way in ways.items()}
     [turn] = rounds(engines, [question("a", 0)], 0.0)
     again = question("a", 0).at(0.0)
-    drained(engines["suffix"], [again], ForwardMeter())
+    run_to_completion(engines["suffix"], [again], ForwardMeter())
     assert len(again.output_ids) == len(turn.answers["suffix"][0].output_ids) == 10
     assert turn.answers["suffix"][0].stats.num_steps > again.stats.num_steps  # by now it has seen the answer
 
@@ -97,7 +99,7 @@ def test_few_rounds_or_questions_have_no_interval(turns):
 def test_a_sampled_difference_is_a_near_tie_only_where_the_noise_left_one():
     model, params = llama(), SamplingParams(temperature=0.9, seed=3, max_tokens=6)
     model.set_attn_implementation("sdpa")
-    plain = decode_plainly(model, [5, 9], params, frozenset())
+    plain = reference_decode(model, [5, 9], params, frozenset())
     other = [*plain.ids[:2], (plain.ids[2] + 1) % 97]
     assert plain.reachable[2] == {plain.ids[2]}
     assert compare(model, [[5, 9]], [other], [plain.ids], [params]) == Identity(1, 0, 0)

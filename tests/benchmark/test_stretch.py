@@ -6,7 +6,7 @@ import torch
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import compare, first_difference
-from eagle_ray.benchmark.stretch import SteadyQueue, drained
+from eagle_ray.benchmark.stretch import SteadyQueue, run_to_completion
 from eagle_ray.benchmark.worse_heads import damaged_head, random_head
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.planner import UniformPlanner
@@ -92,7 +92,7 @@ def test_a_window_ends_when_its_time_is_over():
 def test_ways_over_shared_weights_give_the_same_tokens():
     model, pair, meter = engines()
     jobs = [list(itertools.islice(requests(), 9)) for _ in pair]
-    plain, eagle = (drained(engine, job, meter) for engine, job in zip(pair, jobs, strict=True))
+    plain, eagle = (run_to_completion(engine, job, meter) for engine, job in zip(pair, jobs, strict=True))
     assert plain.num_tokens == eagle.num_tokens == sum(map(len, outputs(jobs[0])))
     assert plain.tau == 1 and plain.num_plain_steps == plain.num_steps
     identity = compare(model, PROMPTS, outputs(jobs[1]), outputs(jobs[0]))
@@ -102,7 +102,7 @@ def test_ways_over_shared_weights_give_the_same_tokens():
 def test_a_difference_is_counted_and_is_no_near_tie_where_plain_was_sure():
     model, (plain, _), meter = engines()
     job = list(itertools.islice(requests(), 2))
-    drained(plain, job, meter)
+    run_to_completion(plain, job, meter)
     other = [[ids[0], (ids[1] + 1) % 97, *ids[2:]] for ids in outputs(job)]
     identity = compare(model, PROMPTS, other, outputs(job))
     assert (identity.num_compared, identity.num_equal, identity.num_near_ties) == (2, 0, 0)

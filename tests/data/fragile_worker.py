@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from eagle_ray.config import JobConfig
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.worker import Worker
 from eagle_ray.data.worker_main import main
 from eagle_ray.errors import EngineError
@@ -24,7 +24,7 @@ KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 class FragileWorker(Worker):
     """The real one, but it dies as it loads for the first time, with its parent over one prompt, over others alone."""
 
-    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         mark = run.output / "_loaded_once"

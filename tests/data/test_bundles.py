@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
-from eagle_ray.data.bundles import bundled, unbundled
+from eagle_ray.data.bundles import nest, unnest
 from eagle_ray.data.schema import output_schema, table_of
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -32,15 +32,15 @@ def blocks_of(table: pa.Table, most_bytes: int) -> list[pa.Table]:
 @pytest.mark.parametrize("samples", [(), (1,), (3, 1, 4), (1,) * 40])
 def test_what_was_bundled_is_the_same_again(samples):
     rows = rows_of(*samples)
-    assert len(bundled(rows)) == len(samples)
-    assert unbundled(bundled(rows)).cast(SCHEMA).equals(rows)
+    assert len(nest(rows)) == len(samples)
+    assert unnest(nest(rows)).cast(SCHEMA).equals(rows)
 
 
 def test_no_cut_parts_the_rows_of_an_id():
     rows = rows_of(*[3] * 20)
     flat = [block["request_id"].to_pylist() for block in blocks_of(rows, 5000)]
     assert any(before[-1] == after[0] for before, after in pairwise(flat)), "Ray no longer cuts"
-    found = [unbundled(block) for block in blocks_of(bundled(rows), 5000)]
+    found = [unnest(block) for block in blocks_of(nest(rows), 5000)]
     assert len(found) > 1 and all(set(map(table_ids(block).count, table_ids(block))) == {3} for block in found)
     assert pa.concat_tables(found).cast(SCHEMA).equals(rows)
 

@@ -15,9 +15,9 @@ from eagle_ray.data.actor import _for_the_user
 from eagle_ray.data.cluster import (
     GROWTH,
     GcsWatch,
-    Workers,
+    WorkerPlan,
     _check_answers,
-    _leave_stdout_to_results,
+    _send_ray_output_to_stderr,
     check_alive,
     plan_workers,
     threads_wanted,
@@ -33,21 +33,21 @@ TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
 @pytest.mark.parametrize(
     ("settings", "device", "nodes", "wanted"),
     [
-        ({}, "auto", [{"CPU": 2}], Workers(1, 1, 0, threads=2)),
-        ({}, "auto", [{"CPU": 16}], Workers(8, 8, 0, threads=2)),
-        ({}, "auto", [{"CPU": 48}, {"CPU": 48}], Workers(8, 8, 0, threads=12)),
-        ({"actors": 2}, "auto", [{"CPU": 2}], Workers(2, 2, 0, threads=1)),
-        ({}, "auto", TWO_NODES, Workers(8, 8 * GROWTH, 1, threads=2)),
-        ({"gpus_per_actor": 2}, "auto", TWO_NODES, Workers(4, 4 * GROWTH, 2, threads=4)),
-        ({"gpus_per_actor": 3}, "auto", TWO_NODES, Workers(2, 2 * GROWTH, 3, threads=8)),
-        ({"gpus_per_actor": 0.5}, "cuda", [{"CPU": 4, "GPU": 1}], Workers(2, 2 * GROWTH, 0.5, threads=2)),
-        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 1}], Workers(3, 3, 1 / 3, threads=2)),
-        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 2}], Workers(3, 3, 0.5, threads=2)),
-        ({"actors": 2}, "auto", TWO_NODES, Workers(2, 2, 1, threads=8)),
-        ({}, "cpu", [{"CPU": 8, "GPU": 8}], Workers(4, 4, 0, threads=2)),
-        ({"gpus_per_actor": 1}, "cpu", [{"CPU": 2}, {"CPU": 1, "GPU": 1}], Workers(1, GROWTH, 1, threads=3)),
-        ({"actors": {"min": 2, "max": 6}}, "auto", [{"CPU": 6}], Workers(2, 6, 0, threads=1)),
-        ({"actors": {"min": 1, "max": 6}}, "cuda", [{"CPU": 6, "GPU": 2}], Workers(1, 6, 1, threads=1)),
+        ({}, "auto", [{"CPU": 2}], WorkerPlan(1, 1, 0, threads=2)),
+        ({}, "auto", [{"CPU": 16}], WorkerPlan(8, 8, 0, threads=2)),
+        ({}, "auto", [{"CPU": 48}, {"CPU": 48}], WorkerPlan(8, 8, 0, threads=12)),
+        ({"actors": 2}, "auto", [{"CPU": 2}], WorkerPlan(2, 2, 0, threads=1)),
+        ({}, "auto", TWO_NODES, WorkerPlan(8, 8 * GROWTH, 1, threads=2)),
+        ({"gpus_per_actor": 2}, "auto", TWO_NODES, WorkerPlan(4, 4 * GROWTH, 2, threads=4)),
+        ({"gpus_per_actor": 3}, "auto", TWO_NODES, WorkerPlan(2, 2 * GROWTH, 3, threads=8)),
+        ({"gpus_per_actor": 0.5}, "cuda", [{"CPU": 4, "GPU": 1}], WorkerPlan(2, 2 * GROWTH, 0.5, threads=2)),
+        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 1}], WorkerPlan(3, 3, 1 / 3, threads=2)),
+        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 2}], WorkerPlan(3, 3, 0.5, threads=2)),
+        ({"actors": 2}, "auto", TWO_NODES, WorkerPlan(2, 2, 1, threads=8)),
+        ({}, "cpu", [{"CPU": 8, "GPU": 8}], WorkerPlan(4, 4, 0, threads=2)),
+        ({"gpus_per_actor": 1}, "cpu", [{"CPU": 2}, {"CPU": 1, "GPU": 1}], WorkerPlan(1, GROWTH, 1, threads=3)),
+        ({"actors": {"min": 2, "max": 6}}, "auto", [{"CPU": 6}], WorkerPlan(2, 6, 0, threads=1)),
+        ({"actors": {"min": 1, "max": 6}}, "cuda", [{"CPU": 6, "GPU": 2}], WorkerPlan(1, 6, 1, threads=1)),
     ],
 )
 def test_actors_follow_the_clusters_devices(settings, device, nodes, wanted):
@@ -192,7 +192,7 @@ def test_batches_of_a_long_job_are_larger():
 def test_what_ray_says_of_its_dead_does_not_stand_among_results(capsys, monkeypatch):
     worker = ray._private.worker
     monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
-    _leave_stdout_to_results()
+    _send_ray_output_to_stderr()
     worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
     said = capsys.readouterr()
     assert said.out == "" and "Raylet is terminated." in said.err

@@ -1,19 +1,19 @@
 """Blame for deaths: who gets it, who is cleared, and when it is final."""
 
-from eagle_ray.data.deaths import MOST_DEATHS, Blame, Deaths, room_for
+from eagle_ray.data.deaths import MOST_DEATHS, CrashRecord, CrashTracker, room_for
 
 
 def test_all_that_was_in_flight_gets_the_blame_and_nothing_else():
-    deaths = Deaths()
+    deaths = CrashTracker()
     assert deaths.take("w1", ["a", "b", "c"]) == {} and deaths.take("w2", ["d"]) == {}
     deaths.answered("w1", ["c"])
     deaths.buried("w1", "out of memory")
-    blame = Blame(1, "out of memory")
+    blame = CrashRecord(1, "out of memory")
     assert deaths.take("w1", ["a", "b", "c", "d"]) == {"a": blame, "b": blame}
 
 
 def test_rows_with_blame_are_not_taken_but_risked():
-    deaths = Deaths()
+    deaths = CrashTracker()
     deaths.take("w", ["a", "b"])
     deaths.buried("w", "killed")
     deaths.take("w", ["a", "b"])  # returned, and so not in flight
@@ -21,11 +21,11 @@ def test_rows_with_blame_are_not_taken_but_risked():
     assert deaths.take("w", ["a", "b"])["a"].deaths == 1
     deaths.risk("w", ["a"])
     deaths.buried("w", "device fault")
-    assert deaths.take("w", ["a", "b"]) == {"a": Blame(2, "device fault"), "b": Blame(1, "killed")}
+    assert deaths.take("w", ["a", "b"]) == {"a": CrashRecord(2, "device fault"), "b": CrashRecord(1, "killed")}
 
 
 def test_an_answer_clears_a_row_but_a_final_verdict_stands():
-    deaths = Deaths()
+    deaths = CrashTracker()
     for _ in range(MOST_DEATHS):
         deaths.risk("w", ["killer"])
         deaths.buried("w", "killed")
@@ -37,7 +37,7 @@ def test_an_answer_clears_a_row_but_a_final_verdict_stands():
 
 
 def test_a_first_start_buries_nobody():
-    deaths = Deaths()
+    deaths = CrashTracker()
     deaths.buried("w", "killed")
     assert deaths.take("w", ["a"]) == {}
 

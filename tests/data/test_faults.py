@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.data.faults import LOOK, SMALLER, fault_of
+from eagle_ray.data.faults import LOOK, SMALLER, classify_error
 from eagle_ray.errors import EngineError
 
 
@@ -30,5 +30,5 @@ def engine_error(cause: Exception) -> EngineError:
 )
 @pytest.mark.parametrize("wrapped", [lambda error: error, engine_error])
 def test_faults_are_told_apart(error, says, is_own, wrapped):
-    fault = fault_of(wrapped(error))
+    fault = classify_error(wrapped(error))
     assert says in fault.line and fault.is_own == is_own and "\n" not in fault.line

@@ -7,7 +7,7 @@ import pytest
 from eagle_ray.data import fingerprints as module
 from eagle_ray.data.fingerprints import fingerprints, may_be_same, what_changed
 from eagle_ray.data.input.files import find_files
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def found(path, known):
 
 def test_a_file_with_the_noted_stamp_is_not_read(path, monkeypatch):
     noted = found(path, {})
-    monkeypatch.setattr(Location, "open", None)
+    monkeypatch.setattr(StoragePath, "open", None)
     assert found(path, {str(path): noted}) == noted
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pytest
 
-from eagle_ray.data.deaths import MOST_DEATHS, Blame, Deaths
-from eagle_ray.data.isolation import DIED, Engagement, Isolation
+from eagle_ray.data.deaths import MOST_DEATHS, CrashRecord, CrashTracker
+from eagle_ray.data.isolation import DIED, Isolation, SharedExclusiveLock
 from eagle_ray.data.schema import request_schema, table_of
 
 KILLER = "k"
@@ -21,7 +21,7 @@ class Died(Exception):
 class Page:
     """A worker's page of the book, without the way to another process."""
 
-    deaths: Deaths
+    deaths: CrashTracker
 
     async def take(self, ids):
         return self.deaths.take("w", ids)
@@ -65,7 +65,9 @@ def requests(ids) -> pa.Table:
 SCHEMA = request_schema([])
 
 
-def live(batches: list[list[str]], deaths: Deaths, killers: set, slots: int) -> tuple[list[pa.Table], FragileEngine]:
+def live(
+    batches: list[list[str]], deaths: CrashTracker, killers: set, slots: int
+) -> tuple[list[pa.Table], FragileEngine]:
     """One life of a worker: all batches at once. Raises Died."""
     engine = FragileEngine(killers)
     isolation = Isolation(engine.respond, Page(deaths), slots)
@@ -78,7 +80,7 @@ def live(batches: list[list[str]], deaths: Deaths, killers: set, slots: int) -> 
 
 def lives(batches: list[list[str]], killers: set, slots: int = 8) -> tuple[list[pa.Table], FragileEngine, int]:
     """As Ray does it: the batches again and again, until they are answered. Returns the number of deaths, too."""
-    deaths, count = Deaths(), 0
+    deaths, count = CrashTracker(), 0
     while count < 40:
         try:
             return *live(batches, deaths, killers, slots), count
@@ -105,7 +107,7 @@ def test_killers_become_error_rows_and_everyone_else_is_answered(killers):
 
 
 def test_the_error_names_file_row_count_reason_and_fix():
-    deaths = Deaths()
+    deaths = CrashTracker()
     for _ in range(MOST_DEATHS):
         deaths.risk("w", [KILLER])
         deaths.buried("w", "out of memory")
@@ -124,7 +126,7 @@ def test_the_error_names_file_row_count_reason_and_fix():
 
 
 def test_rows_with_blame_are_in_small_company_and_then_alone():
-    deaths = Deaths()
+    deaths = CrashTracker()
     ids = [f"q{i}" for i in range(8)]
     deaths.risk("w", ids)
     deaths.buried("w", "killed")
@@ -136,7 +138,7 @@ def test_rows_with_blame_are_in_small_company_and_then_alone():
 
 
 def test_a_row_is_in_the_book_before_the_engine_sees_it():
-    deaths = Deaths()
+    deaths = CrashTracker()
 
     async def respond(rows):
         ids = rows["request_id"].to_pylist()
@@ -148,7 +150,7 @@ def test_a_row_is_in_the_book_before_the_engine_sees_it():
 
 
 def test_who_wants_the_engine_alone_goes_before_those_who_come_later():
-    order, engine = [], Engagement()
+    order, engine = [], SharedExclusiveLock()
 
     async def together(name):
         async with engine.together():
@@ -171,4 +173,4 @@ def test_who_wants_the_engine_alone_goes_before_those_who_come_later():
 
 
 def test_blame_is_a_value_that_travels():
-    assert Blame(4, "x").is_final and not Blame(3, "x").is_final
+    assert CrashRecord(4, "x").is_final and not CrashRecord(3, "x").is_final

@@ -15,7 +15,7 @@ import ray.data
 
 from eagle_ray import job
 from eagle_ray.config import JobConfig
-from eagle_ray.data.storage import Location, read_json
+from eagle_ray.data.storage import StoragePath, read_json
 from eagle_ray.job import run_job
 from eagle_ray.report.laws import broken_laws
 from tests.conftest import small_job, token_rows
@@ -88,11 +88,11 @@ def test_every_row_comes_back_and_keeps_the_laws(done):
     assert [broken_laws(row) for row in found] == [[]] * 62
     assert {row["category"] for row in found} == {"c0", "c1"}
     assert (output / "_SUCCESS").exists() and len(list((output / "data").iterdir())) > 2
-    assert read_json(Location.of(output / "_progress.json"))["rows_in_files"] == 62
+    assert read_json(StoragePath.of(output / "_progress.json"))["rows_in_files"] == 62
 
 
 def test_the_summary_counts_what_the_files_hold(done):
-    summary, found = read_json(Location.of(done.output.path) / "_summary.json"), rows_of(done)
+    summary, found = read_json(StoragePath.of(done.output.path) / "_summary.json"), rows_of(done)
     assert summary["total"]["rows"] == 62 and summary["total"]["error_codes"] == {"no_tokenizer": 2}
     assert summary["total"]["output_tokens"] == sum(row["completion_tokens"] or 0 for row in found)
     assert summary["groups"]["c1"]["rows"] == 30
@@ -170,7 +170,7 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
     shutil.copyfile(done.input.path, file)
     config = with_changes(done, input={"path": str(file)})
     assert run_job(config) == 0
-    settle, content = job._settle, file.read_bytes()
+    settle, content = job._deduplicate_and_check, file.read_bytes()
 
     def change_it(*args: object) -> None:
         settle(*args)
@@ -179,7 +179,7 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
         else:
             file.write_bytes({"longer": content + b"{}\n", "same size": content[::-1], "touched": content}[change])
 
-    monkeypatch.setattr(job, "_settle", change_it)
+    monkeypatch.setattr(job, "_deduplicate_and_check", change_it)
     assert run_job(config) == (0 if change == "touched" else 6)
     monkeypatch.undo()
     if change == "touched":
@@ -193,13 +193,13 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
 def test_rows_of_a_file_that_was_cut_are_not_called_missing(ray_session, make_job, messages, monkeypatch):
     """Its readers find it. That ids are missing would be true, and to run the job again no help."""
     config = make_job(token_rows(600), **{"sampling.max_tokens": 1})  # two shards
-    file, make = Path(config.input.path), job._make_missing
+    file, make = Path(config.input.path), job._generate_missing
 
     def cut_first(*args: object) -> None:
         file.write_bytes(file.read_bytes()[:-200])
         make(*args)
 
-    monkeypatch.setattr(job, "_make_missing", cut_first)
+    monkeypatch.setattr(job, "_generate_missing", cut_first)
     assert run_job(config) == 6
     assert f"{file} changed while the job read it" in messages[-1] and "missing" not in messages[-1]
 
@@ -249,7 +249,7 @@ def test_a_damaged_part_file_is_named_with_the_remedy(done, messages):
 def test_a_damaged_progress_file_stops_nothing(done):
     (Path(done.output.path) / "_progress.json").write_text('{"rows')
     assert run_job(done) == 0
-    assert read_json(Location.of(done.output.path) / "_summary.json")["last_work"] is None
+    assert read_json(StoragePath.of(done.output.path) / "_summary.json")["last_work"] is None
 
 
 def test_an_output_in_the_home_directory(done, tmp_path, monkeypatch):

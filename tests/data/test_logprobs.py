@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.pair import resolve
+from eagle_ray.pair import download
 from eagle_ray.report.laws import broken_laws
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 from tests.data.test_worker import answers
 
 WITHIN = 2e-4  # of fp32: one row's logits against the same row's among others, and a sum over the vocabulary
@@ -31,7 +31,7 @@ ROWS = [
 @pytest.fixture(scope="module")
 def model():
     """The target with transformers' own attention."""
-    return AutoModelForCausalLM.from_pretrained(resolve("embedded:tiny", "target"), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(download("embedded:tiny", "target"), dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
@@ -42,7 +42,7 @@ def plain_logprobs(model, prompt_ids: list[int], output_ids: list[int]) -> torch
 
 
 def prompt_ids_of(row: dict) -> list[int]:
-    text = Text.load(resolve("embedded:tiny", "target"))
+    text = Tokenizer.load(download("embedded:tiny", "target"))
     if "messages" in row:
         return text.encode_chat([{"role": "user", "content": row["messages"]}])
     return row.get("prompt_token_ids") or text.encode(row["prompt"])

@@ -13,9 +13,9 @@ import pytest
 import ray
 
 from eagle_ray.data.metrics import DESCRIPTIONS, PREFIX, Metrics
-from eagle_ray.data.progress import WORK, Report
+from eagle_ray.data.progress import WORK, WorkerReport
 from eagle_ray.data.schema import output_schema, table_of
-from eagle_ray.data.storage import Location, read_json
+from eagle_ray.data.storage import StoragePath, read_json
 from eagle_ray.job import run_job
 from tests.conftest import token_rows
 
@@ -31,10 +31,10 @@ def answers() -> pa.Table:
     return table_of([KEYS | counts | drafts | {"status": "ok"}, KEYS | bad], output_schema([]))
 
 
-def report(steps: int) -> Report:
+def report(steps: int) -> WorkerReport:
     """An engine of four slots, three of them busy, after so many steps."""
     work = dict.fromkeys(WORK, 0) | {"num_steps": steps}
-    return Report("w", slot_steps=3 * steps, offered_steps=4 * steps, work=work)
+    return WorkerReport("w", slot_steps=3 * steps, offered_steps=4 * steps, work=work)
 
 
 @ray.remote(num_cpus=0)
@@ -116,6 +116,6 @@ def test_every_counter_that_moved_is_exported_under_its_name_and_no_other(run_id
 def test_a_jobs_workers_are_seen_while_and_after_it_runs(ray_session, make_job):
     config = make_job(token_rows(80), **{"execution.slots": 2, "sampling.max_tokens": 60})
     assert run_job(config) == 0
-    run_id = read_json(Location.of(config.output.path) / "_run.json")["run_id"]
+    run_id = read_json(StoragePath.of(config.output.path) / "_run.json")["run_id"]
     (rows,) = totals(rows=80)
     assert awaited(lambda: 0 < scrape(run_id).get(rows, 0) <= 80, True)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.data.parquet_file import SingleThreadedParquetFile, open_parquet
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 
 COLUMNS = {f"column_{i}": list(range(400)) for i in range(12)}
 
@@ -36,8 +36,8 @@ class RecordingFile:
 
 
 def test_a_local_file_is_opened_by_arrow_itself(path, monkeypatch):
-    monkeypatch.setattr(Location, "open", lambda self: pytest.fail("Arrow was given a Python file"))
-    with open_parquet(Location.of(path)) as parquet:
+    monkeypatch.setattr(StoragePath, "open", lambda self: pytest.fail("Arrow was given a Python file"))
+    with open_parquet(StoragePath.of(path)) as parquet:
         assert parquet.read(columns=["column_3"]).to_pydict() == {"column_3": COLUMNS["column_3"]}
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.ids import Digests, digests
-from eagle_ray.data.ledger import Ledger, without_ids
+from eagle_ray.data.ledger import OutputIndex, without_ids
 from eagle_ray.data.partitions import NULL, Partitions
 from eagle_ray.data.parts import has_column, part_files, tables
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
-from eagle_ray.data.storage import Location, parquet_bytes
+from eagle_ray.data.storage import StoragePath, parquet_bytes
 
 CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score": pa.float64(), "tags": pa.json_()}
 SCHEMA = output_schema([pa.field("lang", pa.string()), pa.field("shard", pa.int64()), pa.field("day", pa.date32())])
@@ -31,8 +31,8 @@ def one(ids: Digests) -> np.ndarray:
 
 
 @pytest.fixture
-def data(tmp_path) -> Location:
-    place = Location.of(tmp_path)
+def data(tmp_path) -> StoragePath:
+    place = StoragePath.of(tmp_path)
     for directory, rows in Partitions(("lang", "shard")).split(table_of(ROWS, SCHEMA)):
         (place / directory / "part-001-000000.parquet").write_whole(parquet_bytes(rows, "zstd"))
     return place
@@ -76,17 +76,17 @@ def test_pandas_reads_the_partitions_back(data):
 
 
 def test_the_ledger_and_rewriting_see_partitioned_files(data):
-    assert set(Ledger.read(data).done(one)) == set(digests(row["request_id"] for row in ROWS))
+    assert set(OutputIndex.read(data).done(one)) == set(digests(row["request_id"] for row in ROWS))
     [file] = (file for file in part_files(data) if "lang=de" in str(file))
     again = file.parent / "part-002-000000.parquet"
     again.write_whole(file.read_bytes())
-    excess = Ledger.read(data).excess(one)
+    excess = OutputIndex.read(data).excess(one)
     assert list(excess) == [file] and excess[file].tolist() == digests(["q0"]).tolist()  # the newest stays
     assert without_ids(file, excess[file]).num_rows == 0
 
 
 def test_files_are_in_the_order_of_their_attempts(tmp_path):
-    place = Location.of(tmp_path)
+    place = StoragePath.of(tmp_path)
     for name in ("b=1/part-002-000000.parquet", "b=2/part-001-000007.parquet", "part-1000-000000.parquet", "x.parquet"):
         (place / name).write_whole(b"")
     assert [file.name for file in part_files(place)] == [

@@ -13,10 +13,10 @@ import pytest
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data.input.plan import plan_input
 from eagle_ray.data.lock import lock_output
-from eagle_ray.data.record import RUN, Run, noting_outcome, open_run, output_of
+from eagle_ray.data.record import RUN, RunHandle, open_run, output_of, record_outcome
 from eagle_ray.data.schema import output_schema
-from eagle_ray.data.stops import OutputBusy, OutputDamaged, OutputMismatch, Overtaken, StorageUnavailable
-from eagle_ray.data.storage import Location, read_json, write_json
+from eagle_ray.data.stops import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
+from eagle_ray.data.storage import StoragePath, read_json, write_json
 from eagle_ray.validate import validate
 from tests.conftest import token_rows
 
@@ -30,11 +30,11 @@ with lock_output(Location.of(sys.argv[1])):
 """
 
 
-def here(location: Location) -> Path:
+def here(location: StoragePath) -> Path:
     return Path(location.text)
 
 
-def start(config: JobConfig) -> Run:
+def start(config: JobConfig) -> RunHandle:
     with lock_output(output_of(config)):
         return open_run(config, plan_input(config).files)
 
@@ -53,7 +53,7 @@ def test_an_overtaken_writer_is_refused(make_job):
     first.check_current()
     second = start(make_job())
     second.check_current()
-    with pytest.raises(Overtaken, match=r"attempt 2, not run .* attempt 1"):
+    with pytest.raises(FencedError, match=r"attempt 2, not run .* attempt 1"):
         first.check_current()
 
 
@@ -64,7 +64,7 @@ def test_overwriting_overtakes_as_well_and_deletes_only_what_a_run_writes(make_j
     (here(first.data) / "mine.csv").write_text("mine")
     second = start(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
     assert second.run_id != first.run_id and second.attempt == 2
-    with pytest.raises(Overtaken):
+    with pytest.raises(FencedError):
         first.check_current()
     kept = {path.name for path in here(second.output).rglob("*") if path.is_file()}
     assert kept == {"notes.txt", "mine.csv", "_run.json", "_lock"}
@@ -129,7 +129,7 @@ def test_a_full_disk_is_named_with_the_output(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", refuse)
     says = rf"output\.path: cannot write to {tmp_path}: No space left"
-    with pytest.raises(StorageUnavailable, match=says), lock_output(Location.of(tmp_path)):
+    with pytest.raises(StorageUnavailable, match=says), lock_output(StoragePath.of(tmp_path)):
         pass
 
 
@@ -138,17 +138,17 @@ def test_a_second_live_driver_is_refused_and_a_dead_one_is_not(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], env=environment, **pipes)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(OutputBusy, match=f"process {holder.pid}"), lock_output(Location.of(tmp_path)):
+    with pytest.raises(OutputLocked, match=f"process {holder.pid}"), lock_output(StoragePath.of(tmp_path)):
         pass
     holder.kill()
     holder.communicate()
-    with lock_output(Location.of(tmp_path)):
+    with lock_output(StoragePath.of(tmp_path)):
         pass
 
 
 def test_how_an_attempt_ended_is_noted(make_job):
     run = start(make_job(token_rows(2)))
-    with pytest.raises(KeyboardInterrupt), noting_outcome(run):
+    with pytest.raises(KeyboardInterrupt), record_outcome(run):
         raise KeyboardInterrupt
     assert read_json(run.output / RUN)["attempts"][-1]["outcome"] == "KeyboardInterrupt"
 
@@ -182,7 +182,7 @@ def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job
 
 def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
     run = start(make_job(token_rows(2)))
-    with pytest.raises(ZeroDivisionError), noting_outcome(run):
+    with pytest.raises(ZeroDivisionError), record_outcome(run):
         (here(run.output) / RUN).write_text("{")
         raise ZeroDivisionError
 

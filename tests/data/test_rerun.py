@@ -11,7 +11,7 @@ import pytest
 
 from eagle_ray import cli
 from eagle_ray.data import checks as module
-from eagle_ray.data.checks import checked
+from eagle_ray.data.checks import run_checks
 from tests.conftest import PAIR, token_rows
 
 NEVER = ["--set", "execution.row_timeout_s=0.001"]  # nothing is done so soon after its admission
@@ -94,7 +94,7 @@ def test_on_bad_row_fail_stops_before_anything_starts(tmp_path):
 def checks(job, tmp_path, monkeypatch) -> tuple[list[str], list[int]]:
     """A job that asks for both checks, and a list that grows with every time they are made."""
     made = []
-    monkeypatch.setattr(module, "checked", lambda *args: made.append(1) or checked(*args))
+    monkeypatch.setattr(module, "run_checks", lambda *args: made.append(1) or run_checks(*args))
     drafted = ["--set", "speculative.method=eagle2", "--set", f"model.draft={PAIR}/draft"]
     asked = ["--set", "report.baseline_rows=3", "--set", "report.verify_rows=4"]
     return ["run", *job, *drafted, *asked, "--limit", "5"], made

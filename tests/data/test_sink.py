@@ -12,13 +12,13 @@ import pytest
 import ray.data
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.bundles import bundled
+from eagle_ray.data.bundles import nest
 from eagle_ray.data.pipeline import _write
-from eagle_ray.data.record import RUN, Run
+from eagle_ray.data.record import RUN, RunHandle
 from eagle_ray.data.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
-from eagle_ray.data.stops import OutputDamaged, Overtaken, StorageUnavailable
-from eagle_ray.data.storage import Location, write_json
+from eagle_ray.data.stops import FencedError, OutputDamaged, StorageUnavailable
+from eagle_ray.data.storage import StoragePath, write_json
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
 
@@ -26,19 +26,19 @@ SCHEMA = output_schema([pa.field("category", pa.string())])
 def make_sink(output: Path, attempt: int = 1) -> AtomicParquetSink:
     (output / "data").mkdir(exist_ok=True)
     return AtomicParquetSink(
-        Run(Location.of(output), "run", attempt, "hash"), SCHEMA, ids_per_file=10, compression="zstd"
+        RunHandle(StoragePath.of(output), "run", attempt, "hash"), SCHEMA, ids_per_file=10, compression="zstd"
     )
 
 
 def write_record(output: Path, attempt: int) -> None:
     """The parts of _run.json that a writer needs to find."""
     record = {"run_id": "run", "attempt": attempt, "config": {}, "inputs": {}, "attempts": []}
-    write_json(Location.of(output) / RUN, record)
+    write_json(StoragePath.of(output) / RUN, record)
 
 
 def block(*ids: str) -> pa.Table:
     common = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
-    return bundled(table_of([common | {"request_id": id} for id in ids], SCHEMA))
+    return nest(table_of([common | {"request_id": id} for id in ids], SCHEMA))
 
 
 def test_a_task_writes_one_file_with_all_its_blocks_and_a_repeated_task_the_same_one(tmp_path):
@@ -61,7 +61,7 @@ def test_a_task_without_rows_writes_no_file(tmp_path):
 
 def test_an_overtaken_writer_publishes_nothing(tmp_path):
     write_record(tmp_path, attempt=2)
-    with pytest.raises(Overtaken):
+    with pytest.raises(FencedError):
         make_sink(tmp_path, attempt=1).write([block("a")], SimpleNamespace(task_idx=0))
     assert not list((tmp_path / "data").iterdir())
 

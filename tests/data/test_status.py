@@ -11,10 +11,10 @@ import pytest
 from eagle_ray import cli
 from eagle_ray.config import ConfigError
 from eagle_ray.data.process import Process
-from eagle_ray.data.record import noting_outcome, open_run, read_record
+from eagle_ray.data.record import open_run, read_manifest, record_outcome
 from eagle_ray.data.status import status_of, status_text
 from eagle_ray.data.stops import ClusterError
-from eagle_ray.data.storage import Location, write_json
+from eagle_ray.data.storage import StoragePath, write_json
 from tests.conftest import token_rows
 from tests.data.test_display import FACTS
 
@@ -35,7 +35,7 @@ time.sleep(600)
 def started(make_job):
     """An attempt that has just begun."""
     config = make_job(token_rows(3))
-    output = Location.of(config.output.path)
+    output = StoragePath.of(config.output.path)
     output.make_directory()
     return open_run(config, []), output
 
@@ -50,7 +50,7 @@ def say(run, **facts) -> None:
 
 
 def record_process(run, process) -> None:
-    record = read_record(run.output)
+    record = read_manifest(run.output)
     record["attempts"][-1]["process"] = process
     write_json(run.output / "_run.json", record)
 
@@ -109,7 +109,7 @@ def test_an_earlier_attempts_progress_says_nothing_of_this_one(started):
 )
 def test_a_run_that_stopped_says_why(started, error, says):
     run, output = started
-    with pytest.raises(type(error)), noting_outcome(run):
+    with pytest.raises(type(error)), record_outcome(run):
         raise error
     text = status_text(status_of(output))
     assert "stopped, attempt 1" in text and says in text and text.count("\n") == 1
@@ -119,7 +119,7 @@ def test_a_remedy_is_said_once_and_a_stopped_run_has_no_last_sign_of_life(starte
     run, output = started
     say(run)
     error = ClusterError("cannot write x: No space left on device. Free some space there, then " + AGAIN)
-    with pytest.raises(ClusterError), noting_outcome(run):
+    with pytest.raises(ClusterError), record_outcome(run):
         raise error
     text = status_text(status_of(output))
     assert text.count("the same command") == 1 and "sign of life" not in text
@@ -132,7 +132,7 @@ def test_a_run_without_progress_says_so(started):
 
 def test_a_run_that_is_done_counts_its_rows(started, capsys):
     run, output = started
-    with noting_outcome(run):
+    with record_outcome(run):
         write_json(output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}})
         (output / "_SUCCESS").write_whole(b"")
     assert cli.main(["status", str(output)]) == 0
@@ -143,7 +143,7 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
 
 def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
     with pytest.raises(ConfigError):
-        status_of(Location.of(tmp_path))
+        status_of(StoragePath.of(tmp_path))
     assert cli.main(["status", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no run" in capsys.readouterr().err
 

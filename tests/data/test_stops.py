@@ -7,7 +7,7 @@ import pytest
 from eagle_ray import cli, job
 from eagle_ray.config import ConfigError
 from eagle_ray.data import storage_errors
-from eagle_ray.data.stops import OUTCOME_OF, OUTCOMES, STOPS, Ending, JobStopped, outcome_of, with_code
+from eagle_ray.data.stops import OUTCOME_OF, OUTCOMES, STOPS, Ending, JobError, outcome_of, with_code
 from eagle_ray.data.storage_errors import StorageError
 
 CODES = {
@@ -18,8 +18,8 @@ CODES = {
     "ModelUnusable": 2,
     "WorkerDefect": 1,
     "StorageUnavailable": 5,
-    "OutputBusy": 7,
-    "Overtaken": 7,
+    "OutputLocked": 7,
+    "FencedError": 7,
     "Incomplete": 5,
     "OutputMismatch": 6,
     "OutputDamaged": 6,
@@ -39,7 +39,7 @@ def subclasses(of: type) -> list[type]:
     return [found for cls in of.__subclasses__() for found in (cls, *subclasses(cls))]
 
 
-STOPPED = [cls for cls in subclasses(JobStopped) if cls.__module__ == JobStopped.__module__]
+STOPPED = [cls for cls in subclasses(JobError) if cls.__module__ == JobError.__module__]
 STORAGE = [StorageError, *(cls for cls in subclasses(StorageError) if cls.__module__ == storage_errors.__name__)]
 ALL = [ConfigError, *STOPPED, *STORAGE, KeyboardInterrupt]
 
@@ -57,7 +57,7 @@ def test_the_job_and_the_command_line_give_the_same_code(cls, monkeypatch, capsy
         raise error
 
     assert outcome_of(error).code == CODES[cls.__name__]
-    assert job.exit_code_of(fail, "info") == CODES[cls.__name__]
+    assert job.run_and_report(fail, "info") == CODES[cls.__name__]
     monkeypatch.setattr(cli, "load_config", fail)
     assert cli.main(["run", "-c", "any.yaml"]) == CODES[cls.__name__]
     said = capsys.readouterr().err.splitlines()
@@ -93,6 +93,6 @@ def test_what_is_no_stop_is_a_defect_with_its_traceback(capsys):
     def fail() -> str:
         return {}["missing"]
 
-    assert job.exit_code_of(fail, "info") == 1
+    assert job.run_and_report(fail, "info") == 1
     assert "KeyError: 'missing'" in capsys.readouterr().err
     assert not isinstance(KeyError(), STOPS) and Ending.of(KeyError("missing")).outcome.name == "defect"

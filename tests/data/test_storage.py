@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from eagle_ray.data.storage import Location, read_json, write_json
+from eagle_ray.data.storage import StoragePath, read_json, write_json
 
 KILLED = """
 import os, signal, sys
@@ -18,8 +18,8 @@ Location.of(sys.argv[1]).write_whole(b"new" * 1000, lambda: os.kill(os.getpid(),
 
 
 @pytest.fixture
-def here(tmp_path) -> Location:
-    return Location.of(tmp_path)
+def here(tmp_path) -> StoragePath:
+    return StoragePath.of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def here(tmp_path) -> Location:
     ],
 )
 def test_a_location_is_its_text(text, name, parent):
-    location = Location.of(text)
+    location = StoragePath.of(text)
     assert (location.name, str(location.parent)) == (name, parent)
     assert (location / "x").parent == location
     assert pickle.loads(pickle.dumps(location)) == location
@@ -41,28 +41,30 @@ def test_a_location_is_its_text(text, name, parent):
 def test_local_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(Location.of("runs/../a")) == f"{tmp_path}/a" and str(Location.of("~/a")) == "/home/me/a"
+    assert str(StoragePath.of("runs/../a")) == f"{tmp_path}/a" and str(StoragePath.of("~/a")) == "/home/me/a"
 
 
 @pytest.mark.parametrize("text", ["gs://bucket/a", "s3://", "s3:///a", "https://host/a"])
 def test_other_urls_are_refused(text):
     with pytest.raises(ValueError, match="neither a local path nor s3://bucket/key"):
-        Location.of(text)
+        StoragePath.of(text)
 
 
 def test_a_person_is_shown_what_is_beneath_the_working_directory_from_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert Location.of("runs/a").shown == "runs/a"
-    assert Location.of(tmp_path.parent).shown == str(tmp_path.parent) and Location.of("s3://b/a").shown == "s3://b/a"
+    assert StoragePath.of("runs/a").shown == "runs/a"
+    assert (
+        StoragePath.of(tmp_path.parent).shown == str(tmp_path.parent) and StoragePath.of("s3://b/a").shown == "s3://b/a"
+    )
 
 
 def test_below_follows_local_links_and_takes_buckets_by_name(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert Location.of(tmp_path / "link" / "a").below(Location.of(tmp_path / "real")) == "a"
-    assert Location.of("s3://b/in/a").below(Location.of("s3://b/in")) == "a"
-    assert Location.of("s3://b/in").below(Location.of("s3://b/in")) == ""
-    assert Location.of("s3://b/inner").below(Location.of("s3://b/in")) is None
+    assert StoragePath.of(tmp_path / "link" / "a").below(StoragePath.of(tmp_path / "real")) == "a"
+    assert StoragePath.of("s3://b/in/a").below(StoragePath.of("s3://b/in")) == "a"
+    assert StoragePath.of("s3://b/in").below(StoragePath.of("s3://b/in")) == ""
+    assert StoragePath.of("s3://b/inner").below(StoragePath.of("s3://b/in")) is None
 
 
 def test_a_file_is_replaced_in_one_step(here):
@@ -79,7 +81,7 @@ def test_what_the_last_look_raises_leaves_everything_as_it_was(here):
         assert [file.read_bytes() for file in here.glob(".*")] == [b"new"]
         raise RuntimeError("overtaken")
 
-    for write in (Location.write_whole, Location.create):
+    for write in (StoragePath.write_whole, StoragePath.create):
         with pytest.raises(RuntimeError, match="overtaken"):
             write(here / "b.json", b"new", refuse)
     with pytest.raises(RuntimeError, match="overtaken"):
@@ -87,7 +89,7 @@ def test_what_the_last_look_raises_leaves_everything_as_it_was(here):
     assert here.names() == ["a.json"] and (here / "a.json").read_bytes() == b"old"
 
 
-def check_creates_and_replaces(directory: Location) -> Location:
+def check_creates_and_replaces(directory: StoragePath) -> StoragePath:
     """The law of both halves; returns the file, which holds b"second"."""
     file = directory / "deep" / "a"
     first = file.create(b"first")

@@ -14,7 +14,7 @@ from eagle_ray import cli
 from eagle_ray.config import ConfigError
 from eagle_ray.data.ray_environment import RAY_JOB
 from eagle_ray.data.storage import read_json
-from eagle_ray.data.submission import check_output_outlives_job, for_a_cluster
+from eagle_ray.data.submission import check_output_outlives_job, with_absolute_paths
 from tests.conftest import token_rows
 from tests.data.heads import PATIENCE_S, free_port, head_in, wait_for
 from tests.data.test_job import ids_of, rows_of, with_changes
@@ -38,10 +38,10 @@ def test_what_another_machine_reads_has_absolute_paths_and_its_own_cluster(make_
     config = make_job(token_rows(1), **{"execution.ray_address": "local"})
     monkeypatch.chdir(tmp_path)
     relative = with_changes(config, input={"path": ["in.jsonl", "embedded:prompts"]}, output={"path": "runs/a"})
-    sent = for_a_cluster(relative)
+    sent = with_absolute_paths(relative)
     assert sent.input.path == [f"{tmp_path}/in.jsonl", "embedded:prompts"]
     assert sent.output.path == f"{tmp_path}/runs/a" and sent.execution.ray_address == "auto"
-    assert for_a_cluster(with_changes(config, output={"path": "s3://b/a"})).output.path == "s3://b/a"
+    assert with_absolute_paths(with_changes(config, output={"path": "s3://b/a"})).output.path == "s3://b/a"
 
 
 def test_output_inside_a_jobs_own_copy_is_refused(make_job, tmp_path, monkeypatch):

@@ -8,9 +8,9 @@ import pytest
 
 from eagle_ray.config import JobConfig
 from eagle_ray.data.input.plan import plan_input, requests_of
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.schema import request_schema, table_of
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 from eagle_ray.data.worker import Worker, pair_of
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.report.laws import broken_laws
@@ -25,7 +25,7 @@ def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -
     requests = requests[::-1] if backwards else requests
     schema = request_schema(plan.passthrough)
     batches = [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
-    worker = Worker(config, Run(Location.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+    worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
 
     async def all_at_once() -> list[pa.Table]:
         return await asyncio.gather(*(worker.answer(batch) for batch in batches))

@@ -18,13 +18,13 @@ import pytest
 
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.data import worker_process
-from eagle_ray.data.faults import WorkerFault, fault_of
+from eagle_ray.data.faults import WorkerError, classify_error
 from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.process import _started
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.schema import request_schema, table_of
 from eagle_ray.data.stops import ClusterError
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 from eagle_ray.data.worker import Worker
 from eagle_ray.data.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.errors import EngineError
@@ -45,8 +45,8 @@ def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
 
 
 def arguments_of(config: JobConfig) -> tuple:
-    output = Location.of(config.output.path)
-    return config, Run(output, "run", 1, "hash"), plan_input(config).passthrough, 1
+    output = StoragePath.of(config.output.path)
+    return config, RunHandle(output, "run", 1, "hash"), plan_input(config).passthrough, 1
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def test_a_process_that_dies_by_itself_is_said_too(fragile, make_job):
     config = make_job([{"id": "a", "prompt_token_ids": KILLER}])
     with process_of(config) as worker:
         (error,) = answered(worker, *batches_of(config))
-    assert fault_of(error).line == "the engine's process was ended by signal 9"
+    assert classify_error(error).line == "the engine's process was ended by signal 9"
 
 
 def test_close_ends_the_process_and_what_is_in_flight(make_job):
@@ -174,13 +174,13 @@ def test_a_pair_that_does_not_fit_is_said_as_here(make_job):
         Worker(*arguments_of(config))
     with pytest.raises((ConfigError, EngineError)) as there, process_of(config):
         pass
-    assert fault_of(there.value) == fault_of(here.value)
+    assert classify_error(there.value) == classify_error(here.value)
 
 
 def test_memory_that_is_too_small_is_this_workers_own_fault(fragile, make_job):
-    with pytest.raises(WorkerFault) as found, process_of(make_job(token_rows(1), name=TOO_LARGE)):
+    with pytest.raises(WorkerError) as found, process_of(make_job(token_rows(1), name=TOO_LARGE)):
         pass
-    fault = fault_of(found.value)
+    fault = classify_error(found.value)
     assert fault.is_own and fault.line.startswith("its memory is too small (OutOfMemoryError: CUDA out of memory)")
 
 
@@ -188,7 +188,7 @@ def test_what_killed_the_engine_is_told(fragile, make_job):
     config = make_job([{"id": "a", "prompt_token_ids": GREEDY}])
     with process_of(config) as worker:
         (error,) = answered(worker, *batches_of(config))
-    assert isinstance(error, EngineError) and "its memory is too small" in fault_of(error).line
+    assert isinstance(error, EngineError) and "its memory is too small" in classify_error(error).line
 
 
 def test_a_bug_is_told_and_its_traceback_logged(fragile, make_job, capfd):

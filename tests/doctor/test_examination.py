@@ -15,7 +15,7 @@ from eagle_ray.doctor.pair import memory, pair_here
 from eagle_ray.doctor.weights import loaded_bytes, tensor_headers
 from eagle_ray.models.linear import PackedLinear
 from eagle_ray.models.loading import load_config as target_config
-from eagle_ray.pair import build_pair, resolve
+from eagle_ray.pair import build_engine_from_config, download
 from tests.conftest import PAIR
 
 
@@ -39,12 +39,12 @@ def examined(capsys, *flags: str) -> tuple[int, dict[str, dict]]:
 )
 def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     settings = {"speculative.method": method, "speculative.budget": "uniform", "execution.slots": slots}
-    settings["model.draft"] = part and str(resolve("embedded:tiny", part))
+    settings["model.draft"] = part and str(download("embedded:tiny", part))
     config = job(**settings, **{"execution.kv_tokens": kv_tokens, "model.max_model_len": 256})
-    target, drafts = resolve("embedded:tiny", "target"), part is not None
-    draft = resolve("embedded:tiny", part) if drafts else None
+    target, drafts = download("embedded:tiny", "target"), part is not None
+    draft = download("embedded:tiny", part) if drafts else None
     found = Footprint.of(config, target, draft, target_config(target), "cpu", torch.float32, max_model_len=256)
-    pair = build_pair(config.model, config.speculative, slots, kv_tokens)
+    pair = build_engine_from_config(config.model, config.speculative, slots, kv_tokens)
     engine = pair.engine
     caches = [engine.target.cache] + ([engine.drafter.cache] if drafts else [])
     assert found.pool == sum(x.nbytes for cache in caches for x in (cache.keys, cache.values))

@@ -7,10 +7,10 @@ from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation, UniformPlanner
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.plan import PLAIN, Plan
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.speculative.plan import PLAIN, DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
 from tests.toy import head, head3, llama, llama_engine
 
 
@@ -20,17 +20,17 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     """Every node's conditional log-probability, recomputed by running the head causally over its whole path."""
     eagle, num_layers = (head(), 2) if generation == "EAGLE-2" else (head3(), 8)
     model, layers = llama(num_hidden_layers=num_layers), eagle.feature_layers(num_layers)
-    target = Target(model, num_slots=3, capacity=64, feature_layers=layers)
+    target = TargetModel(model, num_slots=3, capacity=64, feature_layers=layers)
     drafter = EagleDrafter(eagle, target)
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3]]
     for slot in (0, 2):
         target.cache.blocks.reserve(slot, 64)
-    packed = Prompts.of([2, 0], prompts)
+    packed = PrefillBatch.of([2, 0], prompts)
     features = (passed := target.prefill(packed)).features
     first = passed.logits.argmax(-1)
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
-    sampling = BatchSampling.of([SamplingParams()] * 2)
-    tree = drafter.draft(BatchSlots.of([2, 0], [5, 3]), first, Plan(max_depth=4, width=3), sampling, ()).tree
+    sampling = SamplingBatch.of([SamplingParams()] * 2)
+    tree = drafter.draft(DecodeSlots.of([2, 0], [5, 3]), first, DraftPlan(max_depth=4, width=3), sampling, ()).tree
     parts = eagle.reduce(features).split([5, 3])
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):
@@ -44,8 +44,8 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
     """The same sequences one token a step: drafting every time, or only at the end from the queue."""
     awake, asleep = llama_engine(3, 12, 4, 3), llama_engine(3, 12, 4, 3)
     trees = []
-    for engine, shallow in ((awake, Plan(1, 1)), (asleep, PLAIN)):
-        engine.planner = Scripted([shallow] * num_plain + [Plan(4, 3)])
+    for engine, shallow in ((awake, DraftPlan(1, 1)), (asleep, PLAIN)):
+        engine.planner = Scripted([shallow] * num_plain + [DraftPlan(4, 3)])
         for i, ids in enumerate([[5, 9, 23, 40, 11], [7, 31, 3]]):
             engine.add(Sequence(str(i), ids, SamplingParams(max_tokens=40, ignore_eos=True)))
         for _ in range(num_plain + 1):
@@ -58,7 +58,7 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
 
 def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
     target = llama_engine(2, 12, 4, 3).target
-    planner = Scripted([PLAIN] * 10 + [Plan(4, 3)] * 3)
+    planner = Scripted([PLAIN] * 10 + [DraftPlan(4, 3)] * 3)
     engine = Engine(target, EagleDrafter(head(), target, window=6), planner, 128, num_spec_tokens=4)
     plain = llama_engine(2)
     outputs = []

@@ -1,6 +1,6 @@
 """Offers: how often the target's picks teach."""
 
-from eagle_ray.drafting.offers import EAGER_STEPS, LESSON_EVERY, is_due
+from eagle_ray.drafting.offers import UPDATE_INTERVAL, WARMUP_STEPS, is_due
 
 
 def taught(num_levels: int, steps: range) -> int:
@@ -8,12 +8,12 @@ def taught(num_levels: int, steps: range) -> int:
 
 
 def test_all_of_the_first_steps_teach():
-    assert taught(1, range(1, EAGER_STEPS + 1)) == taught(9, range(1, EAGER_STEPS + 1)) == EAGER_STEPS
+    assert taught(1, range(1, WARMUP_STEPS + 1)) == taught(9, range(1, WARMUP_STEPS + 1)) == WARMUP_STEPS
 
 
 def test_later_one_in_a_few_does_and_fewer_where_trees_are_deep():
-    later = range(1000, 1000 + 10 * LESSON_EVERY * 9)
-    assert taught(1, later) == len(later) // LESSON_EVERY
+    later = range(1000, 1000 + 10 * UPDATE_INTERVAL * 9)
+    assert taught(1, later) == len(later) // UPDATE_INTERVAL
     assert taught(9, later) == len(later) // 9
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle_ray.drafting.path import PathDrafter
+from eagle_ray.drafting.path import MedusaDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.models.target import Target
+from eagle_ray.models.target import TargetModel
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.drafting.test_eagle import path
 from tests.toy import LLAMA, llama, run
@@ -28,8 +28,8 @@ class Recording(UniformPlanner):
 
 
 def engine_of(heads: nn.Module, num_slots: int) -> Engine:
-    target = Target(llama(), num_slots, 128 + 32, kv_tokens=384)
-    return Engine(target, PathDrafter(heads, target), Recording(20, 5, 4), 128, num_spec_tokens=5)
+    target = TargetModel(llama(), num_slots, 128 + 32, kv_tokens=384)
+    return Engine(target, MedusaDrafter(heads, target), Recording(20, 5, 4), 128, num_spec_tokens=5)
 
 
 @pytest.mark.parametrize("kind", [MedusaHeads, HydraHeads])

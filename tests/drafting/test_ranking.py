@@ -2,11 +2,11 @@
 
 import torch
 
-from eagle_ray.drafting.ranking import Ranking
+from eagle_ray.drafting.ranking import CandidateRanker
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
 from eagle_ray.speculative.verify import VerifyResult
 
 VOCAB, WIDTH = 30, 4
@@ -16,8 +16,8 @@ LENGTHS = torch.tensor([5, 9, 3, 7])
 
 
 def ranked(coupling: Coupling | None, calibration: Calibration | None = None, params=PARAMS, rows=slice(None)):
-    ranking = Ranking(lambda features: features, calibration, coupling)
-    ranking.begin(BatchSampling.of(params), LENGTHS[rows])
+    ranking = CandidateRanker(lambda features: features, calibration, coupling)
+    ranking.start(SamplingBatch.of(params), LENGTHS[rows])
     return ranking.children(FEATURES[rows], None, WIDTH)
 
 
@@ -46,8 +46,8 @@ def test_a_row_is_ranked_alone_as_in_a_batch():
 
 
 def test_members_are_ranked_with_their_own_noise():
-    together, ranking = ranked(Coupling(1)), Ranking(lambda features: features, None, Coupling(1))
-    ranking.begin(BatchSampling.of(PARAMS), LENGTHS[[0, 3]], members=(0, 3))
+    together, ranking = ranked(Coupling(1)), CandidateRanker(lambda features: features, None, Coupling(1))
+    ranking.start(SamplingBatch.of(PARAMS), LENGTHS[[0, 3]], members=(0, 3))
     some = ranking.children(FEATURES[[0, 3]], None, WIDTH)
     assert (some.tokens == together.tokens[[0, 3]]).all()
     torch.testing.assert_close(some.log_probs, together.log_probs[[0, 3]])
@@ -56,17 +56,17 @@ def test_members_are_ranked_with_their_own_noise():
 class Noted(Calibration):
     """Writes down what it is told."""
 
-    def learn(self, kinds, log_probs, picked, reached) -> None:
+    def update(self, kinds, log_probs, picked, reached) -> None:
         self.told = [*getattr(self, "told", []), (picked, reached)]
 
 
 def test_learning_follows_the_targets_picks_down_the_drafted_levels():
     """Three levels; the picks follow the second child, then the first of its children, then leave the tree."""
-    ranking = Ranking(lambda features: features, noted := Noted(3), None)
+    ranking = CandidateRanker(lambda features: features, noted := Noted(3), None)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         builder, picks, parent = TreeBuilder(torch.tensor([1]), WIDTH), [], 0
-        ranking.begin(BatchSampling.of([SamplingParams()]), torch.tensor([4]))
+        ranking.start(SamplingBatch.of([SamplingParams()]), torch.tensor([4]))
         for level, rank in enumerate((1, 0, None)):
             frontier = builder.frontier() if level else None
             shape = (1, WIDTH if level else 1, VOCAB)
@@ -83,7 +83,7 @@ def test_learning_follows_the_targets_picks_down_the_drafted_levels():
                 log_probs[0, parent, rank] = -0.01  # so that the node is in the next frontier
             builder.grow(log_probs, children.tokens)
         result = VerifyResult(torch.tensor([[0, 1, 1, -1]]), torch.tensor([2]), torch.tensor([[*picks, 0]]))
-        ranking.learn(result)
+        ranking.update(result)
     one_of = [[rank == told for rank in range(WIDTH)] for told in (1, 0, None)]
     assert len(noted.told) == 3
     for picked, reached in noted.told:
@@ -91,27 +91,27 @@ def test_learning_follows_the_targets_picks_down_the_drafted_levels():
 
 
 def test_what_was_learned_can_be_forgotten():
-    ranking = Ranking(lambda features: features, Calibration(1), Coupling(1))
+    ranking = CandidateRanker(lambda features: features, Calibration(1), Coupling(1))
     for _ in range(3):
-        ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
+        ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
         before = ranking.children(FEATURES, None, WIDTH)
-        ranking.learn(VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7)))
-    ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
+        ranking.update(VerifyResult(torch.zeros(4, 1).long(), torch.zeros(4).long(), torch.full((4, 1), 7)))
+    ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
     assert (ranking.children(FEATURES, None, WIDTH).log_probs != before.log_probs).any()
-    ranking.forget()
-    ranking.begin(BatchSampling.of(PARAMS), LENGTHS)
+    ranking.reset()
+    ranking.start(SamplingBatch.of(PARAMS), LENGTHS)
     fresh = ranked(Coupling(1), Calibration(1))
     assert (ranking.children(FEATURES, None, WIDTH).log_probs == fresh.log_probs).all()
 
 
 def test_a_path_that_ended_earlier_teaches_nothing_below():
-    ranking = Ranking(lambda features: features, noted := Noted(2), None)
-    ranking.begin(BatchSampling.of([SamplingParams()]), torch.tensor([4]))
+    ranking = CandidateRanker(lambda features: features, noted := Noted(2), None)
+    ranking.start(SamplingBatch.of([SamplingParams()]), torch.tensor([4]))
     builder = TreeBuilder(torch.tensor([1]), WIDTH)
     children = ranking.children(FEATURES[:1], None, WIDTH)
     builder.grow(children.log_probs, children.tokens)
     ranking.children(FEATURES[:1].expand(1, WIDTH, VOCAB), builder.frontier(), WIDTH)
-    ranking.learn(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
+    ranking.update(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
     assert [reached[:, 0].tolist() for _, reached in noted.told] == [[True, False]]
-    ranking.learn(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
+    ranking.update(VerifyResult(torch.tensor([[0, -1]]), torch.tensor([0]), torch.tensor([[29, 0]])))
     assert len(noted.told) == 1  # nothing was drafted since

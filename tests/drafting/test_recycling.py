@@ -2,12 +2,12 @@
 
 import torch
 
-from eagle_ray.drafting.drafter import Verified
+from eagle_ray.drafting.drafter import VerifyOutput
 from eagle_ray.drafting.recycling import RecyclingDrafter
-from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.models.kv_cache import DecodeSlots
 from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
 from eagle_ray.speculative.tree import DraftTree
 from eagle_ray.speculative.verify import VerifyResult
 from tests.drafting.test_text_drafter import paths
@@ -24,20 +24,20 @@ def taught(drafter: RecyclingDrafter, tokens: list[int], padding: int = 0) -> No
     logits = torch.where(rows.seq[:, None] >= 0, TABLE[rows.tokens], torch.arange(VOCAB).float())
     picks = TABLE[tokens].argmax(-1)
     result = VerifyResult(torch.zeros(len(tokens), 1).long(), torch.zeros(len(tokens)).long(), picks[:, None])
-    drafter.extend(BatchSlots.of([0], [3], "cpu"), Verified(tree, rows, logits, logits[:, :1], result))
+    drafter.extend(DecodeSlots.of([0], [3], "cpu"), VerifyOutput(tree, rows, logits, logits[:, :1], result))
 
 
-def drafted(drafter: RecyclingDrafter, roots: list[int], plan: Plan):
-    batch = BatchSlots.of(list(range(len(roots))), [3] * len(roots), "cpu")
-    sampling = BatchSampling.of([SamplingParams()] * len(roots))
+def drafted(drafter: RecyclingDrafter, roots: list[int], plan: DraftPlan):
+    batch = DecodeSlots.of(list(range(len(roots))), [3] * len(roots), "cpu")
+    sampling = SamplingBatch.of([SamplingParams()] * len(roots))
     return drafter.draft(batch, torch.tensor(roots), plan, sampling, ())
 
 
 def test_children_are_the_best_of_what_was_verified_after_the_same_token():
     drafter = RecyclingDrafter(VOCAB, num_kept=3)
-    assert drafted(drafter, [4], Plan(3, 3)).depth == 0
+    assert drafted(drafter, [4], DraftPlan(3, 3)).depth == 0
     taught(drafter, [t for t in range(VOCAB) if t != 7], padding=3)
-    draft = drafted(drafter, [4, 7], Plan(max_depth=2, width=3))
+    draft = drafted(drafter, [4, 7], DraftPlan(max_depth=2, width=3))
     check_laws(draft.tree)
     best = TABLE.log_softmax(-1).topk(3, -1)
     wanted = {}
@@ -57,10 +57,10 @@ def test_it_learns_how_far_to_trust_them_and_can_forget():
     drafter = RecyclingDrafter(VOCAB, 2, calibration=calibration)
     taught(drafter, list(range(VOCAB)))
     for _ in range(50):
-        draft = drafted(drafter, [1, 2, 3], Plan(1, 2))
+        draft = drafted(drafter, [1, 2, 3], DraftPlan(1, 2))
         taught(drafter, [1, 2, 3])
     first, sure = TABLE.softmax(-1).amax(-1)[1:4], torch.tensor([max(paths(draft, b).values()) for b in range(3)])
     assert (sure > first + 0.3 * (1 - first)).all()  # the best of them was picked every time
-    drafter.forget()
-    assert drafted(drafter, [1, 2, 3], Plan(1, 2)).depth == 0
+    drafter.reset_learning()
+    assert drafted(drafter, [1, 2, 3], DraftPlan(1, 2)).depth == 0
     assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from eagle_ray.config import ConfigError, load_config
 from eagle_ray.datastore import check_datastore, read_datastore
-from eagle_ray.drafting.contexts import blended
-from eagle_ray.drafting.rest import LONGEST, MOST_PLACES, TRIED, RestSource
+from eagle_ray.drafting.contexts import interpolate
+from eagle_ray.drafting.rest import LONGEST, MOST_PLACES, TRIED, RestIndex
 
 
 def followed(texts: list[list[int]], run: list[int]) -> dict[int, int]:
@@ -30,7 +30,7 @@ def followed(texts: list[list[int]], run: list[int]) -> dict[int, int]:
 def test_children_are_what_followed_the_longest_endings_anywhere(seed, num_tokens):
     rng = random.Random(seed)
     texts = [[rng.randrange(num_tokens) for _ in range(rng.randint(0, 12))] for _ in range(rng.randint(1, 5))]
-    reader, read = RestSource(texts).reader(), []
+    reader, read = RestIndex(texts).reader(), []
     for _ in range(3):
         news = [rng.randrange(num_tokens + 1) for _ in range(rng.randint(0, 20))]
         reader.read(news)
@@ -38,7 +38,7 @@ def test_children_are_what_followed_the_longest_endings_anywhere(seed, num_token
         for cursor, ids in ((reader.cursor(), read), (reader.cursor().after(0), [*read, 0])):
             lengths = [m for m in range(1, min(LONGEST, len(ids)) + 1) if any_of(texts, ids[-m:])][::-1][:TRIED]
             contexts = [(m, followed(texts, ids[-m:])) for m in lengths]
-            assert dict(cursor.children(9)) == pytest.approx(dict(blended([c for c in contexts if c[1]], 9)))
+            assert dict(cursor.children(9)) == pytest.approx(dict(interpolate([c for c in contexts if c[1]], 9)))
 
 
 def any_of(texts: list[list[int]], run: list[int]) -> bool:
@@ -46,12 +46,12 @@ def any_of(texts: list[list[int]], run: list[int]) -> bool:
 
 
 def test_of_many_places_an_even_choice_is_looked_at():
-    source = RestSource([[1, 2]] * 300 + [[1, 3]] * 100)
+    source = RestIndex([[1, 2]] * 300 + [[1, 3]] * 100)
     reader = source.reader()
     reader.read([1])
     children = dict(reader.cursor().children(2))
     assert children[2] / children[3] == pytest.approx(3, rel=0.2)
-    assert source.shape == {"tokens": 1200} and MOST_PLACES < 400
+    assert source.cost_key == {"tokens": 1200} and MOST_PLACES < 400
 
 
 def file_of(path: Path, **columns: list) -> Path:

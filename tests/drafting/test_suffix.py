@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.drafting.suffix import SuffixSource
+from eagle_ray.drafting.suffix import SuffixIndex
 from eagle_ray.drafting.suffix_automaton import ROOT, SuffixAutomaton
 
 
@@ -40,7 +40,7 @@ def test_a_link_leads_to_the_longest_run_that_was_there_before():
 
 
 def test_one_sequence_drafts_from_another():
-    source = SuffixSource()
+    source = SuffixIndex()
     first, second = source.reader(), source.reader()
     first.read([1, 2, 3, 4, 5, 6])
     second.read([9, 9, 3, 4])
@@ -53,7 +53,7 @@ def test_one_sequence_drafts_from_another():
 
 
 def test_longer_runs_are_surer():
-    source = SuffixSource()
+    source = SuffixIndex()
     source.reader().read([1, 2, 3, 4, 5, 6, 7])
     said = []
     for seen in ([6], [5, 6], [3, 4, 5, 6]):
@@ -64,14 +64,14 @@ def test_longer_runs_are_surer():
 
 
 def test_a_full_source_begins_anew_and_its_readers_with_it():
-    source = SuffixSource(capacity=8)
+    source = SuffixIndex(capacity=8)
     old, young = source.reader(), source.reader()
     old.read([1, 2, 3, 1, 2, 3, 1, 2])
     young.read([4, 5, 4])
     assert source.automaton.num_tokens == 3 and young.cursor().children(1) == [(5, 0.5)]
     old.read([3, 1])
     assert source.automaton.num_tokens == 5 and 2 not in dict(old.cursor().children(4))
-    source.forget()
+    source.reset()
     reader = source.reader()
     reader.read([4])
     assert reader.cursor().children(1) == []

@@ -18,21 +18,21 @@ from transformers import LlamaForCausalLM
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter
-from eagle_ray.engine.graphs import Buffers
+from eagle_ray.engine.graphs import InputBuffers
 from eagle_ray.engine.planner import Allocation
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.verify_step import Verifier
 from eagle_ray.models import kv_cache
 from eagle_ray.models import target as target_module
-from eagle_ray.models.anatomy import examine
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Target
+from eagle_ray.models.anatomy import probe
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import TargetModel
 from eagle_ray.speculative import expand
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
 from tests.engine.test_host_syncs import TO_HOST
 from tests.models.test_placement import fake_to, fake_zeros
@@ -86,7 +86,7 @@ class WatchPython(TorchFunctionMode):
 class Watched:
     """A Replay that calls each function once, as a warm-up, and then watches it."""
 
-    works = True
+    is_enabled = True
 
     def __init__(self):
         self.seen: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ class Watched:
         return 64
 
     def run(self, key: tuple, function: Callable, inputs: list) -> object:
-        tensors = Buffers(inputs).tensors
+        tensors = InputBuffers(inputs).tensors
         function(*tensors)
         with WatchDevices() as devices, WatchPython() as python:
             results = function(*tensors)
@@ -140,22 +140,24 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("plan", [None, Plan(4, 4), Plan(5, 4, shape=MC_SIM_7B_63)], ids=["plain", "dynamic", "static"])
+@pytest.mark.parametrize(
+    "plan", [None, DraftPlan(4, 4), DraftPlan(5, 4, static_tree=MC_SIM_7B_63)], ids=["plain", "dynamic", "static"]
+)
 @pytest.mark.parametrize("generation", [2, 3])
 def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
     real, weights = llama(num_hidden_layers=7), head3() if generation == 3 else head()
     layers = weights.feature_layers(7)
-    anatomy = examine(real, Target(real, 1, 8).logits, 64)
-    monkeypatch.setattr(target_module, "examine", lambda *_: anatomy)  # it looks at numbers
+    anatomy = probe(real, TargetModel(real, 1, 8).logits, 64)
+    monkeypatch.setattr(target_module, "probe", lambda *_: anatomy)  # it looks at numbers
     with fake_device(monkeypatch):
         model = fake_to(LlamaForCausalLM(real.config).eval().requires_grad_(False), DEVICE)
-        target = Target(model, 4, 192, feature_layers=layers)
+        target = TargetModel(model, 4, 192, feature_layers=layers)
         fake_head = (head3 if generation == 3 else head)()
         learning = dict(calibration=there(Calibration(5)), coupling=there(Coupling(5)))
         drafter = EagleDrafter(fake_head, target, **learning)
         drafter.replay = watched = Watched()
         batch = fake_batch()
-        draft = Draft.of_roots(batch.roots)
+        draft = Draft.empty(batch.roots)
         if plan:
             draft = drafter.draft(batch.at, batch.roots, plan, batch.sampling, ())
         allocation = Allocation(draft.tree.valid, min(9, draft.tree.num_nodes), 17)
@@ -163,11 +165,11 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
     assert watched.seen == ({"draft": []} if plan else {}) | {"verify": []}
 
 
-def fake_batch() -> Batch:
-    at = BatchSlots.of([0, 2, 3], [7, 9, 1], DEVICE)
+def fake_batch() -> DecodeBatch:
+    at = DecodeSlots.of([0, 2, 3], [7, 9, 1], DEVICE)
     sequences = [Sequence(str(i), [5], params) for i, params in enumerate(PARAMS)]
     roots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    return Batch(sequences, at, roots, BatchSampling.of(PARAMS, DEVICE), [9, 9, 9], roots, None)
+    return DecodeBatch(sequences, at, roots, SamplingBatch.of(PARAMS, DEVICE), [9, 9, 9], roots, None)
 
 
 def test_the_watches_see_what_they_should():

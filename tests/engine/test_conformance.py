@@ -10,11 +10,11 @@ from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.checkpoint import load_head
-from eagle_ray.models.kv_cache import BatchSlots
+from eagle_ray.models.kv_cache import DecodeSlots
 from eagle_ray.models.loading import load_target
-from eagle_ray.models.target import Prompts, Target
-from eagle_ray.speculative.plan import Plan
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
 from tests.toy import best, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -26,7 +26,7 @@ def golden_engine(pair: str, num_slots: int) -> Engine:
     model = load_target(GOLDENS / pair / "target", torch.float32, "cpu")
     head = load_head(GOLDENS / pair / "draft", model.config)
     columns, layers = tree_columns(MAX_NODES, MAX_DEPTH, TOP_K), head.feature_layers(model.config.num_hidden_layers)
-    target = Target(model, num_slots, 256 + columns, feature_layers=layers)
+    target = TargetModel(model, num_slots, 256 + columns, feature_layers=layers)
     drafter = EagleDrafter(head, target)
     return Engine(target, drafter, UniformPlanner(MAX_NODES, MAX_DEPTH, TOP_K), 256, MAX_DEPTH)
 
@@ -57,14 +57,14 @@ def test_trees_are_the_references(pair):
         if min(step["gaps"].values()) < 1e-4:
             continue
         engine.target.cache.blocks.reserve(0, engine.target.cache.capacity)
-        prompts = Prompts.of([0], [prompt["prompt"]])
+        prompts = PrefillBatch.of([0], [prompt["prompt"]])
         passed = engine.target.prefill(prompts)
         roots = passed.logits.argmax(-1)
         next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, roots)
         engine.drafter.prefill(prompts, next_tokens, passed.features)
-        sampling = BatchSampling.of([SamplingParams()])
-        plan = Plan(MAX_DEPTH, TOP_K)
-        tree = engine.drafter.draft(BatchSlots.of([0], [step["prefix_len"]]), roots, plan, sampling, ()).tree
+        sampling = SamplingBatch.of([SamplingParams()])
+        plan = DraftPlan(MAX_DEPTH, TOP_K)
+        tree = engine.drafter.draft(DecodeSlots.of([0], [step["prefix_len"]]), roots, plan, sampling, ()).tree
         tree = best(tree, [1 + MAX_NODES])
         assert tree.tokens[0].tolist() == step["tokens"]
         assert tree.parents[0].tolist() == step["parents"]

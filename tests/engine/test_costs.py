@@ -11,12 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
-from eagle_ray.engine.costs import CostCurve, StepCosts, never_falling
-from eagle_ray.engine.measure import Bench, Budget, SetPlanner, Setting, added_by_each, backlog, measure, warm_up
-from eagle_ray.engine.planner import Outcome, UniformPlanner
-from eagle_ray.engine.stopwatch import Seconds
+from eagle_ray.engine.costs import CostCurve, StepCosts, isotonic
+from eagle_ray.engine.measure import (
+    Budget,
+    CalibrationRun,
+    ScriptedPlanner,
+    Setting,
+    added_by_each,
+    backlog,
+    calibrate_costs,
+    warm_up,
+)
+from eagle_ray.engine.planner import StepOutcome, UniformPlanner
+from eagle_ray.engine.stopwatch import StepTimes
 from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.speculative.plan import PLAIN, DraftPlan
 from tests.toy import llama_engine
 
 
@@ -40,8 +49,8 @@ def some_costs() -> StepCosts:
     return StepCosts(CostCurve([1, 8, 16], [1.0, 1.2, 2.0]), 0.0, flat(0.1), flat(0.1), flat(0.05), flat(0.1))
 
 
-def hear(costs: StepCosts, outcome: Outcome) -> None:
-    costs.learn(outcome, costs.foresee(outcome))
+def hear(costs: StepCosts, outcome: StepOutcome) -> None:
+    costs.learn(outcome, costs.predict(outcome))
 
 
 @given(seconds)
@@ -52,8 +61,8 @@ def test_more_rows_never_cost_less(values):
 
 
 def test_what_already_rises_is_left_alone_and_what_falls_is_shared():
-    assert never_falling([1.0, 2.0, 3.0]) == pytest.approx([1, 2, 3])
-    assert never_falling([1.0, 8.0, 2.0]) == pytest.approx([1, 4, 4])
+    assert isotonic([1.0, 2.0, 3.0]) == pytest.approx([1, 2, 3])
+    assert isotonic([1.0, 8.0, 2.0]) == pytest.approx([1, 4, 4])
 
 
 def test_costs_between_and_beyond_what_was_measured():
@@ -107,7 +116,7 @@ def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
     costs = some_costs()
     for _ in range(200):  # everything takes twice as long, and 16 rows four times
         for rows, took in ((1, 2.0), (8, 2.4), (16, 8.0)):
-            hear(costs, Outcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, Seconds(0.0, took, 0.1)))
+            hear(costs, StepOutcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, StepTimes(0.0, took, 0.1)))
     assert costs.verify(8) / costs.verify(1) == pytest.approx(1.2, rel=0.15)
     assert costs.verify(16) / costs.verify(1) == pytest.approx(4.0, rel=0.15)
 
@@ -115,7 +124,7 @@ def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
 def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
     costs = some_costs()
     for _ in range(100):
-        hear(costs, Outcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, Seconds(0.0, 3.0, 0.05)))
+        hear(costs, StepOutcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, StepTimes(0.0, 3.0, 0.05)))
     assert costs.verify(16) == pytest.approx(3.0, rel=0.05)
     assert costs.verify(1) < costs.verify(16) * 0.6
 
@@ -131,8 +140,8 @@ def test_a_context_is_read_by_every_row_of_its_sequence():
 @pytest.mark.parametrize(("usual", "taken", "rises"), [(True, 0.3, True), (False, 0.3, False), (False, 0.02, False)])
 def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(usual, taken, rises):
     costs = some_costs()
-    outcome = Outcome(Plan(1, 1), 4, 0, 1, 4, 8, 2, 0, Seconds(0.1, 1.2, taken))
-    costs.learn(outcome, costs.foresee(outcome), usual)
+    outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, taken))
+    costs.learn(outcome, costs.predict(outcome), usual)
     assert (costs.draft_rest(4) > 0.1) == rises
     assert (costs.draft_rest(4) < 0.1) == (taken < 0.1)
 
@@ -167,13 +176,13 @@ def test_a_draft_of_one_level_says_nothing_of_further_ones():
     costs = some_costs()
     for _ in range(50):  # reading takes half as long, levels as long as was thought
         for depth, took in ((1, 0.05), (3, 0.05 + 2 * 0.1)):
-            hear(costs, Outcome(Plan(3, 1), 8, 0, depth, 8, 16, 0, 0, Seconds(took, 2.0, 0.1)))
+            hear(costs, StepOutcome(DraftPlan(3, 1), 8, 0, depth, 8, 16, 0, 0, StepTimes(took, 2.0, 0.1)))
     assert costs.read(8) == pytest.approx(0.05, rel=0.1) and costs.level(8) == pytest.approx(0.1, rel=0.15)
 
 
 def test_real_steps_are_measured_and_forgotten():
     engine = llama_engine(4, 8, 3, 3)
-    costs = measure(engine, max_nodes=8, max_depth=3, top_k=3)
+    costs = calibrate_costs(engine, max_nodes=8, max_depth=3, top_k=3)
     assert not engine.has_work and engine.counters.num_steps == 0
     assert costs.verify.rows[0] == 1 and costs.verify.rows[-1] >= 9
     assert all(s > 0 for curve in (costs.verify, costs.read, costs.level, costs.draft_rest) for s in curve.seconds)
@@ -183,8 +192,8 @@ def test_real_steps_are_measured_and_forgotten():
 @pytest.mark.parametrize("apart", [False, True])
 def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
     engine = llama_engine(4, 8, 3, 3)
-    engine.planner, longest = SetPlanner(), 2 * BLOCK_SIZE
-    bench, held = Bench(engine, apart), engine.target.cache.blocks._held
+    engine.planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
+    bench, held = CalibrationRun(engine, apart), engine.target.cache.blocks._held
     bench.take(Setting(1, 1, 0, 0), longest)
     bench.take(Setting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
@@ -202,7 +211,7 @@ class Untaught(UniformPlanner):
     def plan(self, batch):
         raise AssertionError("asked")
 
-    def learn(self, outcome):
+    def observe(self, outcome):
         raise AssertionError("told")
 
 
@@ -216,7 +225,7 @@ def test_warming_up_takes_steps_that_nobody_counts_or_learns_from(tree):
 
 
 def test_a_drafter_of_one_level_can_be_measured():
-    assert measure(llama_engine(2, 1, 1, 1), max_nodes=1, max_depth=1, top_k=1).level(1) > 0
+    assert calibrate_costs(llama_engine(2, 1, 1, 1), max_nodes=1, max_depth=1, top_k=1).level(1) > 0
 
 
 def test_costs_are_measured_once_and_kept_for_exactly_these_parts(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.drafting.ranking import PICKS_A_LESSON
+from eagle_ray.drafting.ranking import MAX_FEEDBACK
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
@@ -43,7 +43,7 @@ def test_a_drafter_that_equals_the_target_is_always_accepted():
     level, for every temperature and cut. Noise of any other position, seed or token would miss almost every time."""
     exact = Coupling(DEPTH)
     exact.fit.parameters[:] = torch.tensor([20.0, 20.0, 0.0, -1e4])
-    exact.learn = lambda *args: None
+    exact.update = lambda *args: None
     stats = merged(finished(max_nodes=DEPTH, top_k=1, noise=0.0, coupling=exact))
     assert stats.mean_acceptance_length == DEPTH + 1
 
@@ -68,10 +68,10 @@ def test_outputs_are_those_of_plain_decoding(noise):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_paths_longer_than_a_lesson_are_learned_from(count):
-    """One sequence's picks are more than PICKS_A_LESSON: it is a lesson of its own, and no lesson is of nobody."""
-    deep = dict(max_nodes=PICKS_A_LESSON + 1, max_depth=PICKS_A_LESSON + 1, top_k=1, noise=0.0)
+    """One sequence's picks are more than MAX_FEEDBACK: it is a lesson of its own, and no lesson is of nobody."""
+    deep = dict(max_nodes=MAX_FEEDBACK + 1, max_depth=MAX_FEEDBACK + 1, top_k=1, noise=0.0)
     plain = [s.output_ids for s in finished(count, MIXED[1:], max_nodes=0, max_depth=0, top_k=0)]
-    coupling = Coupling(PICKS_A_LESSON + 1)
+    coupling = Coupling(MAX_FEEDBACK + 1)
     before = coupling.fit.parameters.clone()
     assert [s.output_ids for s in finished(count, MIXED[1:], coupling=coupling, **deep)] == plain
     assert (coupling.fit.parameters != before).any()

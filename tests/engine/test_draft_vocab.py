@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from eagle_ray.config import ConfigError, SpeculativeConfig, load_config
-from eagle_ray.config.models import check_models, with_local_paths
+from eagle_ray.config.models import check_model_names, resolve_paths
 from eagle_ray.draft_vocab import read_draft_vocab, write_draft_vocab
 from eagle_ray.errors import EngineError
-from eagle_ray.models.linear import PackedLinear, rows_of
-from eagle_ray.pair import build_engine, check_pair
+from eagle_ray.models.linear import PackedLinear, slice_rows
+from eagle_ray.pair import build_engine, check_models
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.conftest import PAIR
 from tests.toy import head, llama, run
@@ -47,7 +47,7 @@ def test_outputs_are_plain_decodings_and_drafts_are_of_the_vocabulary(method, tm
     assert [s.output_ids for s in found] == [s.output_ids for s in wanted]
     offered = torch.cat([level.tokens.flatten() for level in seen]).unique().tolist()
     assert set(offered) <= set(ids[:24]) and len(offered) > 4
-    assert trimmed.drafter.shape["drafted"] == 24
+    assert trimmed.drafter.cost_key["drafted"] == 24
 
 
 def test_the_whole_vocabulary_in_another_order_drafts_the_same(tmp_path):
@@ -62,10 +62,10 @@ def test_the_whole_vocabulary_in_another_order_drafts_the_same(tmp_path):
 def test_rows_of_a_packed_layer_are_rows_of_the_layer(bias):
     linear, rows, x = nn.Linear(64, 90, bias=bias), torch.tensor([7, 3, 89]), torch.randn(5, 64)
     wanted = linear(x)[:, rows]
-    torch.testing.assert_close(rows_of(linear, rows)(x), wanted)
-    torch.testing.assert_close(rows_of(PackedLinear(linear), rows)(x), wanted)
+    torch.testing.assert_close(slice_rows(linear, rows)(x), wanted)
+    torch.testing.assert_close(slice_rows(PackedLinear(linear), rows)(x), wanted)
     with pytest.raises(EngineError, match="Embedding"):
-        rows_of(nn.Embedding(3, 4), rows)
+        slice_rows(nn.Embedding(3, 4), rows)
 
 
 @pytest.mark.parametrize(
@@ -90,25 +90,25 @@ def test_a_file_that_is_no_vocabulary_is_refused(text, message, tmp_path):
 @pytest.mark.parametrize("method", ["eagle3", "ngram", "medusa", "none"])
 def test_methods_without_the_targets_lm_head_refuse_it(method):
     with pytest.raises(ConfigError, match=r"speculative.draft_vocab: of no use.* and .* is set"):
-        check_models(config_of({"method": method, "draft_vocab": "vocab.txt"}))
+        check_model_names(config_of({"method": method, "draft_vocab": "vocab.txt"}))
 
 
 def test_a_size_without_a_file_and_a_head_of_its_own_vocabulary_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"speculative.draft_vocab: missing"):
-        check_models(config_of({"draft_vocab_size": 8}))
+        check_model_names(config_of({"draft_vocab_size": 8}))
     write_draft_vocab(tmp_path / "vocab.txt", range(9))
     pair = Path(PAIR.parent / "pair_e3")
     config = config_of({"draft_vocab": str(tmp_path / "vocab.txt")}, pair)
     with pytest.raises(ConfigError, match=r"speculative.draft_vocab: of no use: .* has an lm_head"):
-        check_pair(config.model, config.speculative)
+        check_models(config.model, config.speculative)
     config = config_of({"draft_vocab": str(tmp_path / "vocab.txt"), "draft_vocab_size": 10})
     with pytest.raises(ConfigError, match="draft_vocab_size"):
-        check_pair(config.model, config.speculative)
+        check_models(config.model, config.speculative)
 
 
 def test_the_file_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert with_local_paths(config_of({"draft_vocab": "v.txt"})).speculative.draft_vocab == str(tmp_path / "v.txt")
+    assert resolve_paths(config_of({"draft_vocab": "v.txt"})).speculative.draft_vocab == str(tmp_path / "v.txt")
 
 
 def config_of(speculative, pair: Path = PAIR):

@@ -42,7 +42,7 @@ class Heard(UniformPlanner):
         super().__init__(4, 4, 1)
         self.outcomes = []
 
-    def learn(self, outcome):
+    def observe(self, outcome):
         self.outcomes.append(outcome)
 
 

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from eagle_ray.engine.expectations import Expectations, ExpectationsBySize
-from eagle_ray.engine.value_curves import ValueCurves
+from eagle_ray.engine.expectations import AcceptanceByBatchSize, ExpectationsBySize
+from eagle_ray.engine.value_curves import AcceptanceModel
 
 
 def made() -> ExpectationsBySize:
-    return ExpectationsBySize(ValueCurves((1,), 1))
+    return ExpectationsBySize(AcceptanceModel((1,), 1))
 
 
-def observe(expectations: Expectations, num_sequences: int, probability: float) -> None:
+def observe(expectations: AcceptanceByBatchSize, num_sequences: int, probability: float) -> None:
     expectations.curves.observe([torch.full((num_sequences, 1, 1), probability).log()], width=1)
 
 
-def worth(expectations: Expectations) -> float:
+def worth(expectations: AcceptanceByBatchSize) -> float:
     """Draft tokens of a sequence with one node."""
     return expectations.curves.expected([1])[0, 0, 0]
 
@@ -30,23 +30,23 @@ def test_sizes_of_one_octave_share_what_is_known():
 def test_the_last_sequences_of_a_job_teach_nothing_about_a_full_batch():
     by_size = made()
     observe(by_size.of(16), 16, 0.8)
-    by_size.of(16).hear(8, 10)
-    trust = by_size.of(16).trust
+    by_size.of(16).update(8, 10)
+    trust = by_size.of(16).accuracy
     for _ in range(100):
         observe(by_size.of(2), 2, 0.1)
-        by_size.of(2).hear(0, 1)
+        by_size.of(2).update(0, 1)
     assert worth(by_size.of(2)) == pytest.approx(0.1, abs=0.01)
     assert worth(by_size.of(16)) == pytest.approx(0.8)
-    assert by_size.of(2).trust < 0.2 < trust == by_size.of(16).trust
+    assert by_size.of(2).accuracy < 0.2 < trust == by_size.of(16).accuracy
 
 
 def test_a_new_size_begins_with_what_was_used_last():
     by_size = made()
     observe(by_size.of(16), 16, 0.8)
     observe(by_size.of(2), 2, 0.1)  # sent, and not heard of yet
-    by_size.of(2).hear(1, 9)
+    by_size.of(2).update(1, 9)
     assert worth(by_size.of(4)) == worth(by_size.of(2)) < 0.8
-    assert by_size.of(4).trust == by_size.of(2).trust < 1
+    assert by_size.of(4).accuracy == by_size.of(2).accuracy < 1
 
 
 def test_a_size_that_was_not_asked_for_has_learnt_nothing_of_its_own():

@@ -13,14 +13,14 @@ from eagle_ray.benchmark.priced import flat
 from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.capture import capture, capture_fixed
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
-from eagle_ray.engine.graphs import Buffers, Graphs, HostGraph
-from eagle_ray.engine.planner import Outcome
+from eagle_ray.engine.global_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
+from eagle_ray.engine.planner import StepOutcome
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.speculative.plan import PLAIN, Plan
-from eagle_ray.speculative.replay import Padded
+from eagle_ray.speculative.plan import PLAIN, DraftPlan
+from eagle_ray.speculative.replay import PaddedInput
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
@@ -123,20 +123,20 @@ def test_pre_emption_changes_nothing():
 class OffAndOn:
     """Long without drafts, then with some of some depth, by turns."""
 
-    drafting = True
+    will_draft = True
 
     def __init__(self, uniform, off: int):
         self._uniform, self._off, self._step = uniform, off, 0
         self.caught_up = []
 
-    def plan(self, batch) -> Plan:
+    def plan(self, batch) -> DraftPlan:
         self._step += 1
         return PLAIN if self._step % (self._off + 3) < self._off else replace(self._uniform.plan(batch), max_depth=2)
 
     def allocate(self, draft, plan, batch):
         return self._uniform.allocate(draft, plan, batch)
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         self.caught_up.append(outcome.num_caught_up / outcome.batch_size)
 
 
@@ -169,14 +169,14 @@ def test_a_static_tree_is_replayed():
 
 def test_the_global_budget_fills_the_passes_that_there_are():
     ours = engine((12, 4, 4), 2)
-    ours.planner = GlobalPlanner(12, 4, 4, flat(head_share=0.01), can_look=False, padded=ours.graphs.num_rows)
-    rows, learn = [], ours.planner.learn
+    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, padded=ours.graphs.num_rows)
+    rows, observe = [], ours.planner.observe
 
-    def watched(outcome: Outcome) -> None:
+    def watched(outcome: StepOutcome) -> None:
         rows.append(outcome.num_rows)
         learn(outcome)
 
-    ours.planner.learn = watched
+    ours.planner.observe = watched
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
     assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
     assert ours.planner._num_offers > FIRST_PROBES and max(rows) > SLOTS
@@ -191,7 +191,7 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
     while len(ours.scheduler._running) != 5:
         ours.step()
     gone = next(slot for slot in range(SLOTS) if slot not in ours.scheduler._running)
-    queue, table = ours.drafter._queue, ours.target.cache.blocks.table
+    queue, table = ours.drafter._queue, ours.target.cache.blocks.block_table
     window = slice(gone * queue.window, (gone + 1) * queue.window)
     before = queue._tokens[window].clone(), queue._features[window].clone()
     replays = ours.graphs.num_replayed
@@ -206,7 +206,7 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
 def test_what_was_recorded_ahead_is_not_recorded_again():
     """Of a planner's own steps with short contexts, greedy and sampled; and the engine is as it was."""
     ours, oracle = engine((12, 4, 4), 2), engine((0, 0, 0), 2, graphs=False)
-    planner = ours.planner = GlobalPlanner(12, 4, 4, flat(head_share=0.01), can_look=False, padded=ours.graphs.num_rows)
+    planner = ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, padded=ours.graphs.num_rows)
     capture(ours, 12, 4, 4)
     assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner
     ahead = ours.graphs.num_captured
@@ -221,7 +221,7 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
 def test_longer_contexts_are_recorded_ahead_too():
     """Prompts past the first bound and, as they grow, past the second: nothing is recorded on the way."""
     ours = engine((4, 2, 2), 2)
-    ours.planner = GlobalPlanner(4, 2, 2, flat(head_share=0.01), can_look=False, padded=ours.graphs.num_rows)
+    ours.planner = BudgetPlanner(4, 2, 2, flat(head_share=0.01), can_sync=False, padded=ours.graphs.num_rows)
     capture(ours, 4, 2, 2)
     ahead = ours.graphs.num_captured
     prompts = [(ids * 30)[:60] for ids in some_prompts(5)]
@@ -246,7 +246,7 @@ def test_a_planner_that_always_does_the_same_is_recorded_ahead(make):
 
 
 def test_buckets_hold_what_they_are_for():
-    graphs = Graphs("cpu", num_slots=50, capacity=700)
+    graphs = CudaGraphRunner("cpu", num_slots=50, capacity=700)
     for n in range(1, 51):
         assert n <= graphs.batch_size(n) <= 50
     for n in (*range(1, 70), 2047, 2048, 2049, 5000):
@@ -257,14 +257,14 @@ def test_buckets_hold_what_they_are_for():
 
 
 def test_inputs_are_padded_anew_and_results_stand_until_the_next_run():
-    graphs, state = Graphs("cpu", 4, 64), torch.zeros(1)
+    graphs, state = CudaGraphRunner("cpu", 4, 64), torch.zeros(1)
 
     def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         state.copy_(x.sum()[None])
         return [x * 2, y + x.sum()]
 
     def ran(*numbers: float) -> list[torch.Tensor]:
-        return graphs.run("key", function, [Padded(torch.tensor(numbers), (4,), 100.0), Padded(fixed, (2,))])
+        return graphs.run("key", function, [PaddedInput(torch.tensor(numbers), (4,), 100.0), PaddedInput(fixed, (2,))])
 
     fixed = torch.zeros(2)
     first = ran(1.0, 2.0, 3.0)
@@ -277,14 +277,14 @@ def test_inputs_are_padded_anew_and_results_stand_until_the_next_run():
 
 def test_a_result_that_is_kept_elsewhere_is_spoiled():
     """As on a GPU, where Python runs once: who keeps a tensor of a later call keeps nothing."""
-    graphs, kept = Graphs("cpu", 4, 64), []
+    graphs, kept = CudaGraphRunner("cpu", 4, 64), []
 
     def function(x: torch.Tensor) -> torch.Tensor:
         kept.append(x + 1)
         return kept[-1]
 
     for number in (1.0, 2.0):
-        result = graphs.run("key", function, [Padded(torch.tensor([number]), (1,))])
+        result = graphs.run("key", function, [PaddedInput(torch.tensor([number]), (1,))])
     assert result.item() == 3 and kept[0] is result and kept[-1].item() > 1e38
 
 
@@ -293,19 +293,19 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
     """As on a GPU whose driver says no, at once or later: the same outputs, one line in the log."""
     ours = engine((12, 4, 4), 2)
 
-    def recorded(function: object, inputs: Buffers, pool: object) -> HostGraph:
+    def recorded(function: object, inputs: InputBuffers, pool: object) -> EagerGraph:
         if ours.graphs.num_captured == num_before:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        return HostGraph(function, inputs)
+        return EagerGraph(function, inputs)
 
-    monkeypatch.setattr(Graphs, "_on_cuda", True)
-    monkeypatch.setattr(Graphs, "_pool", lambda self, kind: object())
+    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(Graphs, "_reserved", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "_reserved", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
         sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
-    assert not ours.graphs.works and ours.graphs.num_captured == num_before
+    assert not ours.graphs.is_enabled and ours.graphs.num_captured == num_before
     assert len(caplog.records) == 1 and "not permitted when stream is capturing)" in caplog.text
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.benchmark.priced import flat
 from eagle_ray.drafting.recycling import RecyclingDrafter
-from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
+from eagle_ray.engine.global_planner import FIRST_PROBES, BudgetPlanner
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.speculative.calibration import Calibration
@@ -87,18 +87,18 @@ def test_a_plain_step_copies_once():
 def test_a_step_under_the_global_budget_asks_once_more():
     """For the candidates' values; every few steps a second time, for what other trees would have been worth."""
     engine = llama_engine(3, 12, 4, 4)
-    engine.planner = GlobalPlanner(12, 4, 4, flat(head_share=0.01), can_look=False)
+    engine.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False)
     engine.planner._now.curves.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
     engine.planner._num_offers = FIRST_PROBES
-    engine.planner._num_drafts, engine.planner._debt = 1, 1.0
+    engine.planner._num_drafts, engine.planner._probe_balance = 1, 1.0
     assert watched_step(engine) == ([], ["tolist"] * 2)
 
 
 def test_a_step_that_the_global_planner_leaves_plain_copies_once():
     engine = llama_engine(3, 12, 4, 4)
-    engine.planner = GlobalPlanner(12, 4, 4, flat(head_share=5.0), can_look=False)
+    engine.planner = BudgetPlanner(12, 4, 4, flat(head_share=5.0), can_sync=False)
     engine.planner._num_offers = FIRST_PROBES
-    engine.planner._debt = 1.0
+    engine.planner._probe_balance = 1.0
     assert watched_step(engine) == ([], ["tolist"])
 
 

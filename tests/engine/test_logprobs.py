@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.models.target import Prompts
+from eagle_ray.models.target import PrefillBatch
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import llama_engine, run
 
@@ -15,7 +15,7 @@ def plain_log_probs(ids):
     target = llama_engine(1).target
     target.cache.blocks.reserve(0, len(ids))
     with torch.inference_mode():
-        return target.logits(target.prefill(Prompts.of([0], [ids])).hidden)[:-1].log_softmax(-1)
+        return target.logits(target.prefill(PrefillBatch.of([0], [ids])).hidden)[:-1].log_softmax(-1)
 
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import Allocation, Outcome
-from eagle_ray.engine.reference import PlainOutput, decode_plainly
-from eagle_ray.engine.scheduler import Batch
-from eagle_ray.pair import build_pair, resolve
-from eagle_ray.speculative.budget import Budget, global_
-from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.engine.planner import Allocation, StepOutcome
+from eagle_ray.engine.reference import PlainOutput, reference_decode
+from eagle_ray.engine.scheduler import DecodeBatch
+from eagle_ray.pair import build_engine_from_config, download
+from eagle_ray.speculative.budget import Budget, best_of_batch
+from eagle_ray.speculative.plan import PLAIN, DraftPlan
 from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 from eagle_ray.training.prompts import prompt_rows
 from tests.toy import llama, llama_engine, run
 
@@ -64,7 +64,7 @@ def oracle() -> Oracle:
     """96 prompts on a random Llama, decoded one token at a time by transformers' own attention and cache."""
     model, prompts, params = llama(), some_prompts(96), some_params(96, max_tokens=24)
     model.set_attn_implementation("sdpa")
-    plain = [decode_plainly(model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
+    plain = [reference_decode(model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
     return prompts, params, plain
 
 
@@ -85,24 +85,24 @@ class Whimsical:
         self.rng = random.Random(seed)
 
     @property
-    def drafting(self) -> bool:
+    def will_draft(self) -> bool:
         return self.rng.random() < 0.5
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
         if self.rng.random() < 0.3:
             return PLAIN
         some = sorted(self.rng.sample(range(len(batch)), self.rng.randint(1, len(batch))))
         members = self.rng.choice([None, tuple(some)])
         enough = self.rng.choice([None, lambda builder: self.rng.random() < 0.3])
-        return Plan(self.rng.randint(1, 5), self.rng.randint(1, 4), members, enough)
+        return DraftPlan(self.rng.randint(1, 5), self.rng.randint(1, 4), members, enough)
 
-    def allocate(self, draft: Draft, plan: Plan, batch: Batch) -> Allocation:
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         num_nodes = self.rng.randint(1, 20)
         num_rows = len(batch) + self.rng.randint(0, 3 * len(batch))
-        keep = global_(draft.tree, Budget(num_rows, num_nodes))
+        keep = best_of_batch(draft.tree, Budget(num_rows, num_nodes))
         return Allocation(keep, min(num_nodes, draft.tree.num_nodes), num_rows)
 
-    def learn(self, outcome: Outcome) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         pass
 
 
@@ -151,18 +151,18 @@ def test_drafts_are_accepted_at_all(oracle):
 
 def embedded_oracle(per_category: int) -> Oracle:
     """Held-out prompts of every category on the embedded pair, greedy and sampled, decoded plainly."""
-    directory = resolve("embedded:tiny", "target")
+    directory = download("embedded:tiny", "target")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    text, eos = Text.load(directory), frozenset([model.generation_config.eos_token_id])
+    text, eos = Tokenizer.load(directory), frozenset([model.generation_config.eos_token_id])
     prompts = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category, seed=77)]
     params = some_params(len(prompts), max_tokens=40)
-    return prompts, params, [decode_plainly(model, ids, p, eos) for ids, p in zip(prompts, params, strict=True)]
+    return prompts, params, [reference_decode(model, ids, p, eos) for ids, p in zip(prompts, params, strict=True)]
 
 
 def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int, budget: str = "uniform") -> Engine:
     tree = dict(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget=budget)
     method = tree if max_nodes else dict(method="none")
-    return build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(**method), num_slots).engine
+    return build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(**method), num_slots).engine
 
 
 @pytest.fixture(scope="module")

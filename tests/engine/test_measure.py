@@ -5,7 +5,16 @@ from itertools import chain
 import pytest
 
 from eagle_ray.engine.costs import BUCKETS
-from eagle_ray.engine.measure import BATCH_STEP, REPLAYS, SHORT_PROMPT, Bench, Budget, Setting, Sizes, measure
+from eagle_ray.engine.measure import (
+    BATCH_STEP,
+    REPLAYS,
+    SHORT_PROMPT,
+    Budget,
+    CalibrationRun,
+    Setting,
+    Sizes,
+    calibrate_costs,
+)
 from tests.toy import llama_engine
 
 TREE = 8, 3, 3  # max_nodes, max_depth, top_k
@@ -16,13 +25,13 @@ UNLIMITED = 1e9
 def taken(monkeypatch) -> list[tuple[Setting, int]]:
     """Every step that a bench takes, and the length of its prompts."""
     steps = []
-    take = Bench.take
+    take = CalibrationRun.take
 
-    def noted(bench: Bench, setting: Setting, length: int = SHORT_PROMPT):
+    def noted(bench: CalibrationRun, setting: Setting, length: int = SHORT_PROMPT):
         steps.append((setting, length))
         return take(bench, setting, length)
 
-    monkeypatch.setattr(Bench, "take", noted)
+    monkeypatch.setattr(CalibrationRun, "take", noted)
     return steps
 
 
@@ -32,7 +41,7 @@ def sizes_of(num_slots: int, tree: tuple[int, int, int] = TREE) -> Sizes:
 
 def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
     engine = llama_engine(4, *TREE)
-    costs = measure(engine, *TREE, Budget(0.0))
+    costs = calibrate_costs(engine, *TREE, Budget(0.0))
     assert [setting for setting, _ in taken] == sizes_of(4).needed()
     assert costs.verify.rows == [1, 2, 8]
     assert costs.attend == costs.attend_row == 0.0
@@ -44,13 +53,13 @@ def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
 @pytest.mark.parametrize("seconds", [6, 9, 14, 40])
 def test_measuring_ends_with_the_step_that_spends_the_budget(taken, seconds):
     """On a clock on which each step takes a second. A long prompt is followed by one plain step at least."""
-    measure(llama_engine(4, *TREE), *TREE, Budget(seconds, clock=lambda: float(len(taken))))
+    calibrate_costs(llama_engine(4, *TREE), *TREE, Budget(seconds, clock=lambda: float(len(taken))))
     assert seconds <= len(taken) <= seconds + 3
     assert len(taken) == seconds or taken[-1][1] == taken[-2][1] != SHORT_PROMPT
 
 
 def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(taken):
-    measure(llama_engine(4, *TREE), *TREE, Budget(UNLIMITED))
+    calibrate_costs(llama_engine(4, *TREE), *TREE, Budget(UNLIMITED))
     sizes = sizes_of(4)
     first = [*sizes.needed(), *sizes.trees(), *sizes.batches()[0]]
     assert [setting for setting, _ in taken[: len(first)]] == first
@@ -61,7 +70,7 @@ def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(
 
 
 def test_every_size_is_replayed_where_the_budget_allows(taken):
-    measure(llama_engine(4, *TREE), *TREE, Budget(UNLIMITED))
+    calibrate_costs(llama_engine(4, *TREE), *TREE, Budget(UNLIMITED))
     settings = [setting for setting, _ in taken]
     assert min(settings.count(setting) for setting in sizes_of(4).all()) >= REPLAYS
 

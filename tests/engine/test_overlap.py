@@ -13,10 +13,10 @@ import torch
 
 from eagle_ray.benchmark.priced import flat
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import FIRST_PROBES, GlobalPlanner
-from eagle_ray.engine.host_copy import HostCopy
-from eagle_ray.engine.measure import SetPlanner, Setting, at_bench
-from eagle_ray.engine.planner import Outcome
+from eagle_ray.engine.global_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.engine.host_copy import DeviceToHost
+from eagle_ray.engine.measure import ScriptedPlanner, Setting, calibration_mode
+from eagle_ray.engine.planner import StepOutcome
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.models.blocks import BLOCK_SIZE
@@ -125,14 +125,14 @@ def test_a_static_tree_is_launched_ahead():
 
 def test_the_global_budget_hears_of_every_step_one_step_late():
     engine = overlapped()
-    planner = GlobalPlanner(*TREE, flat(head_share=0.01), can_look=False, padded=engine.graphs.num_rows)
-    engine.planner, heard, learn = planner, [], planner.learn
+    planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False, padded=engine.graphs.num_rows)
+    engine.planner, heard, learn = planner, [], planner.observe
 
-    def watched(outcome: Outcome) -> None:
+    def watched(outcome: StepOutcome) -> None:
         heard.append(outcome)
         learn(outcome)
 
-    planner.learn = watched
+    planner.observe = watched
     sequences = run(engine, *jobs(24, most=60))
     assert_plain(sequences)
     assert planner._num_offers > FIRST_PROBES and engine.counters.num_ahead > engine.counters.num_steps / 3
@@ -142,7 +142,7 @@ def test_the_global_budget_hears_of_every_step_one_step_late():
 
 
 def test_a_probe_is_not_followed_by_another_before_it_is_paid_for():
-    planner = GlobalPlanner(*TREE, flat(head_share=0.01), can_look=False)
+    planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False)
     engine = overlapped()
     engine.planner, plans = planner, []
     own = planner.plan
@@ -188,9 +188,9 @@ def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
     engine, told = overlapped(num_slots=2), []
     engine.add(Sequence("a", [5, 6], SamplingParams(max_tokens=60, ignore_eos=True)))
     engine.step()
-    verify, read = engine.verifier.run, HostCopy.read
+    verify, read = engine.verifier.run, DeviceToHost.read
     monkeypatch.setattr(engine.verifier, "run", lambda *args: told.append("launch") or verify(*args))
-    monkeypatch.setattr(HostCopy, "read", lambda copy: told.append("read") or read(copy))
+    monkeypatch.setattr(DeviceToHost, "read", lambda copy: told.append("read") or read(copy))
     for _ in range(4):
         engine.step()
     assert told == ["launch", "read"] * 4
@@ -218,7 +218,7 @@ def test_prompts_are_launched_without_asking_for_anything():
 
 def test_steps_at_the_bench_are_taken_one_by_one():
     engine = overlapped()
-    with at_bench(engine, SetPlanner(TREE[2])) as bench:
+    with calibration_mode(engine, ScriptedPlanner(TREE[2])) as bench:
         for setting in (Setting(2, 1, 0, 0), Setting(2, 3, 2, 2)):
             assert bench.take(setting).plan.max_depth == setting.depth
         assert engine.counters.num_ahead == 0

@@ -8,9 +8,9 @@ import torch
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
-from eagle_ray.engine.scheduler import Batch
+from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.speculative.plan import PLAIN, Plan
+from eagle_ray.speculative.plan import PLAIN, DraftPlan
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.engine.test_scheduler import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
 from tests.toy import llama_engine
@@ -19,10 +19,10 @@ from tests.toy import llama_engine
 class FicklePlanner(UniformPlanner):
     """Drafts, and says that it will, only while `drafting`."""
 
-    drafting = True
+    will_draft = True
 
-    def plan(self, batch: Batch) -> Plan:
-        return super().plan(batch) if self.drafting else PLAIN
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return super().plan(batch) if self.will_draft else PLAIN
 
 
 def fickle_engine(num_slots: int, **sizes: int) -> Engine:
@@ -37,10 +37,10 @@ def first_draft(engine: Engine, prompt: list[int]) -> Draft:
     sequence = Sequence("a", prompt, SamplingParams(max_tokens=20, ignore_eos=True))
     engine.add(sequence)
     while not sequence.output_ids:
-        engine.scheduler.make_room()
+        engine.scheduler.reserve_or_preempt()
         engine._take_prompts(engine._launch_prompts())
     batch = engine.scheduler.batch()
-    draft = engine.drafter.draft(batch.at, batch.roots, Plan(3, 3), batch.sampling, batch.sequences)
+    draft = engine.drafter.draft(batch.at, batch.roots, DraftPlan(3, 3), batch.sampling, batch.sequences)
     engine.abort(sequence)
     return draft
 
@@ -81,7 +81,7 @@ def test_what_another_fills_in_the_same_pass_is_reused_whole():
     with torch.inference_mode():
         engine._take_prompts(engine._launch_prompts())
         batch = engine.scheduler.batch()
-        draft = engine.drafter.draft(batch.at, batch.roots, Plan(3, 3), batch.sampling, batch.sequences)
+        draft = engine.drafter.draft(batch.at, batch.roots, DraftPlan(3, 3), batch.sampling, batch.sequences)
     assert engine.counters.num_reused_tokens == 64
     assert draft.tree.tokens[0].tolist() == draft.tree.tokens[1].tolist()
     torch.testing.assert_close(draft.tree.log_values[0], draft.tree.log_values[1], atol=1e-4, rtol=0)
@@ -92,18 +92,18 @@ def test_blocks_that_no_drafter_read_are_not_seen_by_it():
     (prompt,) = prompts_of(90)
     whole = first_draft(llama_engine(1, *TREE), prompt)
     engine = fickle_engine(1)
-    engine.planner.drafting = False
+    engine.planner.will_draft = False
     assert_same(first_draft(engine, prompt), whole)  # its queue still holds all of it
-    engine.planner.drafting = True
+    engine.planner.will_draft = True
     reused = first_draft(engine, prompt)
     assert engine.counters.num_reused_tokens == 64 and differ(reused, whole)
     engine = fickle_engine(1)  # the same with blocks in which another prompt's pairs were left behind
     first_draft(engine, prompts_of(90, seed=5)[0])
     engine.target.cache.blocks.reserve(0, engine.target.cache.capacity)  # evicts what nobody holds
     engine.target.cache.blocks.free(0)
-    engine.planner.drafting = False
+    engine.planner.will_draft = False
     first_draft(engine, prompt)
-    engine.planner.drafting = True
+    engine.planner.will_draft = True
     assert_same(first_draft(engine, prompt), reused)
 
 
@@ -116,7 +116,7 @@ def test_drafting_that_comes_and_goes_changes_nothing(seed):
     for sequence in added:
         engine.add(sequence)
     while engine.has_work:
-        engine.planner.drafting = rng.random() < 0.5
+        engine.planner.will_draft = rng.random() < 0.5
         step(engine)
     finish(engine, [])
     assert engine.counters.num_reused_tokens > 0

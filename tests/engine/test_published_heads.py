@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.pair import build_pair, check_pair
+from eagle_ray.pair import build_engine_from_config, check_models
 from tests.engine.test_lossless import some_params, some_prompts
 from tests.published import E3, LLAMA3_ROPE, RAW, Tensors, eagle3_tensors, eagle_tensors, write
 from tests.toy import llama, run
@@ -35,8 +35,10 @@ def outputs(target: str, draft: str | None, method: str) -> tuple[list[list[int]
     """What comes of four prompts, greedy and sampled, and how many tokens were drafted."""
     model = ModelConfig(target=target, draft=draft, max_model_len=64)
     speculative = SpeculativeConfig(method=method, max_nodes=8, max_depth=3, top_k=4, budget="uniform")
-    check_pair(model, speculative)
-    sequences = run(build_pair(model, speculative, slots=4).engine, some_prompts(4), some_params(4, max_tokens=8))
+    check_models(model, speculative)
+    sequences = run(
+        build_engine_from_config(model, speculative, slots=4).engine, some_prompts(4), some_params(4, max_tokens=8)
+    )
     return [s.output_ids for s in sequences], sum(s.stats.num_draft_tokens for s in sequences)
 
 

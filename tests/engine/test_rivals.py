@@ -9,15 +9,15 @@ from torch import nn
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation
-from eagle_ray.engine.reference import decode_plainly
+from eagle_ray.engine.reference import reference_decode
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.blocks import BLOCK_SIZE
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.pair import build_engine, build_pair, resolve
+from eagle_ray.pair import build_engine, build_engine_from_config, download
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
-from eagle_ray.text import Text
+from eagle_ray.text import Tokenizer
 from eagle_ray.training.prompts import prompt_rows
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params, some_prompts
 from tests.toy import LLAMA, head, llama, run
@@ -49,7 +49,7 @@ def engine_for(method: str, num_slots: int, weights: nn.Module | None = None, **
 def oracle_of(prompts: list[list[int]], params: list[SamplingParams]) -> Oracle:
     model = llama()
     model.set_attn_implementation("sdpa")
-    plain = [decode_plainly(model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
+    plain = [reference_decode(model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
     return prompts, params, plain
 
 
@@ -128,7 +128,7 @@ def test_a_small_model_that_slept_drafts_as_one_that_did_not():
     class Chains(Whimsical):
         def plan(self, batch):
             plan = super().plan(batch)
-            return replace(plan, width=1) if plan.drafts else plan
+            return replace(plan, width=1) if plan.is_drafting else plan
 
         def allocate(self, draft, plan, batch):
             return Allocation.uniform(draft, 6)
@@ -169,7 +169,7 @@ def test_on_the_embedded_pair_eagle2_accepts_more_than_static_trees_of_as_many_n
     prompts = embedded_prompts(per_category=2)
     for method in ("eagle1", "sequoia", "eagle2"):
         tree = SpeculativeConfig(method=method, max_nodes=25, max_depth=6, budget="uniform")
-        engine = build_pair(ModelConfig(max_model_len=512), tree, slots=4).engine
+        engine = build_engine_from_config(ModelConfig(max_model_len=512), tree, slots=4).engine
         sequences = run(engine, prompts, [SamplingParams(max_tokens=96)] * len(prompts))
         steps = sum(s.stats.num_steps for s in sequences)
         taus[method] = 1 + sum(s.stats.num_accepted_draft_tokens for s in sequences) / steps
@@ -178,5 +178,5 @@ def test_on_the_embedded_pair_eagle2_accepts_more_than_static_trees_of_as_many_n
 
 
 def embedded_prompts(per_category: int) -> list[list[int]]:
-    text = Text.load(resolve("embedded:tiny", "target"))
+    text = Tokenizer.load(download("embedded:tiny", "target"))
     return [text.encode_chat(row["messages"]) for row in prompt_rows(per_category, seed=77)]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.measure import measure
-from eagle_ray.engine.prefill import Prompted
-from eagle_ray.engine.reference import PlainOutput, decode_plainly
+from eagle_ray.engine.measure import calibrate_costs
+from eagle_ray.engine.prefill import PendingPrefill
+from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.engine.sequence import Sequence, Status
 from eagle_ray.errors import RequestError
 from eagle_ray.speculative.sampling import SamplingParams
@@ -24,7 +24,7 @@ MODEL.set_attn_implementation("sdpa")
 
 def oracle(sequence: Sequence) -> PlainOutput:
     params = replace(sequence.sampling, max_tokens=sequence.max_tokens)
-    return decode_plainly(MODEL, sequence.prompt_ids, params, frozenset([2]))
+    return reference_decode(MODEL, sequence.prompt_ids, params, frozenset([2]))
 
 
 def sequences(prompts: list[list[int]], max_tokens: int = 20) -> list[Sequence]:
@@ -108,13 +108,13 @@ def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
 
 def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
     engine = llama_engine(2, *TREE)
-    take, learn, heard = engine.prefiller.take, engine.planner.learn, []
+    take, learn, heard = engine.prefiller.take, engine.planner.observe, []
 
-    def slow(*args: object) -> Prompted:
+    def slow(*args: object) -> PendingPrefill:
         time.sleep(0.5)
         return take(*args)
 
-    engine.prefiller.take, engine.planner.learn = slow, lambda outcome: (heard.append(outcome), learn(outcome))
+    engine.prefiller.take, engine.planner.observe = slow, lambda outcome: (heard.append(outcome), learn(outcome))
     first, second = sequences(prompts_of(5, 6))
     engine.add(first)
     step(engine)
@@ -239,7 +239,7 @@ def test_what_can_never_fit_is_refused_by_name():
 def test_an_engine_with_little_space_can_be_measured(kv_tokens):
     """Only as many sequences at once, and as long ones, as there is room for."""
     engine = llama_engine(4, *TREE, kv_tokens=kv_tokens)
-    costs = measure(engine, *TREE)
+    costs = calibrate_costs(engine, *TREE)
     assert costs.plain_step(4, 100.0) > 0 and not engine.has_work
     engine.scheduler.check_integrity()
 

@@ -7,8 +7,8 @@ import pytest
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
-from eagle_ray.engine.reference import decode_plainly
-from eagle_ray.models.target import Target
+from eagle_ray.engine.reference import reference_decode
+from eagle_ray.models.target import TargetModel
 from eagle_ray.speculative.calibration import Calibration
 from eagle_ray.speculative.coupling import Coupling
 from tests.engine.test_lossless import differing, some_params, some_prompts
@@ -24,14 +24,14 @@ def test_every_family_equals_plain_decoding(name):
     """Four slots and too few blocks for them, so that some are put back; half of the prompts begin alike."""
     model = random_model(FAMILIES[name])
     plain = plain_copy(model)
-    target = Target(model, 4, 128 + tree_columns(*TREE), kv_tokens=288)
+    target = TargetModel(model, 4, 128 + tree_columns(*TREE), kv_tokens=288)
     drafter = EagleDrafter(head(), target, calibration=Calibration(TREE[1]), coupling=Coupling(TREE[1]))
     engine = Engine(target, drafter, UniformPlanner(*TREE), 128, TREE[1], prefill_tokens=24)
     begin = list(range(3, 39))
     prompts = [begin + ids if i % 2 else ids for i, ids in enumerate(some_prompts(10))]
     params = some_params(10, max_tokens=14)
     sequences = run(engine, prompts, params)
-    own = [decode_plainly(plain, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
+    own = [reference_decode(plain, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
     assert differing([s.output_ids for s in sequences], own) == []
     assert sum(s.output_ids == o.ids for s, o in zip(sequences, own, strict=True)) >= 9
     assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0

@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaForCausalLM
 
-from eagle_ray.benchmark.priced import Priced, flat
+from eagle_ray.benchmark.priced import SimulatedPlanner, flat
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.text_drafter import TextDrafter
+from eagle_ray.drafting.text_drafter import LookupDrafter
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import FIRST_LOOKS, GlobalPlanner
-from eagle_ray.engine.reference import decode_plainly
-from eagle_ray.pair import build_engine, build_pair
+from eagle_ray.engine.global_planner import FIRST_LOOKS, BudgetPlanner
+from eagle_ray.engine.reference import reference_decode
+from eagle_ray.pair import build_engine, build_engine_from_config
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 from eagle_ray.training.prompts import prompt_rows
@@ -42,7 +42,7 @@ def oracle(model) -> Oracle:
     prompts[::3] = [(phrases[0] * 40)[:40] + ids[:5] for ids in prompts[::3]]  # long enough to share blocks
     plain_model = llama()
     plain_model.set_attn_implementation("sdpa")
-    plain = [decode_plainly(plain_model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
+    plain = [reference_decode(plain_model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
     return prompts, params, plain
 
 
@@ -105,7 +105,7 @@ class Silent:
     """A source, a reader and a cursor that have nothing to offer."""
 
     @property
-    def shape(self):
+    def cost_key(self):
         return {}
 
     def reader(self):
@@ -123,10 +123,10 @@ class Silent:
 
 def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
-    engine.drafter = TextDrafter(Silent())
-    priced = engine.planner = Roomy(GlobalPlanner(8, 5, 3, flat()), flat())
+    engine.drafter = LookupDrafter(Silent())
+    priced = engine.planner = Roomy(BudgetPlanner(8, 5, 3, flat()), flat())
     check(engine, oracle, times=1)
-    looks = [o.plan.drafts for o in priced.with_room]
+    looks = [o.plan.is_drafting for o in priced.with_room]
     later = looks[FIRST_LOOKS:]
     assert all(looks[:FIRST_LOOKS]) and len(later) > 20 and sum(later) <= 0.1 * len(later)
     assert {(o.depth, o.num_rows == o.batch_size) for o in priced.outcomes} == {(0, True)}
@@ -135,9 +135,9 @@ def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_eng
 
 def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
     engine = make_engine("ngram", 4)
-    priced = engine.planner = Priced(GlobalPlanner(8, 5, 3, flat(head_share=0.01)), flat(head_share=0.01))
+    priced = engine.planner = SimulatedPlanner(BudgetPlanner(8, 5, 3, flat(head_share=0.01)), flat(head_share=0.01))
     assert check(engine, oracle, times=1).num_accepted_draft_tokens > 15
-    assert sum(o.plan.drafts for o in priced.outcomes) > 0.5 * len(priced.outcomes)
+    assert sum(o.plan.is_drafting for o in priced.outcomes) > 0.5 * len(priced.outcomes)
     bought = {o.num_rows - o.batch_size for o in priced.outcomes}
     assert 0 in bought and len(bought) > 2  # by what each step has to offer
 
@@ -146,7 +146,9 @@ def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
 @pytest.mark.parametrize("method", ["ngram", "suffix", "recycling", "lookahead", "ngram+suffix"])
 def test_a_text_that_repeats_itself_is_drafted(method):
     """The embedded target goes in circles when told to go on; tau counts the bonus token, so that 1 is plain."""
-    pair = build_pair(ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), 2)
+    pair = build_engine_from_config(
+        ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), 2
+    )
     ids = pair.text.encode_chat([{"role": "user", "content": "Write a list of animals."}])
     sequences = run(pair.engine, [ids] * 2, [SamplingParams(max_tokens=64, ignore_eos=True)] * 2)
     assert sequences[0].output_ids == sequences[1].output_ids
@@ -160,7 +162,7 @@ def test_a_merge_is_accepted_more_than_its_parts_at_equal_nodes():
     taus = {}
     for method in ("eagle2", "suffix", "eagle2+suffix"):
         speculative = SpeculativeConfig(method=method, budget="uniform", **TREE)
-        pair = build_pair(ModelConfig(max_model_len=512), speculative, slots=4)
+        pair = build_engine_from_config(ModelConfig(max_model_len=512), speculative, slots=4)
         prompts = [pair.text.encode_chat(row["messages"]) for row in prompt_rows(2, seed=5)] * 2
         sequences = run(pair.engine, prompts, [SamplingParams(max_tokens=48)] * len(prompts))
         accepted = sum(s.stats.num_accepted_draft_tokens for s in sequences)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.engine.value_curves import SIZES, ValueCurves
+from eagle_ray.engine.value_curves import SIZES, AcceptanceModel
 
 
 def levels(*conditional: list[float]) -> list[torch.Tensor]:
@@ -16,12 +16,12 @@ def levels(*conditional: list[float]) -> list[torch.Tensor]:
     return grown
 
 
-def expected(curves: ValueCurves, width: int, depth: int, size: float) -> float:
+def expected(curves: AcceptanceModel, width: int, depth: int, size: float) -> float:
     return curves.expected([size])[curves.widths.index(width), depth - 1, 0]
 
 
 def test_curves_are_the_sums_of_the_best_values_of_each_width_and_depth():
-    curves = ValueCurves((1, 2), 2)
+    curves = AcceptanceModel((1, 2), 2)
     curves.observe(levels([0.8, 0.1], [0.5, 0.2]), width=2)
     assert expected(curves, 1, 1, 1) == pytest.approx(0.8)
     assert expected(curves, 1, 2, 2) == pytest.approx(0.8 + 0.4)
@@ -31,7 +31,7 @@ def test_curves_are_the_sums_of_the_best_values_of_each_width_and_depth():
 
 
 def test_children_are_told_of_their_parents_values():
-    curves = ValueCurves((1, 2), 4)
+    curves = AcceptanceModel((1, 2), 4)
     for _ in range(400):
         curves.observe(levels([0.8, 0.1], [0.5, 0.2]), width=2)
     assert curves.children(1) == pytest.approx([0.8, 0.1])
@@ -40,7 +40,7 @@ def test_children_are_told_of_their_parents_values():
 
 
 def test_a_level_of_which_little_is_known_is_like_the_one_above_it():
-    curves = ValueCurves((1, 2), 4)
+    curves = AcceptanceModel((1, 2), 4)
     curves.observe(levels([0.8, 0.1], [0.8, 0.1], [0.1, 0.0]), width=2)
     assert curves.children(3) == pytest.approx([0.8 * 4 / 5 + 0.1 / 5, 0.1 * 4 / 5])
     for _ in range(10):
@@ -53,7 +53,7 @@ def test_a_level_of_which_little_is_known_is_like_the_one_above_it():
 
 
 def test_of_wider_and_deeper_drafts_than_any_yet_the_least_is_known():
-    curves = ValueCurves((1, 2), 3)
+    curves = AcceptanceModel((1, 2), 3)
     assert expected(curves, 2, 3, 4) == 0
     curves.observe([level[:, :1] for level in levels([0.8, 0.1])], width=1)
     assert expected(curves, 2, 3, 1) == pytest.approx(0.8)
@@ -61,7 +61,7 @@ def test_of_wider_and_deeper_drafts_than_any_yet_the_least_is_known():
 
 def test_recent_drafts_count_and_what_was_not_seen_changes_with_them():
     """A wide draft of an easy text, then narrow ones of a hard text: wider is as many times better as it was."""
-    curves = ValueCurves((1, 2), 2)
+    curves = AcceptanceModel((1, 2), 2)
     curves.observe(levels([0.8, 0.1], [0.5, 0.4]), width=2)
     narrow, wide = (expected(curves, w, 2, 6) for w in (1, 2))
     for _ in range(200):

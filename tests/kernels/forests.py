@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from eagle_ray.kernels.trees import PackedRows
-from eagle_ray.models.attention import LayerAttention, TreeLayout
-from eagle_ray.models.blocks import Blocks
-from eagle_ray.models.kernel_tree_layout import KernelTreeLayout
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
-from eagle_ray.speculative.ancestor_words import packed
+from eagle_ray.models.attention import AttentionParams, TreeMetadata
+from eagle_ray.models.blocks import BlockManager
+from eagle_ray.models.kernel_tree_layout import TritonTreeMetadata
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
+from eagle_ray.speculative.ancestor_words import pack_mask
 from tests.kernels.device import DEVICE
 
 
@@ -42,7 +42,7 @@ class Forest:
     def attended(self) -> tuple[Tensor, Tensor, Tensor]:
         """[R, heads * value_dim] by the kernels, by the portable path in fp32, and which rows are real."""
         torch.manual_seed(self.seed)
-        cache, batch = self._filled(), BatchSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE)
+        cache, batch = self._filled(), DecodeSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE)
         parents = [torch.tensor([-1] + [int(torch.randint(i, ())) for i in range(1, n)]) for n in self.counts]
         num_nodes = max(self.counts)
         ancestors, depths = self._ancestors(parents, num_nodes)
@@ -52,25 +52,25 @@ class Forest:
         key = torch.randn(1, self.kv_heads, num_rows, self.key_dim, device=DEVICE, dtype=self.dtype)
         value = torch.randn(1, self.kv_heads, num_rows, self.value_dim, device=DEVICE, dtype=self.dtype)
         sinks = torch.randn(heads, device=DEVICE) if self.sinks else None
-        attention = LayerAttention(0, self.key_dim**-0.5, self.window, self.softcap, sinks)
-        columns = torch.where(seq >= 0, batch.lengths[seq.clamp(min=0)] + node, cache.blocks.padding)
+        attention = AttentionParams(0, self.key_dim**-0.5, self.window, self.softcap, sinks)
+        columns = torch.where(seq >= 0, batch.lengths[seq.clamp(min=0)] + node, cache.blocks.null_position)
         cells = cache.cells(batch.slots[seq.clamp(min=0)], columns)
         first = None if self.firsts is None else torch.tensor(self.firsts, device=DEVICE)
         rows = PackedRows.of(seq, len(self.lengths), num_nodes if self.rectangle else None)
         rows = None if self.rectangle and min(self.counts) == num_nodes else rows
         known = batch if self.bound is None else replace(batch, host_lengths=[self.bound] * len(self.lengths))
-        kernels = KernelTreeLayout(cache, known, cells, packed(ancestors), depths, depths, rows, first)
+        kernels = TritonTreeMetadata(cache, known, cells, pack_mask(ancestors), depths, depths, rows, first)
         ours = kernels.attend(query, key, value, attention)
         exact = self._exact(cache)
         unpack = seq.clamp(min=0) * num_nodes + node
-        portable = TreeLayout(exact, batch, cells, ancestors, depths, depths, row_of, unpack, first)
+        portable = TreeMetadata(exact, batch, cells, ancestors, depths, depths, row_of, unpack, first)
         theirs = portable.attend(query.float(), key.float(), value.float(), attention)
         return *(x[0].transpose(0, 1).flatten(1).float() for x in (ours, theirs)), seq >= 0
 
     def _filled(self) -> KVCache:
         """Every slot in blocks that lie anywhere, the columns past its length too."""
         capacity = max(self.lengths) + max(self.counts) + 1
-        blocks = Blocks(len(self.lengths), capacity, device=DEVICE)
+        blocks = BlockManager(len(self.lengths), capacity, device=DEVICE)
         order = torch.randperm(blocks.num_blocks).tolist()
         blocks._free = order
         for slot, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):

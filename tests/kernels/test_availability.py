@@ -7,10 +7,10 @@ import torch
 
 from eagle_ray.kernels import availability, cpu_ops, tile_shape
 from eagle_ray.kernels.availability import use_triton, why_not
-from eagle_ray.models.attention import TreeLayout
-from eagle_ray.models.blocks import Blocks
-from eagle_ray.models.cpu_layout import CpuLayout
-from eagle_ray.models.kernel_tree_layout import takes_kernels
+from eagle_ray.models.attention import TreeMetadata
+from eagle_ray.models.blocks import BlockManager
+from eagle_ray.models.cpu_layout import CpuMetadata
+from eagle_ray.models.kernel_tree_layout import uses_triton
 from eagle_ray.models.kv_cache import KVCache
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.toy import llama_engine, run
@@ -60,18 +60,18 @@ def test_a_model_that_kernels_do_not_serve_takes_the_portable_path(monkeypatch, 
     caplog.set_level("INFO", "eagle_ray")
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     assert tile_shape.why_not(torch.float64, 64, 64) and tile_shape.why_not(torch.bfloat16, 320, 64)
-    wide, narrow = (KVCache(Blocks(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64))
-    assert takes_kernels(narrow) and not takes_kernels(wide) and not takes_kernels(wide)
+    wide, narrow = (KVCache(BlockManager(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64))
+    assert uses_triton(narrow) and not uses_triton(wide) and not uses_triton(wide)
     assert len([m for m in messages if "heads of 320 numbers are larger than 256" in m]) == 1
 
 
-@pytest.mark.parametrize("layout, method", [(TreeLayout, "attend"), (CpuLayout, "attend_projected")])
+@pytest.mark.parametrize("layout, method", [(TreeMetadata, "attend"), (CpuMetadata, "attend_projected")])
 def test_a_cpu_needs_nothing_of_triton(layout, method, monkeypatch, messages):
     for name in ("triton", "eagle_ray.kernels.flash_decoding", "eagle_ray.kernels.tree_attention"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-    if layout is CpuLayout and not cpu_ops.available(CPU, torch.float32):
+    if layout is CpuMetadata and not cpu_ops.available(CPU, torch.float32):
         pytest.skip("cpu_ops is not compiled")
-    monkeypatch.setattr(cpu_ops, "available", lambda *args: layout is CpuLayout)
+    monkeypatch.setattr(cpu_ops, "available", lambda *args: layout is CpuMetadata)
     attended = []
     attend = getattr(layout, method)
     monkeypatch.setattr(layout, method, lambda *args: attended.append(1) or attend(*args))

@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.kernels import commit as kernel
-from eagle_ray.models.blocks import Blocks
-from eagle_ray.models.kv_cache import BatchSlots, KVCache
+from eagle_ray.models.blocks import BlockManager
+from eagle_ray.models.kv_cache import DecodeSlots, KVCache
 from eagle_ray.speculative.verify import VerifyResult
 from tests.kernels.device import DEVICE
 
 
 def cache_of(seed: int, value_dim: int, dtype: torch.dtype) -> KVCache:
     """Three slots of 40 columns in blocks of 8 that lie anywhere, full of random numbers."""
-    blocks = Blocks(3, 40, 20, DEVICE, size=8)
+    blocks = BlockManager(3, 40, 20, DEVICE, size=8)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
-    blocks.table[:3, :5] = order[:15].view(3, 5).to(DEVICE)
+    blocks.block_table[:3, :5] = order[:15].view(3, 5).to(DEVICE)
     cache = KVCache(blocks, 2, 3, 4, dtype, DEVICE, value_dim)
     for part in (cache.keys, cache.values):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(seed)))
@@ -44,7 +44,7 @@ def test_the_path_moves_and_nothing_else(seed, depth, value_dim, dtype):
     nodes = nodes.to(DEVICE)
     result = VerifyResult(nodes, (nodes > 0).sum(1), nodes)
     portable, fused = (cache_of(seed, value_dim, dtype) for _ in range(2))
-    batch = BatchSlots.of([2, 0], lengths, DEVICE)
+    batch = DecodeSlots.of([2, 0], lengths, DEVICE)
     portable.commit(batch, result)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_RAY_KERNELS", "triton")

@@ -25,7 +25,7 @@ def test_the_check_counts_picks_and_finds_no_fault(found):
 
 def test_a_wrong_pick_is_no_edge(found, monkeypatch):
     picks = iter([torch.arange(24), torch.arange(24) + 1])
-    monkeypatch.setattr(checks, "pick", lambda *_: next(picks))
+    monkeypatch.setattr(checks, "sample", lambda *_: next(picks))
     check = found()
     assert check.ok is False and "0 of 24 outputs equal" in check.detail
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from eagle_ray.benchmark.priced import flat
-from eagle_ray.engine.global_planner import GlobalPlanner
-from eagle_ray.kernels.trees import PackedRows, Tiles
-from eagle_ray.models.kernel_tree_layout import KernelTreeLayout
+from eagle_ray.engine.global_planner import BudgetPlanner
+from eagle_ray.kernels.trees import PackedRows, TileSchedule
+from eagle_ray.models.kernel_tree_layout import TritonTreeMetadata
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.kernels.device import DEVICE
@@ -25,9 +25,9 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     portable = run(engine(planner), PROMPTS, PARAMS)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     heads = Counter()
-    attend = KernelTreeLayout.attend
+    attend = TritonTreeMetadata.attend
     monkeypatch.setattr(
-        KernelTreeLayout, "attend", lambda self, q, *x: heads.update([q.shape[1]]) or attend(self, q, *x)
+        TritonTreeMetadata, "attend", lambda self, q, *x: heads.update([q.shape[1]]) or attend(self, q, *x)
     )
     kernels = run(engine(planner), PROMPTS, PARAMS)
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
@@ -39,7 +39,7 @@ def engine(planner: str):
     """Two slots for three prompts, so that batches are ragged; the trees of all planners are ones that pay."""
     made = llama_engine(2, *(() if planner == "plain" else (6, 3, 3)), device=DEVICE)
     if planner == "global":
-        made.planner = GlobalPlanner(6, 3, 3, flat(head_share=0.01), can_look=False)
+        made.planner = BudgetPlanner(6, 3, 3, flat(head_share=0.01), can_sync=False)
     return made
 
 
@@ -47,7 +47,7 @@ def test_where_rows_lie_is_found_without_a_look_at_them():
     seq = torch.tensor([0, 0, 1, 3, 3, -1])
     with WatchOperations() as operations, WatchCopies() as copies:
         trees = trees_of(seq, 4)
-        Tiles.of(trees, 6, 4, 16)
+        TileSchedule.of(trees, 6, 4, 16)
     assert (operations.seen, copies.seen) == ([], [])
     rows = PackedRows.of(seq, 4)
     assert rows.starts.tolist() == [0, 2, 3, 3] and rows.counts.tolist() == [2, 1, 0, 2]

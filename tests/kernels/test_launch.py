@@ -8,7 +8,7 @@ import torch
 
 from eagle_ray.kernels import pick as kernel
 from eagle_ray.kernels.launch import launch
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, sample
 
 KERNELS = Path(kernel.__file__).parent
 
@@ -62,5 +62,5 @@ def test_the_second_gpu_picks_as_the_first_does():
     found = []
     for device in ("cuda:0", "cuda:1"):
         rows = torch.arange(4, device=device)
-        found.append(pick(logits.to(device), BatchSampling.of(params, device), rows, rows).tolist())
+        found.append(sample(logits.to(device), SamplingBatch.of(params, device), rows, rows).tolist())
     assert found[0] == found[1]

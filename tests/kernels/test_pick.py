@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.kernels import noise
 from eagle_ray.kernels import pick as kernel
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, pick, process
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, gumbel_noise, process, sample
 from tests.kernels.device import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,18 +27,18 @@ PARAMS = [
 
 def picked(logits, params, seq, positions, block: int = kernel.BLOCK):
     """By the kernels, on their device; the tokens are on the CPU."""
-    sampling = BatchSampling.of(params, DEVICE)
+    sampling = SamplingBatch.of(params, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_RAY_KERNELS", "triton")
         patch.setattr(kernel, "BLOCK", block)
-        return pick(logits.to(DEVICE), sampling, seq.to(DEVICE), positions.to(DEVICE)).cpu()
+        return sample(logits.to(DEVICE), sampling, seq.to(DEVICE), positions.to(DEVICE)).cpu()
 
 
 def both(logits, params, seed: int = 0, block: int = kernel.BLOCK) -> tuple[list[int], list[int]]:
     """The tokens of the portable path and of the kernels, row i having the i-th of the parameters in turn."""
     rows = torch.arange(len(logits))
     at = rows % len(params), rows * 100 + seed
-    return pick(logits, BatchSampling.of(params), *at).tolist(), picked(logits, params, *at, block).tolist()
+    return sample(logits, SamplingBatch.of(params), *at).tolist(), picked(logits, params, *at, block).tolist()
 
 
 @triton.jit
@@ -104,10 +104,10 @@ def test_top_p_keeps_what_exact_sums_keep():
     """The kept set's size, by the kernels and by the portable path, against probabilities summed in float64."""
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(1.0, top_p=p) for p in (0.05, 0.3, 0.5, 0.9, 0.999, 0.99999)]
-    sampling = BatchSampling.of(params, DEVICE)
+    sampling = SamplingBatch.of(params, DEVICE)
     rows = kernel.Rows(logits.to(DEVICE), sampling.temperature, torch.arange(6, device=DEVICE))
     floors = rows.with_ties(sampling.top_p, rows.peaks(), None)[0].cpu()
-    portable = process(logits, BatchSampling.of(params), torch.arange(6)).isfinite().sum(1).tolist()
+    portable = process(logits, SamplingBatch.of(params), torch.arange(6)).isfinite().sum(1).tolist()
     probs = logits.double().softmax(-1).sort(-1, descending=True).values
     for row, params_of in enumerate(params):
         mass = probs[row].cumsum(0)
@@ -190,6 +190,6 @@ def test_processed_scores_say_what_could_have_been_picked():
     """The kernels never pick what `process` drops: 12 picks under a sharp cut, by different noise."""
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).bfloat16().expand(12, 60)
     params, rows = [SamplingParams(1.5, top_k=3, seed=1)], torch.arange(40)
-    kept = process(logits[:1], BatchSampling.of(params), rows[:1]).isfinite()[0]
+    kept = process(logits[:1], SamplingBatch.of(params), rows[:1]).isfinite()[0]
     tokens = picked(logits, params, rows * 0, rows)
     assert kept[tokens].all() and set(tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())

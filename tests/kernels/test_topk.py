@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eagle_ray.drafting.ranking import Ranking
+from eagle_ray.drafting.ranking import CandidateRanker
 from eagle_ray.kernels import topk as kernel
 from eagle_ray.speculative.coupling import Coupling
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
 from tests.kernels.device import DEVICE
 
 PLAIN = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(), SamplingParams(2.0, seed=5)]
@@ -24,8 +24,8 @@ def logits_of(vocab: int, nodes: int = 2, seed: int = 0) -> torch.Tensor:
 
 
 def children(logits, width, params=PLAIN, coupling=None, token_ids=None):
-    ranking = Ranking(lambda features: features, None, coupling, token_ids)
-    ranking.begin(BatchSampling.of(params, DEVICE), LENGTHS)
+    ranking = CandidateRanker(lambda features: features, None, coupling, token_ids)
+    ranking.start(SamplingBatch.of(params, DEVICE), LENGTHS)
     return ranking.children(logits.to(DEVICE), None, width)
 
 

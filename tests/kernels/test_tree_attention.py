@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.kernels.tile_shape import TileShape, num_splits, tile_shape
-from eagle_ray.kernels.trees import PackedRows, Tiles, Trees
+from eagle_ray.kernels.trees import KernelTrees, PackedRows, TileSchedule
 from tests.kernels.forests import Forest
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -71,18 +71,18 @@ def test_long_contexts(dtype, window):
 def test_tiles_hold_every_row_once(counts, group, size):
     counts = counts if any(counts) else [1]
     seq = torch.tensor([b for b, n in enumerate(counts) for _ in range(n)] + [-1])
-    tiles = Tiles.of(trees_of(seq, len(counts)), len(seq), group, size)
+    tiles = TileSchedule.of(trees_of(seq, len(counts)), len(seq), group, size)
     places = [(b, m) for b, begin in zip(tiles.trees.tolist(), tiles.begins.tolist(), strict=True) if b < len(counts)
               for m in range(begin, min(begin + size, counts[b] * group))]  # fmt: skip
     assert sorted(places) == [(b, m) for b, n in enumerate(counts) for m in range(n * group)]
     assert len(tiles.trees) == tiles.count
 
 
-def trees_of(seq: torch.Tensor, batch: int) -> Trees:
+def trees_of(seq: torch.Tensor, batch: int) -> KernelTrees:
     """Nothing but where rows lie."""
     nothing = torch.zeros(batch, 1, 1, dtype=torch.int64)
     rows = PackedRows.of(seq, batch)
-    return Trees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0, 0)
+    return KernelTrees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0, 0)
 
 
 @given(st.integers(1, 4000), st.integers(0, 40_000), st.integers(1, 200))

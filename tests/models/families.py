@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts, Target
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.speculative.tree import DraftTree
 from tests.toy import LLAMA, best, random_tree
 
@@ -145,22 +145,24 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def target_of(model: PreTrainedModel, **how: Any) -> Target:
+def target_of(model: PreTrainedModel, **how: Any) -> TargetModel:
     """Five slots, of which SLOTS are ready to be written."""
-    target = Target(model, num_slots=5, capacity=64, **how)
+    target = TargetModel(model, num_slots=5, capacity=64, **how)
     for slot in SLOTS:
         target.cache.blocks.reserve(slot, 64)
     return target
 
 
-def prefill(target: Target, chunks: list[int] | None) -> Tensor:
+def prefill(target: TargetModel, chunks: list[int] | None) -> Tensor:
     """PROMPTS in the target's slots; the logits after each. chunks: where each is cut in two."""
     if chunks is None:
-        return target.prefill(Prompts.of(SLOTS, PROMPTS)).logits
-    first = target.prefill(Prompts.of(SLOTS, [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)])).logits
+        return target.prefill(PrefillBatch.of(SLOTS, PROMPTS)).logits
+    first = target.prefill(PrefillBatch.of(SLOTS, [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)])).logits
     rest = [b for b, ids in enumerate(PROMPTS) if len(ids) > chunks[b]]
     later = target.prefill(
-        Prompts.of([SLOTS[b] for b in rest], [PROMPTS[b][chunks[b] :] for b in rest], starts=[chunks[b] for b in rest])
+        PrefillBatch.of(
+            [SLOTS[b] for b in rest], [PROMPTS[b][chunks[b] :] for b in rest], starts=[chunks[b] for b in rest]
+        )
     ).logits
     return first.index_copy(0, torch.tensor(rest), later)
 
@@ -181,7 +183,7 @@ def path_to(tree: DraftTree, b: int, node: int) -> list[int]:
 
 def assert_trees_equal(
     plain: PreTrainedModel,
-    target: Target,
+    target: TargetModel,
     chunks: list[int] | None = None,
     atol: float = 1e-4,
     budgets: Sequence[int] = (9, 2, 6),
@@ -197,7 +199,7 @@ def assert_trees_equal(
     for b, ids in enumerate(PROMPTS):
         torch.testing.assert_close(logits[b], own(ids), atol=atol, rtol=0)
     tree = random_trees(budgets)
-    batch = BatchSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
+    batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
     rows = tree.pack(batch.lengths, sum(budgets) + padding)
     logits, _ = target.verify(tree, rows, batch, max_depth=8)
     for b, budget in enumerate(budgets):

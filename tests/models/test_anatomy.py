@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.anatomy import Anatomy, Mask, examine
-from eagle_ray.models.target import Target
+from eagle_ray.models.anatomy import KVSpec, Mask, probe
+from eagle_ray.models.target import TargetModel
 from tests.models.families import MOE, WINDOW, config_of, random_model
 from tests.toy import LLAMA, llama
 
@@ -33,13 +33,13 @@ class Averaging(nn.Module):
 
 def refusal(model) -> str:
     with pytest.raises(EngineError) as error:
-        Target(model, 1, 8)
+        TargetModel(model, 1, 8)
     return str(error.value)
 
 
 def test_a_llama_is_what_its_config_says():
     model = llama()
-    assert examine(model, model.lm_head, 64) == Anatomy(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=8)
+    assert probe(model, model.lm_head, 64) == KVSpec(num_layers=2, num_kv_heads=2, key_dim=8, value_dim=8)
 
 
 def test_logits_that_are_changed_after_the_lm_head():
@@ -71,7 +71,7 @@ def test_a_window_that_only_the_mask_knows():
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], WINDOW
     model = random_model(config)
     with pytest.raises(EngineError, match=f"layer 1 masks a window of {WINDOW} and tells attention None"):
-        examine(model, model.lm_head, 64)
+        probe(model, model.lm_head, 64)
 
 
 def test_an_argument_of_attention_that_nobody_here_knows():
@@ -85,7 +85,7 @@ def test_chunks():
     model = random_model(config_of("llama4_text", **MOE, head_dim=16, attention_chunk_size=8, intermediate_size_mlp=48))
     model.base_model_prefix = "model"  # transformers 5.23 names it otherwise, and would be refused for that alone
     with pytest.raises(EngineError, match="Llama4ForCausalLM: layer 0 sees"):
-        examine(model, model.lm_head, 64)
+        probe(model, model.lm_head, 64)
 
 
 @pytest.mark.parametrize("width", [1, 7, 4096, None])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.models.attention import LayerAttention, masked_attention
+from eagle_ray.models.attention import AttentionParams, masked_attention
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5])
@@ -18,6 +18,6 @@ def test_bf16_attention_is_fp32_attention_within_rounding(num_nodes, masked):
     scores = query @ keys.transpose(2, 3) / 4 + (0 if mask is None else mask)
     exact = scores.softmax(-1) @ values
     narrow = [None if x is None else x.bfloat16() for x in (query, keys, values, mask)]
-    out = masked_attention(*narrow, LayerAttention(0, scaling=0.25))
+    out = masked_attention(*narrow, AttentionParams(0, scaling=0.25))
     assert out.shape == exact.shape
     assert (out - exact).abs().max() < 2e-2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.checkpoint import blank_head, load_head, read_shapes, save_head
+from eagle_ray.models.checkpoint import load_head, meta_head, read_shapes, save_head
 from eagle_ray.models.heads import Eagle3Head, EagleHead
 from tests.published import E3, LAYOUTS, LLAMA3_ROPE, RAW, eagle3_tensors, eagle_tensors, maps, target_config, write
 from tests.toy import head, llama
@@ -19,7 +19,7 @@ HEADS = {"EAGLE-2": (RAW, eagle_tensors), "EAGLE-3": (E3, eagle3_tensors)}
 def refused(path, target=TARGET):
     """What both say of it: the check that reads no weights, and the loader."""
     said = []
-    for read in (blank_head, load_head):
+    for read in (meta_head, load_head):
         with pytest.raises(EngineError) as error:
             read(path, target)
         said.append(str(error.value))
@@ -34,7 +34,7 @@ def test_every_layout_of_both_generations_loads(tmp_path, generation, layout):
     tensors = make()
     path = write(tmp_path, tensors, raw, layout)
     assert read_shapes(path) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert all(p.is_meta for p in blank_head(path, TARGET).parameters())
+    assert all(p.is_meta for p in meta_head(path, TARGET).parameters())
     loaded = load_head(path, TARGET)
     assert isinstance(loaded, Eagle3Head if generation == "EAGLE-3" else EagleHead)
     assert loaded.state_dict().keys() == tensors.keys()
@@ -297,7 +297,7 @@ def test_damaged_and_missing_files_are_refused_in_one_line(tmp_path, layout, fil
 def test_pickles_may_hold_weights_only(tmp_path, zipped, capsys):
     write(tmp_path, eagle_tensors(), RAW, "bin")
     torch.save({"fc.weight": Surprise()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    for read in (blank_head, load_head):
+    for read in (meta_head, load_head):
         with pytest.raises(
             EngineError, match=r"cannot be read: it is damaged, or holds more than weights, which is never run"
         ):

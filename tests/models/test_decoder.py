@@ -11,11 +11,11 @@ from eagle_ray.models import layouts
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.models.head_decoder import head_forward
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.layouts import prompt_layout, tree_layout
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.layouts import prefill_metadata, tree_metadata
 from eagle_ray.models.linear import OutputSlice, PackedLinear, pack_linears
-from eagle_ray.models.placement import spread
-from eagle_ray.models.target import Prompts
+from eagle_ray.models.placement import dispatch
+from eagle_ray.models.target import PrefillBatch
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.tree import DraftTree
 from tests.models.families import (
@@ -90,7 +90,7 @@ def test_logits_are_within_1e_5(name, operations):
 def test_features_are_the_inputs_of_their_layers(operations):
     model = llama(num_hidden_layers=5)
     plain, target = plain_copy(model), target_of(model, feature_layers=(3, 0, 4))
-    features = target.prefill(Prompts.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
+    features = target.prefill(PrefillBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
     for ids, found in zip(PROMPTS, features, strict=True):
         hidden = plain(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
         torch.testing.assert_close(found, torch.cat([hidden[i][0] for i in (3, 0, 4)], -1), atol=1e-4, rtol=0)
@@ -110,11 +110,11 @@ def test_a_nodes_logits_are_those_of_plain_decoding_bit_for_bit(name, dtype):
     prefill(target, None)
     lengths = [len(ids) for ids in PROMPTS]
     rows = tree.pack(torch.tensor(lengths), 20)
-    together, _ = target.verify(tree, rows, BatchSlots.of(SLOTS, lengths), max_depth=8)
+    together, _ = target.verify(tree, rows, DecodeSlots.of(SLOTS, lengths), max_depth=8)
     for b, slot in enumerate(SLOTS):
         for depth, parent in enumerate(path(tree, b, deepest(tree, b))):
             alone = DraftTree.of_roots(tree.tokens[b, parent][None])
-            batch = BatchSlots.of([slot], [lengths[b] + depth])
+            batch = DecodeSlots.of([slot], [lengths[b] + depth])
             logits, _ = target.verify(alone, alone.pack(batch.lengths, 1), batch, max_depth=0)
             assert torch.equal(logits[0], together[rows.row_of[b, parent]])
 
@@ -135,7 +135,7 @@ def test_operations_are_chosen_by_device_and_dtype():
     weight = torch.zeros(1)
     assert decoder_module.ops_for(weight) is cpu_ops
     assert decoder_module.ops_for(weight.half()) is decoder_module.torch_ops
-    assert layouts.runs_in_cpp(target_of(llama()).cache)
+    assert layouts.uses_cpp(target_of(llama()).cache)
 
 
 @torch.inference_mode()
@@ -157,7 +157,7 @@ def test_merged_projections_keep_the_module_tree_as_it_was():
 
 def test_what_differs_in_more_than_weights_is_left_to_transformers():
     other, placed, quantised = random_model(FAMILIES["phi3"]), llama(), llama()
-    spread(placed, ["cpu", "cpu"], [0, 1])
+    dispatch(placed, ["cpu", "cpu"], [0, 1])
     quantised.model.layers[1].mlp.down_proj = torch.nn.Identity()
     gelu, mixed = random_model(config_of("llama", hidden_act="gelu")), llama().bfloat16()
     mixed.model.norm.float()
@@ -181,9 +181,9 @@ def test_heads_compute_what_their_modules_do(make, packed, operations):
     hidden = torch.randn(2, 8, weights.config.hidden_size)
     positions, lengths = torch.arange(8), [0]
     chain = torch.ones(1, 8, 8, dtype=torch.bool).tril()
-    layout = tree_layout(
+    layout = tree_metadata(
         target.cache,
-        BatchSlots.of([SLOTS[0]], lengths),
+        DecodeSlots.of([SLOTS[0]], lengths),
         cells=target.cache.cells(torch.full((8,), SLOTS[0]), positions),
         ancestors=chain,
         depths=positions[None],
@@ -200,7 +200,7 @@ def test_a_draft_model_runs_on_our_forward_too(operations):
     draft = DraftModel(llama(seed=3))
     own = plain_copy(draft.model).model(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False).last_hidden_state[0]
     target, positions = target_of(llama()), torch.arange(len(PROMPTS[0]))
-    layout = prompt_layout(target.cache, [SLOTS[0]], [0], [0], [len(positions)])
+    layout = prefill_metadata(target.cache, [SLOTS[0]], [0], [0], [len(positions)])
     embeddings = draft.embed_tokens(torch.tensor(PROMPTS[0]))
     torch.testing.assert_close(head_forward(draft)(embeddings, embeddings, positions, layout), own, atol=1e-4, rtol=0)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eagle_ray.models.company import Company
-from eagle_ray.models.folding import Folding, fold_rectangle, unfold_rectangle
+from eagle_ray.models.company import AttentionGroup
+from eagle_ray.models.folding import GQAPacking, fold_rectangle, unfold_rectangle
 
 HEADS, KV_HEADS, DIM = 6, 2, 4
 ROW_OF = torch.tensor([[0, 1, 2], [3, 0, 0], [4, 5, 0]])  # trees of 3, 1 and 2 rows
@@ -17,27 +17,30 @@ def queries(num_rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "companies",
+    "groups",
     [
-        [Company([0, 1, 2], 3)],
-        [Company([1, 2], 2), Company([0], 3)],
-        [Company([2, 0], 3), Company([1], 1)],
-        [Company([2], 2), Company([1], 1), Company([0], 3)],
+        [AttentionGroup([0, 1, 2], 3)],
+        [AttentionGroup([1, 2], 2), AttentionGroup([0], 3)],
+        [AttentionGroup([2, 0], 3), AttentionGroup([1], 1)],
+        [AttentionGroup([2], 2), AttentionGroup([1], 1), AttentionGroup([0], 3)],
     ],
 )
-def test_ragged_trees_are_padded_and_folded_and_come_back(companies):
-    query, folding = queries(6), Folding.of(ROW_OF, UNPACK, HEADS, KV_HEADS, companies)
+def test_ragged_trees_are_padded_and_folded_and_come_back(groups):
+    query, folding = queries(6), GQAPacking.of(ROW_OF, UNPACK, HEADS, KV_HEADS, groups)
     folded = folding.fold(query)
-    for company, rows in zip(companies, folded, strict=True):
-        by_tree = query[0][:, ROW_OF[company.members, : company.size]].transpose(0, 1)  # [b, heads, n, d]
-        assert torch.equal(rows, by_tree.reshape(len(company.members), KV_HEADS, 3 * company.size, DIM))
+    for group, rows in zip(groups, folded, strict=True):
+        by_tree = query[0][:, ROW_OF[group.members, : group.size]].transpose(0, 1)  # [b, heads, n, d]
+        assert torch.equal(rows, by_tree.reshape(len(group.members), KV_HEADS, 3 * group.size, DIM))
     assert torch.equal(folding.unfold(folded, HEADS), query)
     as_torch_leaves_it = [rows.transpose(1, 2).contiguous().transpose(1, 2) for rows in folded]
     assert torch.equal(folding.unfold(as_torch_leaves_it, HEADS), query)
 
 
 def test_a_rectangle_needs_no_index():
-    query, row_of, together = queries(6), torch.arange(6).view(2, 3), [Company([0, 1], 3)]
-    folded, folding = fold_rectangle(query, 2, KV_HEADS), Folding.of(row_of, torch.arange(6), HEADS, KV_HEADS, together)
+    query, row_of, together = queries(6), torch.arange(6).view(2, 3), [AttentionGroup([0, 1], 3)]
+    folded, folding = (
+        fold_rectangle(query, 2, KV_HEADS),
+        GQAPacking.of(row_of, torch.arange(6), HEADS, KV_HEADS, together),
+    )
     assert torch.equal(folded, folding.fold(query)[0])
     assert torch.equal(unfold_rectangle(folded, HEADS), folding.unfold([folded], HEADS))

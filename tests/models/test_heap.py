@@ -9,8 +9,8 @@ from eagle_ray.models import heap
 
 FAULTS = """
 import resource, sys, torch
-from eagle_ray.models.heap import keep_freed_memory
-if sys.argv[1] == "keep" and not keep_freed_memory():
+from eagle_ray.models.heap import tune_malloc
+if sys.argv[1] == "keep" and not tune_malloc():
     print("no glibc")
     raise SystemExit
 faults = []

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_ray.models.linear import FEWEST_ROWS, PackedLinear, make_kernels, pack_linears
+from eagle_ray.models.linear import MIN_PACKED_ROWS, PackedLinear, pack_linears, warm_up_kernels
 from tests.toy import llama
 
 SHAPES = [(512, 512), (96, 2048), (33, 65)]  # the second is one whose kernel for a single row sums in another order
@@ -91,13 +91,13 @@ def test_a_kernel_is_made_for_every_number_of_rows_once_per_shape(monkeypatch):
     """A layer that is alike is not run again, and one so large that its kernels are nothing beside it is not run."""
     made = []
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: made.append((self.out_features, len(rows))))
-    monkeypatch.setattr("eagle_ray.models.linear.MOST_WEIGHTS", 512 * 640)
+    monkeypatch.setattr("eagle_ray.models.linear.MAX_WARM_WEIGHTS", 512 * 640)
     sizes = (512, 512, 640, 1024)
-    make_kernels(nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)), 9)
-    assert made == [(size, rows) for rows in range(FEWEST_ROWS, 10) for size in (512, 640)]
+    warm_up_kernels(nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)), 9)
+    assert made == [(size, rows) for rows in range(MIN_PACKED_ROWS, 10) for size in (512, 640)]
     made.clear()
-    make_kernels(nn.Sequential(PackedLinear(nn.Linear(512, 512))), 1)  # whose passes are filled up
-    assert made == [(512, FEWEST_ROWS)]
+    warm_up_kernels(nn.Sequential(PackedLinear(nn.Linear(512, 512))), 1)  # whose passes are filled up
+    assert made == [(512, MIN_PACKED_ROWS)]
 
 
 @needs_packing

@@ -6,7 +6,7 @@ from torch import nn
 
 from eagle_ray.models import linear_kernels
 from eagle_ray.models.linear import PackedLinear, pack_linears
-from eagle_ray.models.linear_kernels import FEWEST_ROWS, FILLED_ONLY, Kernel, choose_kernels
+from eagle_ray.models.linear_kernels import FILLED_ONLY, MIN_PACKED_ROWS, Kernel, choose_kernels
 from tests.models.test_linear import needs_packing
 
 pytestmark = needs_packing
@@ -71,7 +71,7 @@ def test_every_kernel_computes_the_layer(kernel, shape):
     torch.manual_seed(0)
     plain = nn.Linear(48, 80).requires_grad_(False)
     inputs = torch.randn(*shape, 48)
-    packed = PackedLinear(plain, dict.fromkeys(range(1, FEWEST_ROWS), kernel))
+    packed = PackedLinear(plain, dict.fromkeys(range(1, MIN_PACKED_ROWS), kernel))
     torch.testing.assert_close(packed(inputs), plain(inputs), atol=1e-5, rtol=0)
 
 

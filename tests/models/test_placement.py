@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from eagle_ray.errors import EngineError
 from eagle_ray.models import kv_cache, layouts
 from eagle_ray.models import target as target_module
-from eagle_ray.models.anatomy import examine
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.placement import layer_sizes, moved, other_size, place_layers, spread
-from eagle_ray.models.target import Prompts, Target
+from eagle_ray.models.anatomy import probe
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.placement import dispatch, layer_sizes, moved, other_size, place_layers
+from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.speculative.tree import DraftTree
 from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
 from tests.toy import llama
@@ -50,7 +50,7 @@ def test_a_spread_model_computes_what_it_did():
     tokens = torch.arange(1, 9)[None]
     expected = llama()(tokens).logits
     model = llama()
-    spread(model, ["cpu", "cpu"], [0, 1])
+    dispatch(model, ["cpu", "cpu"], [0, 1])
     assert torch.equal(model(tokens).logits, expected)
 
 
@@ -63,7 +63,7 @@ def test_what_a_layer_is_given_follows_it_and_a_layout_stays():
 
 def test_layers_are_moved_to_their_devices():
     model = llama()
-    spread(model, ["cpu", "meta"], [0, 1])
+    dispatch(model, ["cpu", "meta"], [0, 1])
     assert {p.device.type for p in model.base_model.layers[1].parameters()} == {"meta"}
     assert {p.device.type for p in model.base_model.layers[0].parameters()} == {"cpu"}
     assert model.get_output_embeddings().weight.device.type == "cpu"
@@ -101,19 +101,19 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
     """Fake tensors know devices and shapes but no numbers: what a pass over two would mix up fails here."""
     config = FAMILIES[name]
     model = random_model(config)
-    anatomy = examine(model, Target(model, 1, 8).logits, 64)
-    monkeypatch.setattr(target_module, "examine", lambda *_: anatomy)  # it looks at numbers
-    monkeypatch.setattr(layouts, "runs_in_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
+    anatomy = probe(model, TargetModel(model, 1, 8).logits, 64)
+    monkeypatch.setattr(target_module, "probe", lambda *_: anatomy)  # it looks at numbers
+    monkeypatch.setattr(layouts, "uses_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
     monkeypatch.setattr(nn.Module, "to", fake_to)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
-        spread(model, ["cpu", "cpu:1"], [0, 1])
+        dispatch(model, ["cpu", "cpu:1"], [0, 1])
         target = target_of(model, feature_layers=(0, 1))
-        prompts = Prompts.of(SLOTS, PROMPTS)
+        prompts = PrefillBatch.of(SLOTS, PROMPTS)
         passed = target.prefill(prompts)
         assert {passed.logits.device, passed.features.device} == {torch.device("cpu")}
         tree = DraftTree.of_roots(torch.tensor([5, 6, 7]))
-        batch = BatchSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
+        batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
         logits, features = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)
         assert {logits.device, features.device} == {torch.device("cpu")}

@@ -19,7 +19,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.linear import PackedLinear, pack_linears
 from eagle_ray.models.loading import load_target
-from eagle_ray.pair import build_pair, cost_parts
+from eagle_ray.pair import build_engine_from_config, cost_key
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.models.families import CHUNKS, assert_trees_equal, target_of
 from tests.toy import llama
@@ -118,8 +118,8 @@ def test_its_trees_equal_its_own_forward(checkpoint):
 
 def test_it_is_a_target_like_any_other(checkpoint):
     model = ModelConfig(target=str(checkpoint[0]), max_model_len=64)
-    engine = build_pair(model, SpeculativeConfig(method="none"), slots=2).engine
-    json.dumps(cost_parts(engine, SpeculativeConfig()))  # the name under which its steps' costs are kept
+    engine = build_engine_from_config(model, SpeculativeConfig(method="none"), slots=2).engine
+    json.dumps(cost_key(engine, SpeculativeConfig()))  # the name under which its steps' costs are kept
     sequence = Sequence("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
     engine.add(sequence)
     while engine.has_work:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eagle_ray.models.kv_cache import BatchSlots
-from eagle_ray.models.target import Prompts
+from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch
 from eagle_ray.speculative.tree import DraftTree
 from eagle_ray.speculative.verify import VerifyResult
 from tests.models.families import PROMPTS, assert_trees_equal, path_to, plain_copy, target_of
@@ -24,15 +24,15 @@ def test_prompts_beside_trees_give_what_either_gives_alone():
     model, ids = llama(), [[5, 9, 33, 7], [8, 40, 2], [61, 3, 3, 9, 12]]
     targets = [target_of(model), target_of(model)]
     for target in targets:
-        target.prefill(Prompts.of([3, 0], [ids[0], ids[2][:2]]))
+        target.prefill(PrefillBatch.of([3, 0], [ids[0], ids[2][:2]]))
     trees = random_tree(torch.Generator().manual_seed(3), 6, vocab=97)
-    batch, chunks = BatchSlots.of([3], [4]), Prompts.of([0, 4], [ids[2][2:], ids[1]], starts=[2, 0])
+    batch, chunks = DecodeSlots.of([3], [4]), PrefillBatch.of([0, 4], [ids[2][2:], ids[1]], starts=[2, 0])
     rows = trees.pack(batch.lengths, 7)  # one of padding
     alone, logits = targets[0].prefill(chunks), targets[0].verify(trees, rows, batch, max_depth=5)
-    *beside, passed = targets[1].verify_beside(trees, rows, batch, 5, chunks)
+    *beside, passed = targets[1].forward_mixed(trees, rows, batch, 5, chunks)
     for one, other in zip((*logits, alone.logits, alone.hidden), (*beside, passed.logits, passed.hidden), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-    roots, after = DraftTree.of_roots(torch.tensor([6, 7, 8])), BatchSlots.of([3, 0, 4], [4, 5, 3])
+    roots, after = DraftTree.of_roots(torch.tensor([6, 7, 8])), DecodeSlots.of([3, 0, 4], [4, 5, 3])
     seen = [t.verify(roots, roots.pack(after.lengths, 3), after, max_depth=0)[0] for t in targets]
     torch.testing.assert_close(*seen, atol=1e-5, rtol=0)
 
@@ -44,11 +44,11 @@ def test_what_is_committed_is_the_path_and_nothing_else():
     plain, target = plain_copy(model), target_of(model)
     generator = torch.Generator().manual_seed(5)
     sequences = [list(ids) for ids in PROMPTS]
-    target.prefill(Prompts.of([3, 0, 4], sequences))
+    target.prefill(PrefillBatch.of([3, 0, 4], sequences))
     for _ in range(5):
         trees = [random_tree(generator, 9, vocab=97) for _ in sequences]
         tree = DraftTree(*(torch.cat([getattr(t, f) for t in trees]) for f in DraftTree.__slots__))
-        batch = BatchSlots.of([3, 0, 4], [len(ids) for ids in sequences])
+        batch = DecodeSlots.of([3, 0, 4], [len(ids) for ids in sequences])
         target.verify(tree, tree.pack(batch.lengths, 27), batch, max_depth=8)
         ends = torch.randint(0, 9, (3,), generator=generator).tolist()
         paths = [path_to(tree, b, end) for b, end in enumerate(ends)]
@@ -58,7 +58,7 @@ def test_what_is_committed_is_the_path_and_nothing_else():
         for b, path in enumerate(paths):
             sequences[b] += tree.tokens[b, path].tolist()
     roots = DraftTree.of_roots(torch.tensor([6, 7, 8]))
-    batch = BatchSlots.of([3, 0, 4], [len(ids) for ids in sequences])
+    batch = DecodeSlots.of([3, 0, 4], [len(ids) for ids in sequences])
     logits, _ = target.verify(roots, roots.pack(batch.lengths, 3), batch, max_depth=0)
     for b, ids in enumerate(sequences):
         wanted = plain(torch.tensor([[*ids, 6 + b]])).logits[0, -1]

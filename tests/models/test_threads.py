@@ -38,7 +38,7 @@ def eight_threads():
 def test_the_fewest_threads_that_are_nearly_as_fast(eight_threads, monkeypatch, seconds, wanted):
     work = Timed(seconds)
     monkeypatch.setattr(threads.time, "perf_counter", lambda: work.now)
-    assert threads.settle_threads(work.run) == wanted == torch.get_num_threads()
+    assert threads.tune_num_threads(work.run) == wanted == torch.get_num_threads()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the process's threads in /proc")
@@ -48,7 +48,7 @@ def test_a_passing_thread_leaves_no_helpers(eight_threads):
         return num_threads()
 
     before = num_threads()
-    assert threads.in_passing_thread(product) >= before + 8
+    assert threads.run_in_temporary_thread(product) >= before + 8
     deadline = time.monotonic() + 10
     while num_threads() > before and time.monotonic() < deadline:  # the system takes a moment to bury them
         time.sleep(0.01)
@@ -57,7 +57,7 @@ def test_a_passing_thread_leaves_no_helpers(eight_threads):
 
 def test_what_a_passing_thread_raises_is_raised():
     with pytest.raises(KeyError, match="gone"):
-        threads.in_passing_thread(lambda: {}["gone"])
+        threads.run_in_temporary_thread(lambda: {}["gone"])
 
 
 def num_threads() -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from eagle_ray.config import load_config
 from eagle_ray.report.page import page
-from eagle_ray.report.summary import Group, summary_json
+from eagle_ray.report.summary import RunStats, summary_json
 
 VOID = {"meta", "br"}
 
@@ -42,13 +42,13 @@ class Outline(HTMLParser):
                 self.headings.append(data)
 
 
-def group(**changes: Any) -> Group:
+def group(**changes: Any) -> RunStats:
     """100 rows of 10 steps each: two tokens drafted in a step, one of them accepted in every second step."""
     counts = {"rows": 100, "prompt_tokens": 900, "output_tokens": 1600, "steps": 1000, "decode_s": 30.0}
     drafts = {"draft_tokens": 2000, "accepted_draft_tokens": 500, "accepted_by_depth": [400, 100]}
     bins = {"confidence_nodes": [900, 600], "confidence_accepted": [50, 450], "confidence_expected": [90.0, 420.0]}
     calibrated = {name.replace("confidence", "calibrated"): value for name, value in bins.items()}
-    return Group(**counts | drafts | bins | calibrated | changes)
+    return RunStats(**counts | drafts | bins | calibrated | changes)
 
 
 def record(**changes: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eagle_ray.report.plots import Axis, Plot, percent, plain, spark
+from eagle_ray.report.plots import Axis, Plot, percent, plain, sparkline
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_a_figure_is_well_formed_and_says_what_it_is():
     root = ElementTree.fromstring(figure.svg('the "label"', marks))
     assert root.attrib["aria-label"] == 'the "label"'
     assert {"x <b>", "y", "a & b"} <= {text.text for text in root.iter("text")}
-    ElementTree.fromstring(spark([0, 1, 2], 2))
-    ElementTree.fromstring(spark([0, 0], 0))
-    assert min(numbers(spark([0, 5, 900], 10))[1::2]) >= 0
+    ElementTree.fromstring(sparkline([0, 1, 2], 2))
+    ElementTree.fromstring(sparkline([0, 0], 0))
+    assert min(numbers(sparkline([0, 5, 900], 10))[1::2]) >= 0

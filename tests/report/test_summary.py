@@ -9,9 +9,9 @@ import pytest
 
 from eagle_ray.data.parts import tables
 from eagle_ray.data.schema import output_schema, table_of
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 from eagle_ray.report.comparison import compare
-from eagle_ray.report.summary import Group, ReadColumns, summarise, summary_json, total
+from eagle_ray.report.summary import ReadColumns, RunStats, summarise, summary_json, total
 from eagle_ray.report.table import comparison_table, render, run_table
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -50,7 +50,7 @@ def error(request_id: str, category: str | None) -> dict:
 
 
 def reader(output: Path) -> ReadColumns:
-    return partial(tables, Location.of(output) / "data")
+    return partial(tables, StoragePath.of(output) / "data")
 
 
 def write(output: Path, *files: list[dict]) -> Path:
@@ -86,7 +86,7 @@ def test_tau_is_pooled_over_steps(run):
 def test_nothing_is_no_division_by_zero(tmp_path):
     assert summarise(reader(tmp_path)) == {}
     empty = total({})
-    assert empty == Group() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
+    assert empty == RunStats() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
 
 
 def test_lists_of_different_lengths_are_added_by_depth(tmp_path):

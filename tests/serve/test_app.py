@@ -9,9 +9,9 @@ import pytest
 
 from eagle_ray.config import ServeConfig
 from eagle_ray.data.input.plan import plan_input, requests_of
-from eagle_ray.data.record import Run
+from eagle_ray.data.record import RunHandle
 from eagle_ray.data.schema import request_schema, table_of
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 from eagle_ray.data.worker import Worker
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.keys import ApiKeys
@@ -36,7 +36,7 @@ def batch_rows(tmp_path, rows):
     pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
     config = small_job(tmp_path, rows, **pair)
     plan = plan_input(config)
-    worker = Worker(config, Run(Location.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+    worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
     try:
         requests = table_of(list(requests_of(plan)), request_schema(plan.passthrough))
         answers: pa.Table = asyncio.run(worker.answer(requests))

@@ -18,9 +18,9 @@ from ray.serve.schema import ServeDeploySchema
 
 from eagle_ray import cli
 from eagle_ray.config import ConfigError, load_serve_config
-from eagle_ray.endpoint import _check_free
-from eagle_ray.serve.board import SILENT_S, Board
-from eagle_ray.serve.deployment import Shape, shape_of
+from eagle_ray.endpoint import _check_port
+from eagle_ray.serve.board import SILENT_S, MetricsAggregator
+from eagle_ray.serve.deployment import ReplicaPlan, plan_replicas
 from eagle_ray.serve.snapshot import Snapshot, added_up
 from tests.data.nodes import cluster_of, parent_of
 from tests.processes import Watched, descendants
@@ -35,16 +35,16 @@ def config_of(**settings):
 @pytest.mark.parametrize(
     ("settings", "gpus", "shape"),
     [
-        ({}, 0, Shape(1, 1, 0, 8)),
-        ({}, 4, Shape(4, 4, 1, 2)),
-        ({"model.device": "cpu"}, 4, Shape(1, 1, 0, 8)),
-        ({"serving.gpus_per_replica": 2}, 4, Shape(2, 2, 2, 4)),
-        ({"serving.replicas": 2}, 0, Shape(2, 2, 0, 4)),
-        ({"serving.replicas.min": 1, "serving.replicas.max": 4}, 4, Shape(1, 4, 1, 2)),
+        ({}, 0, ReplicaPlan(1, 1, 0, 8)),
+        ({}, 4, ReplicaPlan(4, 4, 1, 2)),
+        ({"model.device": "cpu"}, 4, ReplicaPlan(1, 1, 0, 8)),
+        ({"serving.gpus_per_replica": 2}, 4, ReplicaPlan(2, 2, 2, 4)),
+        ({"serving.replicas": 2}, 0, ReplicaPlan(2, 2, 0, 4)),
+        ({"serving.replicas.min": 1, "serving.replicas.max": 4}, 4, ReplicaPlan(1, 4, 1, 2)),
     ],
 )
 def test_one_replica_for_each_gpu_or_as_many_as_are_asked_for(settings, gpus, shape):
-    assert shape_of(config_of(**settings), gpus, cpus=8) == shape
+    assert plan_replicas(config_of(**settings), gpus, cpus=8) == shape
 
 
 def test_what_users_are_given_is_valid():
@@ -59,7 +59,7 @@ def test_what_users_are_given_is_valid():
 
 
 def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
-    monkeypatch.setattr("eagle_ray.pair.check_pair", None)
+    monkeypatch.setattr("eagle_ray.pair.check_models", None)
     assert cli.main(["serve", "--set", "serving.prot=1"]) == 2
     assert "did you mean serving.port?" in capsys.readouterr().err
     with socket.socket() as taken:
@@ -69,7 +69,7 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
         assert cli.main(["serve", "--port", str(port)]) == 2
         assert f"serving.port: 127.0.0.1:{port} cannot be had" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"serving\.port"):
-        _check_free("203.0.113.1", 1234)
+        _check_port("203.0.113.1", 1234)
 
 
 def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
@@ -80,12 +80,12 @@ def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
         told = asyncio.run(board.put(name, Snapshot(counters, {"running": 1}), known or {}))
         return told, added_up(told.values())
 
-    board = Board()
+    board = MetricsAggregator()
     put(board, "a", {"x": 5, "y": 0})
     told, together = put(board, "b", {"x": 1})
     assert together == Snapshot({"x": 6, "y": 0}, {"running": 2})
     assert put(board, "b", {"x": 0})[1].counters["x"] == 6  # overtaken on its way
-    assert put(Board(), "b", {"x": 2}, told)[1].counters["x"] == 7  # the first board is lost
+    assert put(MetricsAggregator(), "b", {"x": 2}, told)[1].counters["x"] == 7  # the first board is lost
     for now[0], ended in ((60.0, "a"), (2000.0, "")):  # "a" is silent, then it has ended
         told, together = put(board, "b", {"x": 2})
         assert together == Snapshot({"x": 7, "y": 0}, {"running": 1}) and set(told) == {ended, "b"}

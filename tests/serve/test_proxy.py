@@ -24,7 +24,7 @@ def answering(status, kind, *parts, dies=None):
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    return proxy.ErrorForm(app)
+    return proxy.OpenAIErrorMiddleware(app)
 
 
 @pytest.mark.parametrize("status", [404, 500, 503])
@@ -62,5 +62,5 @@ def test_health_is_not_waited_for(monkeypatch):
     async def waits(scope, receive, send):
         await asyncio.sleep(60)
 
-    answer = asyncio.run(get(proxy.ErrorForm(waits), "/health"))
+    answer = asyncio.run(get(proxy.OpenAIErrorMiddleware(waits), "/health"))
     assert answer.status == 503 and answer.json["error"]["code"] == "no_replica"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from eagle_ray.config import load_serve_config
-from eagle_ray.serve.asked import asked_of
+from eagle_ray.serve.asked import prepare_generation
 from eagle_ray.serve.chunks import ChoiceChunks
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
@@ -54,7 +54,7 @@ def choice_of(service, kind, output, accepted, **extra):
     """A finished choice with the given output, as if its steps had accepted so many drafts each."""
     config = load_serve_config(None, env={}, overrides={"model.device": "cpu"})
     prompt = FRANCE if kind is ChatRequest else {"prompt": "Once"}
-    asked = asked_of(parse(kind, json.dumps(prompt | ASKS | extra).encode()), config, service.text)
+    asked = prepare_generation(parse(kind, json.dumps(prompt | ASKS | extra).encode()), config, service.text)
     [choice] = asked.choices
     sequence = choice.sequence
     sequence.stats = AcceptanceStats.empty(8)

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.speculative.budget import Budget, Candidates, global_, static, uniform
+from eagle_ray.speculative.budget import Budget, Candidates, best_of_batch, static, uniform
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.tree import DraftTree
 from tests.speculative.test_tree import check_laws, grown, shapes
 
 
-def best_of_batch(tree: DraftTree, budget: Budget) -> list[set[int]]:
+def one_node_at_a_time(tree: DraftTree, budget: Budget) -> list[set[int]]:
     """One node after the other: always the most valuable of the whole batch that its tree still has room for."""
     batch = tree.tokens.shape[0]
     kept = [{0} for _ in range(batch)]
@@ -46,8 +46,8 @@ def test_global_buys_the_best_nodes_of_the_batch_and_their_ancestors(data, seed,
         max_depths=data.draw(limits),
         log_weights=data.draw(weights),
     )
-    keep = global_(tree, budget)
-    wanted = best_of_batch(tree, budget)
+    keep = best_of_batch(tree, budget)
+    wanted = one_node_at_a_time(tree, budget)
     assert [set(row.nonzero().flatten().tolist()) for row in keep] == wanted
     kept = tree.rerank(keep, budget.num_nodes)
     check_laws(kept)  # every kept node's ancestors are kept

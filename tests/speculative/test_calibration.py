@@ -24,7 +24,7 @@ def test_a_known_distortion_is_recovered(slope, offset, first):
     calibration, kinds = Calibration(levels=2), torch.ones(16, dtype=torch.int64)
     for seed in range(400):
         said, picked = judged(seed, slope, offset, first, 16)
-        calibration.learn(kinds, torch.stack([said] * 2), torch.stack([picked] * 2), ON_LEVEL_1.expand(2, 16))
+        calibration.update(kinds, torch.stack([said] * 2), torch.stack([picked] * 2), ON_LEVEL_1.expand(2, 16))
     found = calibration.fit.parameters[1, 1]
     torch.testing.assert_close(found, torch.tensor([slope, offset, first]), atol=0.25, rtol=0)
     assert (calibration.fit.parameters[0] == UNTAUGHT).all() and (calibration.fit.parameters[1, 0] == UNTAUGHT).all()
@@ -38,7 +38,7 @@ def test_it_begins_as_the_identity():
 
 def test_nodes_that_were_not_reached_teach_nothing():
     calibration, (said, picked) = Calibration(levels=1), judged(0, 3.0, 2.0, 1.0, 64)
-    calibration.learn(torch.zeros(64).long(), said[None], picked[None], torch.zeros(1, 64, dtype=torch.bool))
+    calibration.update(torch.zeros(64).long(), said[None], picked[None], torch.zeros(1, 64, dtype=torch.bool))
     assert (calibration.fit.parameters == UNTAUGHT).all()
 
 
@@ -59,7 +59,7 @@ def test_wild_picks_do_not_make_it_wild():
     said = torch.tensor([[-1e-7], [-50.0]]).repeat(8, 1)
     for _ in range(200):
         picked = said < -1
-        calibration.learn(torch.zeros(16).long(), said[None], picked[None], torch.ones(1, 16, dtype=torch.bool))
+        calibration.update(torch.zeros(16).long(), said[None], picked[None], torch.ones(1, 16, dtype=torch.bool))
     assert calibration.fit.parameters.isfinite().all() and calibration.fit.parameters[0, 0, 0] >= 0.1
 
 
@@ -68,6 +68,6 @@ def test_a_second_choice_is_never_preferred():
     calibration, said = Calibration(levels=1), torch.tensor([[0.4, 0.39]]).log().expand(16, 2)
     picked = torch.tensor([[False, True]]).expand(16, 2)
     for _ in range(50):
-        calibration.learn(torch.zeros(16).long(), said[None], picked[None], torch.ones(1, 16, dtype=torch.bool))
+        calibration.update(torch.zeros(16).long(), said[None], picked[None], torch.ones(1, 16, dtype=torch.bool))
     first, second = calibration.apply(0, torch.tensor([0]), said[None, :1])[0, 0]
     assert calibration.fit.parameters[0, 0, 2] == 0 and first >= second

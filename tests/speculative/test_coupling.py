@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from eagle_ray.speculative.coupling import LARGE_NOISE, Coupling, dropped
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, gumbel_noise, pick, process
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, gumbel_noise, process, sample
 
 ROWS, VOCAB = 16, 60
 
 
-def sampled(temperature: float = 1.0, **params: float) -> BatchSampling:
-    return BatchSampling.of([SamplingParams(temperature, seed=i, **params) for i in range(ROWS)])
+def sampled(temperature: float = 1.0, **params: float) -> SamplingBatch:
+    return SamplingBatch.of([SamplingParams(temperature, seed=i, **params) for i in range(ROWS)])
 
 
 @pytest.mark.parametrize("weights", [(1.5, 0.5, 0.4), (0.8, 1.5, 0.0)])
@@ -25,7 +25,7 @@ def test_the_weights_that_made_the_picks_are_recovered(weights, temperature):
         probs = (weights[0] * logits + temperature * push).softmax(-1)
         picks = torch.multinomial(probs, 1, generator=generator)[:, 0]
         logits, noise, picks = (torch.stack([x, x]) for x in (logits, noise, picks))
-        coupling.learn(logits, sampling, rows, noise, picks, reached)
+        coupling.update(logits, sampling, rows, noise, picks, reached)
     found = coupling.fit.parameters[1, 0, :3]
     torch.testing.assert_close(found, torch.tensor(weights), atol=0.2, rtol=0)
     assert (coupling.fit.parameters[0] == Coupling(levels=1).fit.parameters[0]).all()
@@ -38,7 +38,7 @@ def test_an_exact_drafter_with_full_weights_knows_the_pick(params):
     coupling.fit.parameters[:] = torch.tensor([20.0, 20.0, 0.0, -1e4])
     logits = 2 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(7, 7 + ROWS)
-    picks = pick(logits, sampling, rows, positions)
+    picks = sample(logits, sampling, rows, positions)
     noise, others = (gumbel_noise(sampling.seed, positions + i, torch.arange(VOCAB)) for i in range(2))
     best = coupling.log_probs(0, logits[:, None], sampling, rows, noise).argmax(-1)[:, 0]
     assert (best == picks).all()
@@ -64,5 +64,5 @@ def test_what_was_dropped_wrongly_is_learned():
         logits = torch.randn(ROWS, 4, generator=generator)
         picks = torch.randint(0, 4, (ROWS,), generator=generator)
         noise = gumbel_noise(sampling.seed, torch.full((ROWS,), step), torch.arange(4))
-        coupling.learn(logits[None], sampling, rows, noise[None], picks[None], reached)
+        coupling.update(logits[None], sampling, rows, noise[None], picks[None], reached)
     assert coupling.fit.parameters[0, 0, 3] > -1.0

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.speculative.blend import Blend
+from eagle_ray.speculative.blend import EnsembleCalibration
 from eagle_ray.speculative.merge import merge
 from eagle_ray.speculative.tree import DraftTree
 from tests.speculative.test_tree import check_laws, grown
@@ -66,19 +66,19 @@ def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, coun
 def test_a_blend_begins_with_a_lone_word_as_it_is_and_with_the_mean_of_several():
     said = torch.tensor([[[-0.1, -torch.inf], [-torch.inf, -0.5], [0.2, 0.8], [0.5, 0.5]]])
     said[0, 2:] = said[0, 2:].log()
-    values = Blend(1, 2).apply(torch.ones(1, 4).long(), torch.zeros(1).long(), said)
+    values = EnsembleCalibration(1, 2).apply(torch.ones(1, 4).long(), torch.zeros(1).long(), said)
     torch.testing.assert_close(values[0], torch.tensor([-0.1, -0.5, torch.tensor(0.5).log(), torch.tensor(0.5).log()]))
 
 
 def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
     """Two drafters say one half of all they offer: both always rightly, the first alone at times, the second never."""
-    blend, generator = Blend(2, 2), torch.Generator().manual_seed(0)
+    blend, generator = EnsembleCalibration(2, 2), torch.Generator().manual_seed(0)
     half, none = float(torch.tensor(0.5).log()), -torch.inf
     said = torch.tensor([[half, half], [half, none], [none, half]])
     for _ in range(300):
         case = torch.randint(0, 3, (8,), generator=generator)
         right = torch.where(case == 1, torch.rand(8, generator=generator) < 0.5, case == 0)
-        blend.learn(1, torch.zeros(8).long(), said[case][:, None], torch.ones(8, 1).bool(), right[:, None])
+        blend.update(1, torch.zeros(8).long(), said[case][:, None], torch.ones(8, 1).bool(), right[:, None])
     values = blend.apply(torch.full((1, 3), 2), torch.zeros(1).long(), said[None]).exp()[0]
     assert values[0] > 0.85 and abs(values[1] - 0.5) < 0.1 and values[2] < 0.15
     untold = blend.apply(torch.full((1, 3), 1), torch.zeros(1).long(), said[None]).exp()[0]
@@ -86,8 +86,8 @@ def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
 
 
 def test_nodes_that_were_not_reached_teach_a_blend_nothing():
-    blend = Blend(1, 2)
-    blend.learn(
+    blend = EnsembleCalibration(1, 2)
+    blend.update(
         0, torch.zeros(2).long(), torch.full((2, 3, 2), -1.0), torch.zeros(2, 3).bool(), torch.zeros(2, 3).bool()
     )
-    assert torch.equal(blend.fit.parameters, Blend(1, 2).fit.parameters)
+    assert torch.equal(blend.fit.parameters, EnsembleCalibration(1, 2).fit.parameters)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_ray.speculative.near_tie import reachable_tokens, rounding_cause
-from eagle_ray.speculative.sampling import BatchSampling, SamplingParams, pick
+from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, sample
 
 VOCAB = 40
 FILTERS = [
@@ -20,7 +20,7 @@ FILTERS = [
 def sampled(logits: torch.Tensor, params: SamplingParams, position: int) -> list[int]:
     """Return the token of each row of logits [R, V]."""
     rows = torch.zeros(len(logits), dtype=torch.long)
-    return pick(logits, BatchSampling.of([params]), rows, rows + position).tolist()
+    return sample(logits, SamplingBatch.of([params]), rows, rows + position).tolist()
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

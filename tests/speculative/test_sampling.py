@@ -8,15 +8,15 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 from eagle_ray.speculative.sampling import (
     GREEDY_BELOW,
-    BatchSampling,
+    SamplingBatch,
     SamplingParams,
     as_int64,
     gumbel_noise,
     keyed_hash,
     mix64,
     mix64_tensor,
-    pick,
     process,
+    sample,
     sample_seed,
 )
 
@@ -74,7 +74,7 @@ def test_noise_is_standard_gumbel():
 )
 def test_processors_equal_transformers(params):
     logits = torch.randn(40, 60, generator=torch.Generator().manual_seed(0)) * 3
-    sampling = BatchSampling.of([SamplingParams(**params)])
+    sampling = SamplingBatch.of([SamplingParams(**params)])
     wanted = TemperatureLogitsWarper(params["temperature"])(None, logits)
     wanted = TopKLogitsWarper(params["top_k"])(None, wanted) if "top_k" in params else wanted
     wanted = TopPLogitsWarper(params["top_p"])(None, wanted) if "top_p" in params else wanted
@@ -90,10 +90,10 @@ def test_rows_of_one_pass_keep_their_own_parameters():
     ]
     logits = torch.randn(30, 17, generator=torch.Generator().manual_seed(1))
     seq, positions = torch.arange(30) % 3, torch.arange(30)
-    together = pick(logits, BatchSampling.of(params), seq, positions)
+    together = sample(logits, SamplingBatch.of(params), seq, positions)
     for i, one in enumerate(params):
         rows = seq == i
-        alone = pick(logits[rows], BatchSampling.of([one]), seq[rows] * 0, positions[rows])
+        alone = sample(logits[rows], SamplingBatch.of([one]), seq[rows] * 0, positions[rows])
         assert together[rows].tolist() == alone.tolist()
 
 
@@ -101,28 +101,28 @@ def test_rows_of_one_pass_keep_their_own_parameters():
 def test_a_tiny_temperature_is_greedy(temperature):
     logits = torch.randn(50, 97, generator=torch.Generator().manual_seed(4))
     rows = torch.arange(50)
-    picks = pick(logits, BatchSampling.of([SamplingParams(temperature=temperature, seed=1)]), rows * 0, rows)
+    picks = sample(logits, SamplingBatch.of([SamplingParams(temperature=temperature, seed=1)]), rows * 0, rows)
     assert picks.tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [GREEDY_BELOW, MAX_TEMPERATURE])
 def test_at_the_bounds_of_the_temperature_scores_are_finite_and_keep_their_order(temperature):
     logits = 30 * torch.randn(20, 97, generator=torch.Generator().manual_seed(4))
-    scores = process(logits, BatchSampling.of([SamplingParams(temperature=temperature)]), torch.zeros(20).long())
+    scores = process(logits, SamplingBatch.of([SamplingParams(temperature=temperature)]), torch.zeros(20).long())
     assert scores.isfinite().all()
     assert (scores.gather(1, logits.argsort(-1)).diff() >= 0).all()
 
 
 def test_greedy_ties_go_to_the_lowest_id():
-    assert pick(torch.zeros(1, 9), BatchSampling.of([SamplingParams()]), torch.tensor([0]), torch.tensor([0])) == 0
+    assert sample(torch.zeros(1, 9), SamplingBatch.of([SamplingParams()]), torch.tensor([0]), torch.tensor([0])) == 0
 
 
 def test_the_pick_follows_the_processed_distribution():
     """Chi-square over 200,000 draws, 7 degrees of freedom; the 1e-6 quantile is 38.3: one false alarm in a million."""
     draws = 200_000
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0]).expand(draws, 8)
-    sampling = BatchSampling.of([SamplingParams(temperature=1.3, seed=11)])
-    picks = pick(logits, sampling, torch.zeros(draws, dtype=torch.int64), torch.arange(draws))
+    sampling = SamplingBatch.of([SamplingParams(temperature=1.3, seed=11)])
+    picks = sample(logits, sampling, torch.zeros(draws, dtype=torch.int64), torch.arange(draws))
     expected = (logits[0] / 1.3).softmax(-1) * draws
     observed = torch.bincount(picks, minlength=8)
     assert ((observed - expected) ** 2 / expected).sum() < 38.3

@@ -58,7 +58,7 @@ def test_rates_are_those_of_the_picks_seen_and_rare_levels_are_like_the_one_abov
         picked = rank[:, None] == torch.arange(3)
         scores = torch.full((50, 3), 0.3).log()
         both = torch.stack([scores, scores]), torch.stack([picked, picked])
-        measured.learn(torch.zeros(50).long(), *both, torch.tensor([[True], [False]]).expand(2, 50))
+        measured.update(torch.zeros(50).long(), *both, torch.tensor([[True], [False]]).expand(2, 50))
     seen = measured.rates()
     assert seen[0] == pytest.approx([0.6, 0.2, 0.1], abs=0.05)
     assert seen[1] == pytest.approx(seen[0]) and seen[2] == pytest.approx(seen[0])

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.speculative.ancestor_words import packed, unpacked
+from eagle_ray.speculative.ancestor_words import pack_mask, unpack_mask
 from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.tree import DraftTree
@@ -97,8 +97,8 @@ def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
 @given(st.integers(1, 200), st.integers(0, 99))
 def test_words_hold_what_is_seen(columns, seed):
     seen = torch.rand(2, 3, columns, generator=torch.Generator().manual_seed(seed)) < 0.5
-    words = packed(seen)
-    assert words.shape[2] == -(-columns // 64) and torch.equal(unpacked(words, columns), seen)
+    words = pack_mask(seen)
+    assert words.shape[2] == -(-columns // 64) and torch.equal(unpack_mask(words, columns), seen)
     for column in (0, columns // 2, columns - 1):
         assert torch.equal(words[:, :, column // 64] >> column % 64 & 1, seen[:, :, column].long())
 

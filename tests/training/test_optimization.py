@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from eagle_ray.training.optimization import Descent, Losses, learning_rate_factor
+from eagle_ray.training.optimization import GradientDescent, Losses, learning_rate_factor
 
 
 def regression(num_threads: int, num_steps: int = 60) -> tuple[nn.Module, list[float]]:
@@ -11,7 +11,9 @@ def regression(num_threads: int, num_steps: int = 60) -> tuple[nn.Module, list[f
     torch.manual_seed(0)
     wanted = torch.randn(8, 8)
     model = nn.Linear(8, 8)
-    descent = Descent([model.weight], [model.bias], num_steps=num_steps, matrix_rate=0.5, other_rate=0.02, max_norm=1.0)
+    descent = GradientDescent(
+        [model.weight], [model.bias], num_steps=num_steps, matrix_rate=0.5, other_rate=0.02, max_norm=1.0
+    )
 
     def losses_of(points: torch.Tensor) -> Losses:
         total = (model(points) - points @ wanted).square().mean(-1).sum()

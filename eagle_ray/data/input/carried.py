@@ -20,7 +20,7 @@ import pyarrow as pa
 from eagle_ray.errors import RequestError
 
 JSON = pa.json_()  # values of this column are written as JSON text
-CELLS = pa.large_string()  # texts of a CSV file: a text stays what it is, what other files hold becomes JSON text
+CSV_TEXT = pa.large_string()  # texts of a CSV file: a text stays what it is, what other files hold becomes JSON text
 NANOSECONDS = pa.time64("ns")  # carried as text: Python's times end at microseconds
 
 
@@ -52,8 +52,8 @@ def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
         return a
     if pa.types.is_null(a):
         return b
-    if CELLS in (a, b):
-        return CELLS
+    if CSV_TEXT in (a, b):
+        return CSV_TEXT
     if _is_number(a) and _is_number(b) and not _overflow(a, b):
         both = [pa.schema([("x", a)]), pa.schema([("x", b)])]
         return pa.unify_schemas(both, promote_options="permissive").field("x").type
@@ -68,7 +68,7 @@ def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) ->
 
 def field_of(name: str, type_: pa.DataType) -> pa.Field:
     """The output column of a joined type: JSON and CELLS are stored as strings, and so is a column always null."""
-    return pa.field(name, pa.string() if type_ in (JSON, CELLS) or pa.types.is_null(type_) else type_)
+    return pa.field(name, pa.string() if type_ in (JSON, CSV_TEXT) or pa.types.is_null(type_) else type_)
 
 
 def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
@@ -81,7 +81,7 @@ def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
 def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
     if type_ == JSON:
         return _as_json
-    if type_ == CELLS:
+    if type_ == CSV_TEXT:
         return lambda value: value if isinstance(value, str) else _as_json(value)
     if pa.types.is_floating(type_):
         return float  # Arrow refuses integers from 2**53

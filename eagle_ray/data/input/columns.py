@@ -67,7 +67,7 @@ class ColumnPath:
         if isinstance(step, int) and isinstance(value, list):
             return value[step] if -len(value) <= step < len(value) else None
         wanted = "a list" if isinstance(step, int) else "an object"
-        raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {wanted}, got {shown(value)}")
+        raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {wanted}, got {describe_column(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class RequestColumns:
         return {path.text for path in (self.id, *self.prompts.values())} | {field.name for field in SAMPLING_FIELDS}
 
 
-def shown(value: Any) -> str:
+def describe_column(value: Any) -> str:
     """A value and its type, short enough for a message."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.input.carried import CELLS, type_of
+from eagle_ray.data.input.carried import CSV_TEXT, type_of
 from eagle_ray.data.input.json_text import value_of
-from eagle_ray.data.input.place import FIRST, At
+from eagle_ray.data.input.place import FIRST, RowPosition
 from eagle_ray.data.input.row import Row
 from eagle_ray.data.schema import SAMPLING_FIELDS
 from eagle_ray.errors import RequestError
@@ -34,7 +34,9 @@ FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SAMPLING = {field.name: field.type for field in SAMPLING_FIELDS}
 
 
-def rows_in_csv(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> Iterator[tuple[int, At, Row]]:
+def rows_in_csv(
+    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, Row]]:
     """Byte offset, place and values of every record from byte `start` on, which is the place `at`; 0: all of them.
 
     Blank lines are no rows, but are counted. Raises ConfigError where the header cannot be one.
@@ -44,7 +46,7 @@ def rows_in_csv(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> 
         lines = _Lines(stream, start, at.line)
     for index, (offset, line, values) in enumerate(_records(lines), at.row):
         if values:
-            yield offset, At(index, line), _row(header, values)
+            yield offset, RowPosition(index, line), _row(header, values)
 
 
 def type_of_cell(value: Any) -> pa.DataType:
@@ -52,10 +54,10 @@ def type_of_cell(value: Any) -> pa.DataType:
     if not isinstance(text := value, str):
         return type_of(value)
     if INTEGER.fullmatch(text):
-        return pa.int64() if len(text) <= 20 and -(2**63) <= int(text) < 2**63 else CELLS
+        return pa.int64() if len(text) <= 20 and -(2**63) <= int(text) < 2**63 else CSV_TEXT
     if FLOAT.fullmatch(text):
         return pa.float64()
-    return pa.bool_() if text.lower() in ("true", "false") else CELLS
+    return pa.bool_() if text.lower() in ("true", "false") else CSV_TEXT
 
 
 def _header(stream: BinaryIO, path: str) -> tuple[list[str], _Lines]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from eagle_ray.config import ConfigError
 from eagle_ray.data.stops import InputChanged
-from eagle_ray.data.storage import Location, NotFound, Stamp
+from eagle_ray.data.storage import FileVersion, NotFound, StoragePath
 from eagle_ray.data.storage_errors import Changed
 
 log = logging.getLogger("eagle_ray")
@@ -29,7 +29,7 @@ PUT_BACK = (
     "Put the file back as it was and run the same command again to resume, or run it with another output.path or "
     "--overwrite to answer the file as it is now."
 )
-EMBEDDED = {"embedded:prompts": Location.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
+EMBEDDED = {"embedded:prompts": StoragePath.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class InputFile:
     format: parquet, jsonl, csv or openai_batch. stamp: what tells its contents from others.
     """
 
-    location: Location
+    location: StoragePath
     name: str
     format: str
-    stamp: Stamp
+    stamp: FileVersion
 
     @property
     def path(self) -> str:
@@ -78,7 +78,7 @@ class InputFile:
 
 def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]:
     """Every file the patterns name: patterns in order, each one's files sorted, none twice. Raises ConfigError."""
-    found: dict[Location, InputFile] = {}
+    found: dict[StoragePath, InputFile] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             root, files = _expand(pattern)
@@ -91,19 +91,19 @@ def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]
     return tuple(found.values())
 
 
-def location_of(pattern: str) -> Location:
+def location_of(pattern: str) -> StoragePath:
     """The pattern as a location, absolute, its wildcards as they are. Raises ConfigError where it can be none."""
     if pattern.startswith("embedded:"):
         if pattern not in EMBEDDED:
             raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
         return EMBEDDED[pattern]
     try:
-        return Location.of(pattern)
+        return StoragePath.of(pattern)
     except ValueError as error:
         raise ConfigError(f"input.path: {error}") from None
 
 
-def _expand(pattern: str) -> tuple[Location, dict[Location, Stamp]]:
+def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
     """The glob's root (the directory before the first wildcard) and the sorted files below it."""
     path = location_of(pattern)
     if path.exists():
@@ -116,12 +116,12 @@ def _expand(pattern: str) -> tuple[Location, dict[Location, Stamp]]:
     return root, root.stamps(below)
 
 
-def _is_hidden(file: Location, directory: Location) -> bool:
+def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
     """Names that begin with a dot or an underscore, and whatever is below such a directory."""
     return any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
 
 
-def _say_skipped(directory: Location, files: list[Location]) -> None:
+def _say_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
     """A file that somebody took for input, a.jsonl.gz, is not left out without a word."""
     if files:
         names = ", ".join(_name_below(file, directory) for file in files[:3])
@@ -129,7 +129,7 @@ def _say_skipped(directory: Location, files: list[Location]) -> None:
         log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _READ)
 
 
-def until_wildcard(path: Location) -> tuple[Location, str]:
+def until_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
     """The directory before the first wildcard, and the pattern below it."""
     root, parts = path.parent, [path.name]
     while glob.has_magic(root.text) and root != root.parent:
@@ -137,7 +137,7 @@ def until_wildcard(path: Location) -> tuple[Location, str]:
     return root, "/".join(parts)
 
 
-def _input_file(location: Location, stamp: Stamp, root: Location, format_: str) -> InputFile:
+def _input_file(location: StoragePath, stamp: FileVersion, root: StoragePath, format_: str) -> InputFile:
     if _suffix(location) in PACKED:
         raise ConfigError(f"input.path: {location} is compressed: unpack it first, or write its rows as Parquet")
     chosen = FORMATS.get(_suffix(location)) if format_ == "auto" else format_
@@ -149,11 +149,11 @@ def _input_file(location: Location, stamp: Stamp, root: Location, format_: str) 
     return InputFile(location, _name_below(location, root), chosen, stamp)
 
 
-def _suffix(location: Location) -> str:
+def _suffix(location: StoragePath) -> str:
     return os.path.splitext(location.name)[1]
 
 
-def _name_below(location: Location, directory: Location) -> str:
+def _name_below(location: StoragePath, directory: StoragePath) -> str:
     return location.text.removeprefix(directory.text).lstrip("/")
 
 

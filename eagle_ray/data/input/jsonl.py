@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from eagle_ray.data.input.json_text import value_of
-from eagle_ray.data.input.place import FIRST, At
+from eagle_ray.data.input.place import FIRST, RowPosition
 from eagle_ray.data.input.row import Row
 from eagle_ray.errors import RequestError
 
 
-def rows_in_jsonl(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> Iterator[tuple[int, At, Row]]:
+def rows_in_jsonl(
+    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, Row]]:
     """Byte offset, place and columns of every line from byte `start` on, which is the place `at`.
 
     Blank lines are no rows, but are counted.
@@ -26,7 +28,7 @@ def rows_in_jsonl(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -
     stream.seek(start)
     for i, line in enumerate(stream):
         if line.strip():
-            yield start, At(at.row + i, at.line + i), _parsed(line)
+            yield start, RowPosition(at.row + i, at.line + i), _parsed(line)
         start += len(line)
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
-from eagle_ray.data.input.columns import shown
+from eagle_ray.data.input.columns import describe_column
 from eagle_ray.data.input.jsonl import rows_in_jsonl
 from eagle_ray.data.input.parameters import PARAMETERS, asks_for_something
-from eagle_ray.data.input.place import FIRST, At
+from eagle_ray.data.input.place import FIRST, RowPosition
 from eagle_ray.data.input.row import Row
 from eagle_ray.errors import RequestError
 
@@ -24,13 +24,15 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
 LENGTHS = ("max_tokens", "max_completion_tokens")
-SAYS_NOTHING = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
-KNOWN = {"model", "logprobs", *SAMPLING, *LENGTHS, *SAYS_NOTHING}
+IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
+KNOWN = {"model", "logprobs", *SAMPLING, *LENGTHS, *IGNORED}
 # Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
-OFF: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
+OFF_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
 
 
-def rows_in_batch(stream: BinaryIO, path: str, start: int = 0, at: At = FIRST) -> Iterator[tuple[int, At, Row]]:
+def rows_in_batch(
+    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, Row]]:
     """Byte offset, place and columns of every line, as of a JSONL file."""
     return ((offset, at, row_of(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
 
@@ -60,9 +62,9 @@ def _url_of(line: Mapping[str, Any]) -> str:
     if strange := line.keys() - {"custom_id", "method", "url", "body"}:
         raise _unsupported(min(strange), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
-        raise RequestError("bad_type", f"method must be POST, got {shown(line.get('method'))}")
+        raise RequestError("bad_type", f"method must be POST, got {describe_column(line.get('method'))}")
     if (url := line.get("url")) not in list(PROMPTS):
-        raise RequestError("bad_type", f"url must be {CHAT} or {COMPLETIONS}, got {shown(url)}")
+        raise RequestError("bad_type", f"url must be {CHAT} or {COMPLETIONS}, got {describe_column(url)}")
     return url
 
 
@@ -70,19 +72,25 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     """The body, once it holds nothing that would have to be ignored."""
     body = line.get("body")
     if not isinstance(body, Mapping):
-        raise RequestError("bad_type", f"body must be an object, got {shown(body)}")
+        raise RequestError("bad_type", f"body must be an object, got {describe_column(body)}")
     for name, value in body.items():
         if name in (*KNOWN, PROMPTS[url]) or value is None:
             continue
-        is_off = value == OFF[name] if name in OFF else name in PARAMETERS and not asks_for_something(name, value)
+        is_off = (
+            value == OFF_VALUES[name]
+            if name in OFF_VALUES
+            else name in PARAMETERS and not asks_for_something(name, value)
+        )
         if not is_off:
-            raise _unsupported(f"body.{name}", f"{shown(value)} asks for what this system does not do; leave it out")
+            raise _unsupported(
+                f"body.{name}", f"{describe_column(value)} asks for what this system does not do; leave it out"
+            )
     return body
 
 
 def _model_of(body: Mapping[str, Any]) -> str | None:
     if not isinstance(model := body.get("model"), str | None):
-        raise RequestError("bad_type", f"body.model must be a text, got {shown(model)}")
+        raise RequestError("bad_type", f"body.model must be a text, got {describe_column(model)}")
     return model
 
 
@@ -95,14 +103,14 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, str | list) or (
         isinstance(value, list) and any(type(token) is not int for token in value)
     ):
-        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {shown(value)}")
+        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_column(value)}")
     return {name if isinstance(value, str) else "prompt_token_ids": value}
 
 
 def _with_plain_texts(messages: Any) -> list[Any]:
     """Messages whose contents are texts, where the batch has them as lists of text parts."""
     if not isinstance(messages, list):
-        raise RequestError("bad_type", f"body.messages must be a list of messages, got {shown(messages)}")
+        raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_column(messages)}")
     return [
         message | {"content": _joined(message["content"], f"body.messages[{i}].content")}
         if isinstance(message, dict) and isinstance(message.get("content"), list)
@@ -116,7 +124,7 @@ def _joined(parts: Iterable[Any], where: str) -> str:
     for i, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise _unsupported(f"{where}[{i}]", f"only parts of type text are read, got {shown(part)}")
+            raise _unsupported(f"{where}[{i}]", f"only parts of type text are read, got {describe_column(part)}")
         texts.append(text)
     return "".join(texts)
 
@@ -140,7 +148,7 @@ def _logprobs(value: Any, url: str) -> bool:
     if url == COMPLETIONS and type(value) is int and value == 0:
         return True
     wanted = "true or false" if url == CHAT else "0 (the token's own, no alternatives)"
-    raise _unsupported("body.logprobs", f"it must be {wanted}, got {shown(value)}")
+    raise _unsupported("body.logprobs", f"it must be {wanted}, got {describe_column(value)}")
 
 
 def _unsupported(parameter: str, fix: str) -> RequestError:

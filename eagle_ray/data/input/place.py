@@ -16,23 +16,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class At(NamedTuple):
+class RowPosition(NamedTuple):
     """A place within a file. row: counted from 0, blank ones too. line: counted from 1, where the row begins."""
 
     row: int
     line: int | None
 
 
-FIRST = At(0, 1)  # of a file of lines
+FIRST = RowPosition(0, 1)  # of a file of lines
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowLocation:
     """name: the file's path below the glob's root; path: the file."""
 
     name: str
     path: str
-    at: At
+    at: RowPosition
 
     def __str__(self) -> str:
         return _words(self.path, *self.at)

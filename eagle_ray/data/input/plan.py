@@ -19,12 +19,12 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
-from eagle_ray.data.ids import NONE, Digests, NotedIds, among, digests, repeated
+from eagle_ray.data.ids import EMPTY, DigestBuffer, Digests, digests, duplicates, isin
 from eagle_ray.data.input.carried import column_of, field_of, join_into
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns
 from eagle_ray.data.input.files import InputFile, find_files
-from eagle_ray.data.input.place import At, Place
-from eagle_ray.data.input.row import Row, id_of, request_of
+from eagle_ray.data.input.place import RowLocation, RowPosition
+from eagle_ray.data.input.row import Row, id_of, parse_row
 from eagle_ray.data.input.shards import SeeRow, Shard, rows_in, scan
 from eagle_ray.data.input.unread import check_unread
 from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
@@ -64,7 +64,7 @@ class InputPlan:
     @property
     def for_readers(self) -> InputPlan:
         """What it takes to read a shard of it."""
-        return replace(self, shards=(), ids=NONE)
+        return replace(self, shards=(), ids=EMPTY)
 
     @property
     def needed(self) -> list[str]:
@@ -87,7 +87,7 @@ def plan_input(config: JobConfig) -> InputPlan:
     """
     files = find_files(config.input.path, config.input.format)
     columns = _columns(config.input.columns)
-    noted = NotedIds()
+    noted = DigestBuffer()
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
     for file in files:
@@ -105,7 +105,7 @@ def plan_input(config: JobConfig) -> InputPlan:
     row_settings = SETTINGS & frozenset(set_columns)
     plan = InputPlan(files, limited, columns, carried, row_settings, ids)
     request_schema(plan.passthrough)
-    _check_ids(plan, repeated(ids))
+    _check_ids(plan, duplicates(ids))
     _check_rows(plan, config.input.on_bad_row)
     return plan
 
@@ -140,7 +140,7 @@ def tables_of(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
     """The requests of one shard, in tables of at most TABLE_ROWS rows."""
     rows = rows_in(shard, plan.needed)
     while chunk := list(islice(rows, TABLE_ROWS)):
-        requests = [request_of(row, plan.columns, _place(shard.file, at)) for at, row in chunk]
+        requests = [parse_row(row, plan.columns, _place(shard.file, at)) for at, row in chunk]
         table = table_of(requests, REQUEST)
         for name, type_ in plan.carried:
             values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
@@ -158,12 +158,12 @@ def _carried_column(values: list[Any], name: str, type_: pa.DataType, file: Inpu
         ) from None
 
 
-def _noting_ids(noted: NotedIds, columns: RequestColumns, file: InputFile) -> SeeRow:
+def _noting_ids(noted: DigestBuffer, columns: RequestColumns, file: InputFile) -> SeeRow:
     return lambda at, row: noted.add(id_of(row, columns, _place(file, at)))
 
 
-def _place(file: InputFile, at: At) -> Place:
-    return Place(file.name, file.path, at)
+def _place(file: InputFile, at: RowPosition) -> RowLocation:
+    return RowLocation(file.name, file.path, at)
 
 
 def _columns(config: ColumnsConfig) -> RequestColumns:
@@ -228,31 +228,31 @@ def _limited(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
     return tuple(kept)
 
 
-def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, Place]]:
+def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
     """These ids, sorted as digests, and where they stand, in the order of the input."""
     for row, place in _rows(plan) if len(wanted) else ():
         request_id = id_of(row, plan.columns, place)
-        if among(digests([request_id]), wanted):
+        if isin(digests([request_id]), wanted):
             yield request_id, place
 
 
 def _check_ids(plan: InputPlan, twice: Digests) -> None:
     """Raises ConfigError naming both places of an id that occurs twice."""
-    places: dict[str, Place] = {}
+    places: dict[str, RowLocation] = {}
     for request_id, place in ids_in(plan, twice):
         if request_id in places:
             raise _twice(request_id, places[request_id], place)
         places[request_id] = place
 
 
-def _twice(request_id: str, first: Place, second: Place) -> ConfigError:
+def _twice(request_id: str, first: RowLocation, second: RowLocation) -> ConfigError:
     fix = "make the ids unique"
     if request_id == first.id == second.id:
         fix = "their files have the same name below their roots: use one glob or a parent directory, or an id column"
     return ConfigError(f"id {request_id!r} occurs twice: {first} and {second}; {fix}")
 
 
-def _rows(plan: InputPlan) -> Iterator[tuple[Row, Place]]:
+def _rows(plan: InputPlan) -> Iterator[tuple[Row, RowLocation]]:
     for shard in plan.shards:
         for at, row in rows_in(shard, plan.needed):
             yield row, _place(shard.file, at)
@@ -260,6 +260,6 @@ def _rows(plan: InputPlan) -> Iterator[tuple[Row, Place]]:
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
     for row, place in _rows(plan) if on_bad_row == "fail" else ():
-        request = request_of(row, plan.columns, place)
+        request = parse_row(row, plan.columns, place)
         if request.get("error_code"):
             raise ConfigError(f"{request['error_message']} (input.on_bad_row is fail)")

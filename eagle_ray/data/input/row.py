@@ -4,7 +4,7 @@ Never raises for what a row holds: a bad row is a request with error_code and er
 column and the fix. Does not know where rows come from, tokenizers or Ray.
 
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
-    >>> request_of({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", FIRST))["request_id"]
+    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", FIRST))["request_id"]
     '7'
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.config import check_row_sampling
-from eagle_ray.data.input.columns import ColumnPath, RequestColumns, shown
+from eagle_ray.data.input.columns import ColumnPath, RequestColumns, describe_column
 from eagle_ray.data.input.json_text import value_of
-from eagle_ray.data.input.place import Place
+from eagle_ray.data.input.place import RowLocation
 from eagle_ray.data.schema import SAMPLING_FIELDS
 from eagle_ray.errors import RequestError
 
@@ -29,7 +29,7 @@ Row = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 
 
-def request_of(row: Row, columns: RequestColumns, place: Place) -> dict[str, Any]:
+def parse_row(row: Row, columns: RequestColumns, place: RowLocation) -> dict[str, Any]:
     """The REQUEST columns of one row, carried columns not included; absent ones are null."""
     request = {
         "request_id": id_of(row, columns, place),
@@ -51,7 +51,7 @@ def _check_read(row: Row) -> None:
             raise value
 
 
-def id_of(row: Row, columns: RequestColumns, place: Place) -> str:
+def id_of(row: Row, columns: RequestColumns, place: RowLocation) -> str:
     """The row's id as a string; its place where the id is absent, null, empty or unusable."""
     try:
         given = None if isinstance(row, RequestError) else _given_id(row, columns.id)
@@ -65,14 +65,16 @@ def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     if isinstance(value, RequestError):
         raise value
     if isinstance(value, list | dict | bytes) or value != value:  # NaN is nobody
-        raise RequestError("bad_type", f"column {path.text!r} must be a text or a number as an id, got {shown(value)}")
+        raise RequestError(
+            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_column(value)}"
+        )
     if isinstance(value, str) and not value.strip():
         raise RequestError(
             "empty_id",
-            f"column {path.text!r} is an empty text ({shown(value)}). Give the row an id of its own, or null, which "
-            "makes one from its file and row.",
+            f"column {path.text!r} is an empty text ({describe_column(value)}). Give the row an id of its own, or "
+            "null, which makes one from its file and row.",
         )
-    return None if value is None else str(_whole(value))
+    return None if value is None else str(_as_int(value))
 
 
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def _column_and_key(name: str, path: ColumnPath) -> str:
 
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise RequestError("bad_type", f"column {column!r} must be a text, got {shown(value)}")
+        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_column(value)}")
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
     return value
@@ -107,7 +109,9 @@ def _messages(value: Any, column: str) -> str:
     if isinstance(value, str):
         value = _messages_in(value, column)
     if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of messages or a text, got {shown(value)}")
+        raise RequestError(
+            "bad_type", f"column {column!r} must be a list of messages or a text, got {describe_column(value)}"
+        )
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
     return json.dumps([_message(m, f"{column}[{i}]") for i, m in enumerate(value)], ensure_ascii=False)
@@ -124,23 +128,29 @@ def _messages_in(text: str, column: str) -> list[dict]:
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError("bad_type", f"{where} must be an object with role and content, got {shown(message)}")
+        raise RequestError(
+            "bad_type", f"{where} must be an object with role and content, got {describe_column(message)}"
+        )
     if message.get("role") not in ROLES:
-        raise RequestError("bad_role", f"{where}.role must be {', '.join(ROLES)}; got {shown(message.get('role'))}")
+        raise RequestError(
+            "bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_column(message.get('role'))}"
+        )
     if not isinstance(message.get("content"), str):
-        raise RequestError("bad_type", f"{where}.content must be a text, got {shown(message.get('content'))}")
+        raise RequestError("bad_type", f"{where}.content must be a text, got {describe_column(message.get('content'))}")
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
     value = _json_in(value) if isinstance(value, str) else value
     if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {shown(value)}")
+        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_column(value)}")
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token < 2**63:
-            raise RequestError("bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {shown(token)}")
+            raise RequestError(
+                "bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {describe_column(token)}"
+            )
     return value
 
 
@@ -155,7 +165,7 @@ def _json_in(text: str) -> Any:
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
     names = [field.name for field in SAMPLING_FIELDS]
     try:
-        values = check_row_sampling({name: _whole(row[name]) for name in names if row.get(name) is not None})
+        values = check_row_sampling({name: _as_int(row[name]) for name in names if row.get(name) is not None})
     except ValueError as error:
         raise RequestError("bad_sampling", str(error)) from None
     if "seed" in values:
@@ -163,6 +173,6 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _whole(value: Any) -> Any:
+def _as_int(value: Any) -> Any:
     """3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
     return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value

@@ -17,13 +17,13 @@ from itertools import accumulate, islice
 import pyarrow as pa
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.input.carried import CELLS, JSON, join_into, type_in_parquet, type_of
+from eagle_ray.data.input.carried import CSV_TEXT, JSON, join_into, type_in_parquet, type_of
 from eagle_ray.data.input.csv import rows_in_csv, type_of_cell
 from eagle_ray.data.input.files import InputFile
 from eagle_ray.data.input.jsonl import rows_in_jsonl
 from eagle_ray.data.input.openai_batch import rows_in_batch
 from eagle_ray.data.input.parquet import check_unique, dicts_in
-from eagle_ray.data.input.place import FIRST, At
+from eagle_ray.data.input.place import FIRST, RowPosition
 from eagle_ray.data.input.row import Row
 from eagle_ray.data.parquet_file import open_parquet
 from eagle_ray.data.storage import StorageError
@@ -32,7 +32,7 @@ SHARD_ROWS = 512
 RECORDS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 UNREADABLE = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
-SeeRow = Callable[[At, Row], None]  # told of every row: its place in the file, and what is needed of it
+SeeRow = Callable[[RowPosition, Row], None]  # told of every row: its place in the file, and what is needed of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Shard:
 
     file: InputFile
     start: int
-    first: At
+    first: RowPosition
     num_rows: int
 
     def cut(self, num_rows: int) -> Shard:
@@ -74,7 +74,7 @@ def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
         raise _cannot_read(file, error) from None
 
 
-def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
+def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
     """Each row's place in its file, and the row (of Parquet, its needed columns only).
 
     Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read after all.
@@ -84,7 +84,7 @@ def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
     return _watched(shard.file, islice(read(shard, needed), shard.num_rows))
 
 
-def _watched(file: InputFile, rows: Iterator[tuple[At, Row]]) -> Iterator[tuple[At, Row]]:
+def _watched(file: InputFile, rows: Iterator[tuple[RowPosition, Row]]) -> Iterator[tuple[RowPosition, Row]]:
     """A file that cannot be read after all has changed if its size says so."""
     try:
         with file.watching():
@@ -102,7 +102,7 @@ def _cannot_read(file: InputFile, error: Exception) -> ConfigError:
 def _scan_records(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
-    of_value, mixed = (type_of_cell, CELLS) if file.format == "csv" else (type_of, JSON)
+    of_value, mixed = (type_of_cell, CSV_TEXT) if file.format == "csv" else (type_of, JSON)
     for offset, at, row in _records(file, 0, FIRST):
         if not shards or shards[-1].num_rows == SHARD_ROWS:
             shards.append(Shard(file, offset, at, 0))
@@ -113,12 +113,12 @@ def _scan_records(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileSc
     return FileScan({name: mixed if type_ == JSON else type_ for name, type_ in types.items()}, tuple(shards))
 
 
-def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
+def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
     for _, at, row in _records(shard.file, shard.start, shard.first):
         yield at, row
 
 
-def _records(file: InputFile, start: int, at: At) -> Iterator[tuple[int, At, Row]]:
+def _records(file: InputFile, start: int, at: RowPosition) -> Iterator[tuple[int, RowPosition, Row]]:
     """Byte offset, place and columns of every record from byte `start` on, which is the place `at`."""
     with file.location.open() as stream:
         yield from RECORDS[file.format](stream, file.path, start, at)
@@ -130,16 +130,18 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileSc
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         for index, row in enumerate(dicts_in(parquet, file, needed, list(range(len(sizes))))):
-            see(At(index, None), row)
+            see(RowPosition(index, None), row)
     starts = list(accumulate(sizes, initial=0))
-    return FileScan(types, tuple(Shard(file, i, At(starts[i], None), size) for i, size in enumerate(sizes) if size))
+    return FileScan(
+        types, tuple(Shard(file, i, RowPosition(starts[i], None), size) for i, size in enumerate(sizes) if size)
+    )
 
 
-def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[At, Row]]:
+def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
     try:
         with open_parquet(shard.file.location) as parquet:
             for index, row in enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first.row):
-                yield At(index, None), row
+                yield RowPosition(index, None), row
     except StorageError:
         raise
     except UNREADABLE as error:

@@ -16,13 +16,13 @@ from typing import Any
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input.columns import ColumnPath
 from eagle_ray.data.input.parameters import READ, READ_AS, asks_for_something, parameter_named
-from eagle_ray.data.input.place import Place
+from eagle_ray.data.input.place import RowLocation
 from eagle_ray.data.input.shards import Shard, rows_in
 from eagle_ray.errors import RequestError
 
 log = logging.getLogger("eagle_ray")
 CARRY = "(input.on_unknown=carry)."
-Found = dict[str, tuple[Place, Any]]
+Found = dict[str, tuple[RowLocation, Any]]
 
 
 def check_unread(
@@ -63,7 +63,9 @@ def find_unread_beside(shards: Iterable[Shard], mapped: Iterable[ColumnPath]) ->
                 for key, value in _object_at(parent, row).items():
                     name = key if key in READ else parameter_named(key)
                     if name is not None and asks_for_something(name, value):
-                        found.setdefault(f"{parent.text}.{key}", (Place(shard.file.name, shard.file.path, at), value))
+                        found.setdefault(
+                            f"{parent.text}.{key}", (RowLocation(shard.file.name, shard.file.path, at), value)
+                        )
     return found
 
 
@@ -82,13 +84,13 @@ def _found_in(shard: Shard, wanted: dict[str, str]) -> Found:
             continue
         for column, name in wanted.items():
             if column not in found and asks_for_something(name, row.get(column)):
-                found[column] = (Place(shard.file.name, shard.file.path, at), row[column])
+                found[column] = (RowLocation(shard.file.name, shard.file.path, at), row[column])
         if len(found) == len(wanted):
             break
     return found
 
 
-def _problem(column: str, first: tuple[Place, Any]) -> str:
+def _problem(column: str, first: tuple[RowLocation, Any]) -> str:
     place, value = first
     return f"{place}: column {column!r} ({reprlib.repr(value)}) is a request parameter that rows cannot set here"
 

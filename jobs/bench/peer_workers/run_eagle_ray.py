@@ -8,7 +8,7 @@ from protocol import serve
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.measure import warm_up
 from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import build_pair
+from eagle_ray.pair import build_engine_from_config
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.stats import AcceptanceStats
 
@@ -36,7 +36,7 @@ class EagleRay:
             return
         self.engine = None
         torch.set_num_threads(self.threads)
-        self.engine = build_pair(self.model, self.speculative, batch).engine
+        self.engine = build_engine_from_config(self.model, self.speculative, batch).engine
         warm_up(self.engine, self.speculative.top_k)
         self.batch = batch
 

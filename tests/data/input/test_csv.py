@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eagle_ray.config import ConfigError
 from eagle_ray.data.input import csv as ours
 from eagle_ray.data.input import shards
-from eagle_ray.data.input.carried import CELLS
+from eagle_ray.data.input.carried import CSV_TEXT
 from eagle_ray.data.input.csv import rows_in_csv, type_of_cell
 from eagle_ray.data.input.files import find_files
 from eagle_ray.data.input.plan import requests_of
@@ -118,10 +118,11 @@ def test_a_file_without_rows_is_fine(tmp_path, content):
     ("text", "type_"),
     [
         (None, pa.null()), ("0", pa.int64()), ("-12", pa.int64()), ("9223372036854775807", pa.int64()),
-        ("9223372036854775808", CELLS), ("007", CELLS), ("+1", CELLS), ("1_0", CELLS), ("٣", CELLS), (" 1", CELLS),
+        ("9223372036854775808", CSV_TEXT), ("007", CSV_TEXT), ("+1", CSV_TEXT),
+        ("1_0", CSV_TEXT), ("٣", CSV_TEXT), (" 1", CSV_TEXT),
         ("0.5", pa.float64()), (".5", pa.float64()), ("-1.", pa.float64()), ("1e-3", pa.float64()),
-        ("00.5", CELLS), ("nan", CELLS), ("1e", CELLS), (".", CELLS), ("-", CELLS),
-        ("true", pa.bool_()), ("False", pa.bool_()), ("yes", CELLS), ("2026-01-01", CELLS),
+        ("00.5", CSV_TEXT), ("nan", CSV_TEXT), ("1e", CSV_TEXT), (".", CSV_TEXT), ("-", CSV_TEXT),
+        ("true", pa.bool_()), ("False", pa.bool_()), ("yes", CSV_TEXT), ("2026-01-01", CSV_TEXT),
     ],
 )  # fmt: skip
 def test_types_of_values(text, type_):

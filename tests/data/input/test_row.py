@@ -6,19 +6,19 @@ import pytest
 
 from eagle_ray.config import SamplingConfig
 from eagle_ray.data.input.columns import ColumnPath, RequestColumns
-from eagle_ray.data.input.place import At, Place
+from eagle_ray.data.input.place import RowLocation, RowPosition
 from eagle_ray.data.input.plan import PROMPTS
-from eagle_ray.data.input.row import request_of
+from eagle_ray.data.input.row import parse_row
 from eagle_ray.data.schema import REQUEST, SAMPLING_FIELDS, table_of
 from eagle_ray.errors import RequestError
 
 COLUMNS = RequestColumns(ColumnPath.of("id"), {name: ColumnPath.of(name) for name in PROMPTS})
-PLACE = Place("sub/a.jsonl", "/data/sub/a.jsonl", At(7, 8))
+PLACE = RowLocation("sub/a.jsonl", "/data/sub/a.jsonl", RowPosition(7, 8))
 USER = {"role": "user", "content": "Hi"}
 
 
 def request(**row):
-    return request_of(row, COLUMNS, PLACE)
+    return parse_row(row, COLUMNS, PLACE)
 
 
 def test_a_prompt_of_each_kind():
@@ -96,7 +96,7 @@ def test_a_bad_row_says_what_is_wrong_where(row, code, says):
 
 
 def test_a_row_that_is_no_row_keeps_its_reason():
-    bad = request_of(RequestError("bad_json", "the line is not JSON"), COLUMNS, PLACE)
+    bad = parse_row(RequestError("bad_json", "the line is not JSON"), COLUMNS, PLACE)
     assert bad["request_id"] == "sub/a.jsonl:7"
     assert (bad["error_code"], bad["error_message"]) == ("bad_json", "/data/sub/a.jsonl, line 8: the line is not JSON")
 

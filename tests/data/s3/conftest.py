@@ -11,7 +11,7 @@ import pyarrow.fs
 import pytest
 
 from eagle_ray.data import lock, s3_objects
-from eagle_ray.data.storage import Location
+from eagle_ray.data.storage import StoragePath
 from tests.data.s3.proxy import FaultProxy
 
 
@@ -41,10 +41,10 @@ def outside(s3_server) -> pyarrow.fs.S3FileSystem:
 
 
 @pytest.fixture
-def bucket(outside) -> Location:
+def bucket(outside) -> StoragePath:
     name = f"test-{uuid4().hex[:12]}"
     outside.create_dir(name)
-    found = Location.of(f"s3://{name}")
+    found = StoragePath.of(f"s3://{name}")
     assert not found.is_directory()  # and the session is made, before a test counts seconds
     return found
 
@@ -71,5 +71,5 @@ def proxy(one_proxy, monkeypatch) -> Iterator[FaultProxy]:
 @pytest.fixture(autouse=True)
 def quick_lease(monkeypatch) -> None:
     """A second driver sees the first one alive sooner."""
-    monkeypatch.setattr(lock, "BEAT_S", 0.5)
-    monkeypatch.setattr(lock, "LOOK_S", 0.2)
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.5)
+    monkeypatch.setattr(lock, "POLL_S", 0.2)

@@ -8,7 +8,7 @@ from eagle_ray.cli import main
 from eagle_ray.data import patience, s3_objects
 from eagle_ray.data.patience import LONGER_WAITS_S, outlasting_outages
 from eagle_ray.data.s3_objects import WAITS_S
-from eagle_ray.data.storage import Location, NoAnswer, StorageError
+from eagle_ray.data.storage import NoAnswer, StorageError, StoragePath
 from tests.data.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
 
 TRIES = len(s3_objects.WAITS_S) + 1
@@ -59,7 +59,7 @@ def test_a_server_that_never_answers_is_an_error_in_time(bucket, proxy, method, 
     monkeypatch.setattr(s3_objects, "WAITS_S", (0.01,))
     (bucket / "a").write_whole(DATA)
     proxy.fail(method, NeverAnswer(), 100)
-    act = {"GET": Location.read_bytes, "PUT": lambda file: file.write_whole(b"x")}[method]
+    act = {"GET": StoragePath.read_bytes, "PUT": lambda file: file.write_whole(b"x")}[method]
     began = time.monotonic()
     with pytest.raises(NoAnswer, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"):
         act(bucket / "a")

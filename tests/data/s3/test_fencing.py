@@ -6,14 +6,14 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.config import ConfigError
-from eagle_ray.data.bundles import bundled
+from eagle_ray.data.bundles import nest
 from eagle_ray.data.input.plan import plan_input
 from eagle_ray.data.lock import lock_output
-from eagle_ray.data.record import RUN, SUCCESS, noting_outcome, open_run, read_record
+from eagle_ray.data.record import RUN, SUCCESS, open_run, read_manifest, record_outcome
 from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.data.sink import AtomicParquetSink
-from eagle_ray.data.stops import OutputBusy, OutputDamaged, Overtaken
-from eagle_ray.data.zombies import remove_strays
+from eagle_ray.data.stops import FencedError, OutputDamaged, OutputLocked
+from eagle_ray.data.zombies import remove_stale_files
 from tests.conftest import small_job, token_rows
 from tests.data.s3.proxy import Refuse
 
@@ -38,13 +38,13 @@ def sink(run) -> AtomicParquetSink:
 
 
 def block(*ids: str) -> pa.Table:
-    return bundled(table_of([COMMON | {"request_id": id} for id in ids], SCHEMA))
+    return nest(table_of([COMMON | {"request_id": id} for id in ids], SCHEMA))
 
 
 def test_an_overtaken_writer_publishes_nothing(job):
     first = start(job())
     start(job())
-    with pytest.raises(Overtaken):
+    with pytest.raises(FencedError):
         sink(first).write([block("a")], TASK)
     assert first.data.glob("**/*.parquet") == []
 
@@ -78,9 +78,9 @@ def test_of_two_drivers_at_once_one_gets_the_attempt(job, monkeypatch):
         return {}
 
     monkeypatch.setattr("eagle_ray.data.record._versions", slip_in)
-    with pytest.raises(OutputBusy, match="is being written by another driver"):
+    with pytest.raises(OutputLocked, match="is being written by another driver"):
         start(job())
-    assert second.attempt == first.attempt + 1 == read_record(first.output)["attempt"]
+    assert second.attempt == first.attempt + 1 == read_manifest(first.output)["attempt"]
     second.check_current()
 
 
@@ -94,9 +94,9 @@ def test_an_outcome_is_not_noted_over_a_newer_attempts_record(job, monkeypatch):
         start(job())
 
     monkeypatch.setattr(type(first), "check_current", slip_in)
-    with noting_outcome(first):
+    with record_outcome(first):
         pass
-    found = read_record(first.output)
+    found = read_manifest(first.output)
     assert found["attempt"] == 2 and "outcome" not in found["attempts"][0]
 
 
@@ -108,13 +108,13 @@ def test_attempts_go_on_counting_over_a_damaged_record_and_late_files_of_the_old
     assert second.attempt == 2 and second.data.glob("**/*.parquet") == []
     (second.data / "part-001-000003.parquet").write_whole(b"late")
     sink(second).write([block("a")], TASK)
-    remove_strays(second)
+    remove_stale_files(second)
     assert [file.name for file in second.data.glob("**/*.parquet")] == ["part-002-000007.parquet"]
 
 
 def test_the_lock_holds_on_both(job):
     run = start(job())
-    with lock_output(run.output), pytest.raises(OutputBusy), lock_output(run.output):
+    with lock_output(run.output), pytest.raises(OutputLocked), lock_output(run.output):
         pass
 
 
@@ -123,11 +123,11 @@ def test_an_attempt_that_cannot_begin_leaves_no_success_that_is_not_true(bucket,
     run = start(small_job(tmp_path, token_rows(2), **output))
     sink(run).write([block("a")], TASK)
     (run.output / SUCCESS).write_whole(b"")
-    record = read_record(run.output)
+    record = read_manifest(run.output)
     proxy.fail("DELETE", Refuse(403, "AccessDenied"), path=SUCCESS)
     with pytest.raises(ConfigError, match="AccessDenied"):
         start(small_job(tmp_path, None, **output))
-    assert read_record(run.output) == record  # what it is true of
+    assert read_manifest(run.output) == record  # what it is true of
     proxy.fail("DELETE", Refuse(403, "AccessDenied"), path="part-")
     with pytest.raises(ConfigError, match="AccessDenied"):
         start(small_job(tmp_path, None, **output, **{"output.if_exists": "overwrite"}))

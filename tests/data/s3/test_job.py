@@ -20,9 +20,9 @@ import pytest
 from eagle_ray.config import JobConfig
 from eagle_ray.data import record, zombies
 from eagle_ray.data.lock import LOCK, lock_output
-from eagle_ray.data.stops import OutputBusy
-from eagle_ray.data.storage import Location, json_bytes, read_json
-from eagle_ray.job import complete, run_job
+from eagle_ray.data.stops import OutputLocked
+from eagle_ray.data.storage import StoragePath, json_bytes, read_json
+from eagle_ray.job import run_job, run_to_completion
 from eagle_ray.validate import validate
 from tests.conftest import small_job, token_rows
 from tests.data.s3.proxy import FaultProxy, Refuse
@@ -53,7 +53,7 @@ def job(bucket, tmp_path):
 IDS = sorted([f"q{i}" for i in range(24)] + ["a.jsonl:12"])
 
 
-def counted(outside, output: Location) -> list[tuple[str, int]]:
+def counted(outside, output: StoragePath) -> list[tuple[str, int]]:
     """Every id and its rows, by DuckDB over what pyarrow's own S3 client finds."""
     found = pyarrow.dataset.dataset(f"{output}/data".removeprefix("s3://"), filesystem=outside, partitioning="hive")
     rows = found.to_table(columns=["request_id", "sample_index"])  # noqa: F841, DuckDB reads it by its name
@@ -65,7 +65,7 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     before = bucket.stamps()
     assert f"output   {output} can be written; a run would start it" in validate(job)
     assert bucket.stamps() == before
-    assert complete(job)["total"]["rows"] == 50
+    assert run_to_completion(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS]
     assert {file.parent.name for file in (output / "data").glob("**/*.parquet")} == {
         "category=a",
@@ -78,13 +78,13 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
 
     twice, *kept = (output / "data").stamps().items()
     (twice[0].parent / "part-001-999999.parquet").write_whole(twice[0].read_bytes())  # a zombie's, after the recount
-    assert complete(job)["total"]["rows"] == 50
+    assert run_to_completion(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS] and not twice[0].exists()
     assert (output / "data").stamps().items() >= dict(kept).items()  # nothing else is written again
     assert "a run would resume run" in validate(job)
 
-    with lock_output(output), pytest.raises(OutputBusy, match="is being written by process"):
-        complete(job)
+    with lock_output(output), pytest.raises(OutputLocked, match="is being written by process"):
+        run_to_completion(job)
     (bucket / "in/a.jsonl").write_whole(b"{}\n")
     assert run_job(job) == 6
 
@@ -94,10 +94,10 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
     ray_session, job, bucket, outside, monkeypatch
 ):
     output = bucket / "out"
-    complete(job)
+    run_to_completion(job)
     lost, *kept = (output / "data").stamps().items()
     lost[0].remove()
-    assert complete(job)["total"]["rows"] == 50
+    assert run_to_completion(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS]
     assert (output / "data").stamps().items() >= dict(kept).items()
 
@@ -111,7 +111,7 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
 
     monkeypatch.setattr(record, "_write_record", published_late)
     anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
-    assert complete(anew)["total"]["rows"] == 50
+    assert run_to_completion(anew)["total"]["rows"] == 50
     assert not old.exists() and counted(outside, output) == [(id, 2) for id in IDS]
 
 
@@ -121,9 +121,9 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
         record.open_run(job, [])  # and no outcome: killed
         run = record.open_run(job, [])
         began = time.monotonic()
-        zombies.outlast_writers(run)
+        zombies.wait_for_stale_writers(run)
         assert time.monotonic() - began > 1  # of three, some of which have passed
-        with record.noting_outcome(run):
+        with record.record_outcome(run):
             pass
 
 
@@ -164,7 +164,7 @@ def test_a_job_outlasts_a_server_that_is_away_for_most_of_a_minute(bucket, job, 
         wait_for_files(output, driver, 3)
         for method in ("GET", "PUT", "HEAD", "DELETE"):
             proxy.fail(method, Refuse(503, "ServiceUnavailable"), 1_000_000)
-        time.sleep(50)  # longer than GIVE_UP_S and LEASE_S
+        time.sleep(50)  # longer than SELF_FENCE_S and LEASE_S
         proxy.reset()
         _, said = driver.communicate(timeout=240)
         assert driver.returncode == 0, said
@@ -181,7 +181,7 @@ def slow(job: JobConfig) -> JobConfig:
 class PutLate(threading.Thread):
     """A PUT that a driver sent before it was killed, and that arrives once the next driver watches the lease."""
 
-    def __init__(self, file: Location, data: bytes, proxy: FaultProxy):
+    def __init__(self, file: StoragePath, data: bytes, proxy: FaultProxy):
         super().__init__(daemon=True)
         self._file, self._data, self._proxy, self._num_seen = file, data, proxy, len(proxy.seen)
 
@@ -202,7 +202,7 @@ def start_driver(job, endpoint: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for_files(output: Location, driver: subprocess.Popen, count: int) -> None:
+def wait_for_files(output: StoragePath, driver: subprocess.Popen, count: int) -> None:
     deadline = time.monotonic() + 180
     while len((output / "data").glob("**/*.parquet")) < count:
         assert time.monotonic() < deadline and driver.poll() is None, "the driver ended, or wrote nothing for minutes"

@@ -10,13 +10,13 @@ import pytest
 from eagle_ray.config import ConfigError
 from eagle_ray.data import lock, s3_objects
 from eagle_ray.data.lock import LOCK, Lease, lock_output
-from eagle_ray.data.stops import OutputBusy, OutputDamaged, Overtaken, StorageUnavailable, outcome_of
+from eagle_ray.data.stops import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
 from tests.data.s3.proxy import IgnoreConditions, Refuse
 
 
 @pytest.fixture(autouse=True)
 def quicker(monkeypatch, quick_lease):
-    for name, seconds in {"LEASE_S": 3.5, "BEAT_S": 0.5, "GIVE_UP_S": 3.0, "LOOK_S": 0.2}.items():
+    for name, seconds in {"LEASE_S": 3.5, "HEARTBEAT_S": 0.5, "SELF_FENCE_S": 3.0, "POLL_S": 0.2}.items():
         monkeypatch.setattr(lock, name, seconds)
 
 
@@ -30,7 +30,7 @@ def holder(output):
 def test_a_second_driver_is_refused_while_the_first_lives_and_let_in_after(bucket):
     with lock_output(bucket):
         name = holder(bucket)
-        with pytest.raises(OutputBusy, match=f"{bucket} is being written by {name}"), lock_output(bucket):
+        with pytest.raises(OutputLocked, match=f"{bucket} is being written by {name}"), lock_output(bucket):
             pass
     assert holder(bucket) is None
     with lock_output(bucket):
@@ -57,7 +57,7 @@ def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
         try:
             Lease(bucket).take()
             outcomes.append("taken")
-        except OutputBusy:
+        except OutputLocked:
             outcomes.append("busy")
 
     threads = [threading.Thread(target=wait) for _ in range(3)]
@@ -69,7 +69,7 @@ def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
 
 
 def test_a_driver_whose_lease_was_taken_over_stops(bucket):
-    with pytest.raises(Overtaken, match=r"somebody else has taken .* over: this driver stops"), lock_output(bucket):
+    with pytest.raises(FencedError, match=r"somebody else has taken .* over: this driver stops"), lock_output(bucket):
         (bucket / LOCK).write_whole(b'{"holder": "somebody else", "token": "x", "beat": 1}')
         time.sleep(30)
     assert holder(bucket) == "somebody else"
@@ -85,7 +85,7 @@ def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_mean
         check()
         break_storage(proxy)
         publishing = threading.Thread(target=check, daemon=True)
-        time.sleep(lock.GIVE_UP_S + 2 * lock.LOOK_S)
+        time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
         publishing.start()
         publishing.join(2.0)
         assert publishing.is_alive()  # in doubt: it waits
@@ -97,9 +97,9 @@ def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_mean
 
 
 def test_a_driver_that_was_taken_over_during_an_outage_stops_before_it_publishes(bucket, proxy):
-    with pytest.raises(Overtaken, match=r"process 9 on elsewhere has taken .* over"), lock_output(bucket) as check:
+    with pytest.raises(FencedError, match=r"process 9 on elsewhere has taken .* over"), lock_output(bucket) as check:
         break_storage(proxy)
-        time.sleep(lock.GIVE_UP_S + 2 * lock.LOOK_S)
+        time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
         proxy.reset()
         proxy.fail("PUT", Refuse(503, "SlowDown"), 100_000, path=LOCK)  # it can read again, and not yet write
         through(bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy)
@@ -153,5 +153,5 @@ def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
 def test_a_few_failed_beats_are_survived(bucket, proxy):
     with lock_output(bucket):
         proxy.fail("PUT", Refuse(500, "InternalError"), 5, path=LOCK)
-        time.sleep(lock.GIVE_UP_S + 1)
+        time.sleep(lock.SELF_FENCE_S + 1)
     assert holder(bucket) is None

@@ -13,7 +13,7 @@ from eagle_ray.data.input.plan import plan_input, requests_of
 from eagle_ray.data.input.shards import rows_in, scan
 from eagle_ray.data.overlap import check_apart, check_not_own
 from eagle_ray.data.stops import InputChanged
-from eagle_ray.data.storage import Location, NotFound, StorageError, parquet_bytes
+from eagle_ray.data.storage import NotFound, StorageError, StoragePath, parquet_bytes
 from tests.data.test_storage import check_creates_and_replaces
 
 NAMES = (
@@ -28,7 +28,7 @@ NAMES = (
 )
 
 
-def fill(directory: Location) -> Location:
+def fill(directory: StoragePath) -> StoragePath:
     for name in NAMES:
         (directory / name).write_whole(b"{}")
     return directory
@@ -52,7 +52,7 @@ def test_what_is_not_there_is_said_with_its_place(bucket, s3_server):
     with pytest.raises(NotFound, match=f"{bucket}/a at {s3_server}: there is no such object"):
         (bucket / "a").read_bytes()
     with pytest.raises(FileNotFoundError, match="there is no such bucket"):
-        Location.of("s3://not-a-bucket/a").write_whole(b"")
+        StoragePath.of("s3://not-a-bucket/a").write_whole(b"")
     assert not (bucket / "a").exists() and not (bucket / "a").is_directory() and not bucket.exists()
 
 
@@ -73,7 +73,7 @@ def test_what_is_not_there_is_said_with_its_place(bucket, s3_server):
     ],
 )
 def test_a_bucket_is_globbed_as_a_directory_is(bucket, tmp_path, pattern):
-    local, remote = fill(Location.of(tmp_path)), fill(bucket / "in")
+    local, remote = fill(StoragePath.of(tmp_path)), fill(bucket / "in")
     found = [file.text.removeprefix(local.text) for file in local.glob(pattern)]
     assert [file.text.removeprefix(remote.text) for file in remote.glob(pattern)] == found
 
@@ -87,7 +87,7 @@ def test_a_listing_goes_on_over_its_pages(bucket, monkeypatch):
 
 
 def test_input_is_found_as_locally(bucket, tmp_path):
-    local, remote = fill(Location.of(tmp_path / "in")), fill(bucket / "in")
+    local, remote = fill(StoragePath.of(tmp_path / "in")), fill(bucket / "in")
     for pattern in ("", "/*.jsonl", "/x[1].jsonl", "/**/*.parquet"):
         here, there = (find_files(f"{root}{pattern}", "auto") for root in (local, remote))
         assert [(file.name, file.format) for file in there] == [(file.name, file.format) for file in here]
@@ -101,7 +101,7 @@ def test_input_is_found_as_locally(bucket, tmp_path):
 
 def test_the_same_input_makes_the_same_requests_from_a_bucket(bucket, tmp_path):
     rows = [{"id": f"q{i}", "prompt": f"x{i}", "lang": "ü" if i % 2 else None} for i in range(700)]
-    for root in (Location.of(tmp_path / "in"), bucket / "in"):
+    for root in (StoragePath.of(tmp_path / "in"), bucket / "in"):
         (root / "a.jsonl").write_whole("".join(json.dumps(row) + "\n" for row in rows[:600]).encode())
         (root / "b.csv").write_whole(b"id,prompt,lang\n" + b"".join(b"c%d,hi,\n" % i for i in range(20)))
         (root / "c.parquet").write_whole(parquet_bytes(pa.Table.from_pylist(rows[600:]), "zstd"))
@@ -180,7 +180,7 @@ def test_looking_whether_a_bucket_can_be_written_leaves_nothing(bucket):
     (bucket / "out").check_writable()
     assert bucket.stamps() == {}
     with pytest.raises(NotFound, match="there is no such bucket"):
-        Location.of("s3://not-a-bucket/out").check_writable()
+        StoragePath.of("s3://not-a-bucket/out").check_writable()
 
 
 def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
