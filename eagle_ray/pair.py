@@ -130,7 +130,7 @@ def build_in_thread(
     num_gpus: int,
     threads: int,
 ) -> EngineBundle:
-    """Build what build_engine_from_config does, and take the first steps, so that the engine's own thread serves at once.
+    """Build the engine and take its first steps, so that it can serve at once from a thread of its own.
 
     threads: CPU threads of torch's, at most. Raises as build_engine_from_config does.
     """
@@ -232,8 +232,8 @@ def build_engine(
         if ahead:
             with start.part("recorded", RECORDING):
                 capture(engine, *tree)
-        can_look, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
-        engine.planner = BudgetPlanner(*tree, costs, can_look, padded)
+        can_sync, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
+        engine.planner = BudgetPlanner(*tree, costs, can_sync, padded)
     elif ahead:
         with start.part("recorded", RECORDING):
             capture_fixed(engine)

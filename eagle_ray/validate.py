@@ -38,7 +38,7 @@ UNSEEN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CheckedTarget:
     """What was found of the target. text: None where it has no tokenizer."""
 
     text: Tokenizer | None
@@ -73,12 +73,12 @@ def validate(config: JobConfig) -> str:
     return "\n".join([*sections, *(f"unseen   {error}: {UNSEEN[part]}" for part, error in unseen.items())])
 
 
-def _seen(config: JobConfig) -> Seen:
+def _seen(config: JobConfig) -> CheckedTarget:
     limits = model_limits(config.model)
-    return Seen(load_tokenizer(config.model), limits)
+    return CheckedTarget(load_tokenizer(config.model), limits)
 
 
-def _checked(request: dict[str, Any], config: JobConfig, seen: Seen | None) -> CheckedRow:
+def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
     try:
         if seen is None:
             sequences_of(request | WITHOUT_TEXT, config, None, n=1)
@@ -106,7 +106,7 @@ def _rows(rows: list[CheckedRow], num_good: int) -> str:
     return "\n".join([f"rows     {verdict}", *bad])
 
 
-def _first_prompt(good: Iterable[CheckedRow], seen: Seen | None) -> str:
+def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str:
     row = next(iter(good), None)
     if row is None:
         return "prompt   there is no row"

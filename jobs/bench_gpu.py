@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from eagle_ray.benchmark.device import device_name  # noqa: E402
 from eagle_ray.benchmark.embedded_pair import ASSETS, embedded_pair  # noqa: E402
 from eagle_ray.benchmark.gpu_run import GpuRun  # noqa: E402
-from eagle_ray.benchmark.gpu_settings import Results, Settings  # noqa: E402
+from eagle_ray.benchmark.gpu_settings import GpuBenchSettings, Results  # noqa: E402
 from eagle_ray.benchmark.peers import tokens_per_second  # noqa: E402
 from eagle_ray.models.places import Shape  # noqa: E402
 from eagle_ray.models.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair  # noqa: E402
@@ -70,11 +70,11 @@ def main() -> None:
     print("\n" + section(asdict(run.results)), flush=True)
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> GpuBenchSettings:
     device = torch.device("cpu" if args.smoke else args.device)
     names = args.shapes or (["tiny", "tinier"] if args.smoke else ["8b", "1b", "3b"])
     batches = args.batches or ([1, 2, 4] if args.smoke else BATCHES)
-    return Settings(
+    return GpuBenchSettings(
         shapes={name: SHAPES[name] for name in names},
         batches=batches,
         contexts=args.contexts or ([64, 128] if args.smoke else [1024, 4096, 16384]),
@@ -101,7 +101,7 @@ def prompts() -> list[list[int]]:
     return [ids for i in range(32) for ids in rows[i::32]]
 
 
-def peer(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
+def peer(args: argparse.Namespace, settings: GpuBenchSettings) -> dict[str, object]:
     """One peer on one shape, in this process alone: see benchmark/gpu_peers.py."""
     small, shape = embedded_pair(torch.float32, settings.device), SHAPES[args.peer_shape]
     model, _ = widen_pair(*small, shape, dtype=settings.dtype, device=settings.device)
@@ -109,7 +109,7 @@ def peer(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
     return {"tokens_per_second": found, "tokens": PEER_TOKENS, "of": "prompts and all"}
 
 
-def about(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
+def about(args: argparse.Namespace, settings: GpuBenchSettings) -> dict[str, object]:
     import transformers
 
     return {

@@ -30,7 +30,7 @@ from eagle_ray.training.corpus import REFINING_MIX, TRAINING_MIX, Mix, training_
 from eagle_ray.training.head import FrozenTarget, initialize_head, train_head
 from eagle_ray.training.optimization import StepReport
 from eagle_ray.training.prompts import read_prompts, write_prompts
-from eagle_ray.training.rows import Rows, make_rows
+from eagle_ray.training.rows import TrainingRows, make_rows
 from eagle_ray.training.target import initialize, train_target
 from eagle_ray.training.tau import CHAIN, DEMO_TREE, PAPER_TREE, SMALL_TREE, tau_table
 from eagle_ray.training.tokenizer import BOS, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, train_tokenizer
@@ -55,7 +55,7 @@ class Recipe:
     prompts_per_category: int
     answer_tokens: int
 
-    def rows(self, tokenizer: Tokenizer, stream: int, num_steps: int, mix: Mix = TRAINING_MIX) -> Rows:
+    def rows(self, tokenizer: Tokenizer, stream: int, num_steps: int, mix: Mix = TRAINING_MIX) -> TrainingRows:
         """Fresh rows from a stream of conversations of their own."""
         conversations = training_conversations(self.seed + stream, mix)
         return make_rows(tokenizer, conversations, num_steps * ROWS_PER_STEP, ROW_LENGTH)

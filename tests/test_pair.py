@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from eagle_ray import pair as pair_module
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.engine.cost_cache import cache_home
-from eagle_ray.engine.measure import Budget, calibrate_costs
+from eagle_ray.engine.measure import TimeBudget, calibrate_costs
 from eagle_ray.methods import make_drafter
 from eagle_ray.models.path_checkpoint import save_path_heads
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
@@ -191,7 +191,7 @@ def parts_of_start(draft: Path) -> list[str]:
 
 def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(pair_module, "calibrate_costs", lambda *args: calibrate_costs(*args, Budget(0.0)))
+    monkeypatch.setattr(pair_module, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
     first = parts_of_start(draft)
     assert first[0] == "reading the target's weights" and first[-1] == "measuring the cost of steps"
     assert any(line.startswith("making kernels") for line in first)

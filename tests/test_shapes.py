@@ -14,7 +14,7 @@ rooms = ["eagle_ray.speculative", "eagle_ray.models", "eagle_ray.drafting", "eag
 with install_import_hook(rooms, "beartype.beartype"):
     import eagle_ray.engine.async_engine, eagle_ray.engine.reference
     from eagle_ray.config import SpeculativeConfig
-    from eagle_ray.drafting.rest import RestSource
+    from eagle_ray.drafting.rest import RestIndex
     from eagle_ray.drafting.text_drafter import LookupDrafter
     from eagle_ray.pair import build_engine
     from eagle_ray.speculative.sampling import SamplingParams
@@ -40,7 +40,7 @@ every = "eagle2+ngram+suffix+recycling+lookahead"
 tree = dict(max_nodes=6, max_depth=3, top_k=3, budget="uniform")
 merged = build_engine(llama(), head(), SpeculativeConfig(method=every, **tree), 2, 128)
 run(merged, [[5, 6, 7, 5, 6], [8, 8, 8], [9, 10]], params)
-merged.drafter = LookupDrafter(RestSource([[5, 6, 7, 8], [9, 9]]))
+merged.drafter = LookupDrafter(RestIndex([[5, 6, 7, 8], [9, 9]]))
 run(merged, [[5, 6]], params[:1])
 two_by_three = torch.zeros(2, 3, dtype=torch.int64)
 try:

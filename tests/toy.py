@@ -17,10 +17,10 @@ from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
 from eagle_ray.drafting.none import NullDrafter
 from eagle_ray.drafting.ranking import CandidateRanker
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.planner import StepOutcome, UniformPlanner
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.verify_step import MaxTreeSizes
 from eagle_ray.models.blocks import BlockManager
@@ -77,7 +77,7 @@ class TableTarget:
     def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> tuple[Tensor, Tensor]:
         return self.table[rows.tokens], torch.zeros(len(rows.tokens), 1)
 
-    def verify_beside(
+    def forward_mixed(
         self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PrefillBatch
     ) -> tuple[Tensor, Tensor, PrefillOutput]:
         return *self.verify(tree, rows, batch, max_depth), self.prefill(prompts)

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.planner import Allocation, UniformPlanner
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.speculative.budget import ranks
 from eagle_ray.speculative.expand import TreeBuilder
 from eagle_ray.speculative.plan import DraftPlan

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import torch
 
+from eagle_ray.engine.decode_batch import PrefillChunk
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.scheduler import PrefillChunk
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError
 from eagle_ray.models.blocks import BlockManager
@@ -58,7 +58,7 @@ class ContextBlocks(BlockManager):
             raise EngineError(f"{num_slots} contexts of {columns} columns do not fit into {self.num_aside} blocks")
         self._width = width
 
-    def adopt(self, slot: int, tokens: list[int]) -> int:
+    def attach_prefix(self, slot: int, tokens: list[int]) -> int:
         if not self._width:
             return super().attach_prefix(slot, tokens)
         blocks = list(range(slot * self._width, (slot + 1) * self._width))
@@ -99,7 +99,7 @@ def begin(engine: Engine, blocks: ContextBlocks, columns: int, num_slots: int) -
     feature = torch.zeros(1, engine.target.feature_size, dtype=engine.target.dtype, device=engine.target.device)
     for slot in range(num_slots):
         filler = Sequence("context", [FILLER] * columns, SamplingParams(), slot=slot)
-        length = blocks.adopt(slot, filler.prompt_ids)
+        length = blocks.attach_prefix(slot, filler.prompt_ids)
         engine.prefiller.given([PrefillChunk(filler, 0, length, 0, True)], feature.expand(length, -1))
         blocks.free(slot)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from eagle_ray.benchmark.forward_meter import ForwardMeter
 from eagle_ray.benchmark.identity import Identity
-from eagle_ray.benchmark.intervals import Difference, Interval, difference_interval, ratio_interval
+from eagle_ray.benchmark.intervals import DifferenceInterval, Interval, difference_interval, ratio_interval
 from eagle_ray.benchmark.stretch import Sample, run_to_completion
 from eagle_ray.engine import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
@@ -146,7 +146,7 @@ def _tau_less(
     return _if_enough(difference_interval(counts), len(counts))
 
 
-def _if_enough(interval: Interval | Difference, number: int) -> dict[str, float | None]:
+def _if_enough(interval: Interval | DifferenceInterval, number: int) -> dict[str, float | None]:
     """The mean with low and high, which are None of fewer than FEWEST."""
     low, high = (interval.low, interval.high) if number >= FEWEST else (None, None)
     return {"mean": interval.mean, "low": low, "high": high}

@@ -11,12 +11,12 @@ import sys
 from typing import Any
 
 from eagle_ray.benchmark.checks import type_name
-from eagle_ray.benchmark.gpu_settings import Settings
+from eagle_ray.benchmark.gpu_settings import GpuBenchSettings
 
 MOST_SAID = 300  # characters of an error
 
 
-def asked_peer(peer: str, shape: str, batch: int, settings: Settings, limit_s: float) -> dict[str, Any]:
+def asked_peer(peer: str, shape: str, batch: int, settings: GpuBenchSettings, limit_s: float) -> dict[str, Any]:
     """What `jobs/bench_gpu.py --peer` prints, or under `failed` why it has not answered within limit_s."""
     about = {"peer": peer, "shape": shape, "batch": batch}
     asked = [sys.executable, sys.argv[0], "--peer", peer, "--peer-shape", shape, "--peer-batch", str(batch)]

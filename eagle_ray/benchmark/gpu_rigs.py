@@ -19,7 +19,7 @@ from eagle_ray.benchmark.agenda import Agenda
 from eagle_ray.benchmark.checks import Check, same_function, same_in_context
 from eagle_ray.benchmark.device import GIB, free_bytes, peak_gib, release, synchronize
 from eagle_ray.benchmark.embedded_pair import embedded_pair
-from eagle_ray.benchmark.gpu_settings import Settings
+from eagle_ray.benchmark.gpu_settings import GpuBenchSettings
 from eagle_ray.benchmark.kv_room import OWN, KVRoom, own_columns, weight_bytes
 from eagle_ray.benchmark.rig import Harness
 from eagle_ray.engine.cost_cache import costs_json, costs_of
@@ -34,7 +34,7 @@ from eagle_ray.models.widening import widen_pair
 class GpuRigs:
     """noise: by which a lead may be no lead; who measures it raises it."""
 
-    def __init__(self, settings: Settings, agenda: Agenda, prompts: list[list[int]]):
+    def __init__(self, settings: GpuBenchSettings, agenda: Agenda, prompts: list[list[int]]):
         self.settings, self.agenda, self.prompts = settings, agenda, prompts
         self.noise = 1e-4
 

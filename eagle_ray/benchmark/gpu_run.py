@@ -21,7 +21,7 @@ from eagle_ray.benchmark.device import release
 from eagle_ray.benchmark.embedded_pair import embedded_pair
 from eagle_ray.benchmark.gpu_peers import asked_peer
 from eagle_ray.benchmark.gpu_rigs import GpuRigs, together
-from eagle_ray.benchmark.gpu_settings import Results, Settings
+from eagle_ray.benchmark.gpu_settings import GpuBenchSettings, Results
 from eagle_ray.benchmark.roofline import copy_bandwidth
 from eagle_ray.benchmark.synthetic_cells import measure_synthetic
 from eagle_ray.benchmark.wide_cells import APART, CANDIDATES, RIVALS, WideCells
@@ -46,7 +46,7 @@ TWO, ALL, ALL_APART = 2, 2 + 1 + len(RIVALS), 1 + len(APART)  # ways in a cell
 class GpuRun:
     """prompts: token ids of the embedded pair's vocabulary. results: complete as far as the run went."""
 
-    def __init__(self, settings: Settings, prompts: list[list[int]], keep: Callable[[Results], None]):
+    def __init__(self, settings: GpuBenchSettings, prompts: list[list[int]], keep: Callable[[Results], None]):
         self.settings, self.prompts = settings, prompts
         self.results = Results()
         self.agenda = Agenda(self.results, settings.device, settings.minutes, keep, settings.only)

@@ -11,7 +11,7 @@ from eagle_ray.models.places import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GpuBenchSettings:
     """shapes: by name, the main one first. batches: of the main shape at the first of `contexts`; longer contexts take
     every third. others: those of them that come first, and the only ones of the other shapes. seconds: of a window of
     plain decoding. minutes: of everything.

@@ -60,7 +60,7 @@ def _ratio(rounds: Sequence[tuple[Counted, Counted]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class DifferenceInterval:
     """Of two pooled means. low, high: 95 %, two-sided, over what was resampled."""
 
     mean: float
@@ -68,7 +68,7 @@ class Difference:
     high: float
 
 
-def difference_interval(pairs: Sequence[tuple[Counted, Counted]], seed: int = 0) -> Difference:
+def difference_interval(pairs: Sequence[tuple[Counted, Counted]], seed: int = 0) -> DifferenceInterval:
     """The first ones' pooled mean less the second ones', by bootstrap over pairs, at least one.
 
     pairs: of each question, the sum and the count of both sides; a side without any counts as a mean of 0.
@@ -76,7 +76,7 @@ def difference_interval(pairs: Sequence[tuple[Counted, Counted]], seed: int = 0)
     draw = random.Random(seed)
     resampled = sorted(_difference(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
     edge = round(0.025 * RESAMPLES)
-    return Difference(_difference(pairs), resampled[edge], resampled[-1 - edge])
+    return DifferenceInterval(_difference(pairs), resampled[edge], resampled[-1 - edge])
 
 
 def _difference(pairs: Sequence[tuple[Counted, Counted]]) -> float:

@@ -17,8 +17,8 @@ from dataclasses import replace
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.cost_cache import CURVES, NUMBERS
 from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.planner import Allocation, Planner, StepOutcome
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.stopwatch import StepTimes
 from eagle_ray.speculative.plan import DraftPlan
 

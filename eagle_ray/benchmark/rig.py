@@ -172,9 +172,9 @@ class Harness:
         costs = copy.deepcopy(self.costs)
         if way.budget == "global":
             graphs = self.drafting.graphs
-            can_look = self.drafting.target.device.type == "cpu" and graphs is None
+            can_sync = self.drafting.target.device.type == "cpu" and graphs is None
             padded = graphs.num_rows if graphs else int
-            return PlannerProbe(BudgetPlanner(*way.tree, costs, can_look, padded), costs)
+            return PlannerProbe(BudgetPlanner(*way.tree, costs, can_sync, padded), costs)
         return PlannerProbe(UniformPlanner(*way.tree), costs)
 
     @property

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from eagle_ray.benchmark.agenda import Agenda
 from eagle_ray.benchmark.cells import Cell, figures, steady
-from eagle_ray.benchmark.gpu_settings import Settings
+from eagle_ray.benchmark.gpu_settings import GpuBenchSettings
 from eagle_ray.benchmark.rig import Harness
 from eagle_ray.benchmark.wide_cells import OURS, PLAIN
 from eagle_ray.models.places import Shape
@@ -20,7 +20,13 @@ PROMPTS, PROMPT = 64, 64  # how many, of how many tokens
 
 
 def measure_synthetic(
-    name: str, shape: Shape, acceptance: tuple[float, ...], rig: Harness, batch: int, settings: Settings, agenda: Agenda
+    name: str,
+    shape: Shape,
+    acceptance: tuple[float, ...],
+    rig: Harness,
+    batch: int,
+    settings: GpuBenchSettings,
+    agenda: Agenda,
 ) -> None:
     """Ours beside plain decoding, one row of the results. rig: of a pair of this acceptance, its costs known."""
     s, draw = settings, random.Random(settings.seed)

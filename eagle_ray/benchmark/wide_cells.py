@@ -17,7 +17,7 @@ from eagle_ray.benchmark import cells
 from eagle_ray.benchmark.agenda import Agenda
 from eagle_ray.benchmark.cells import Cell, figures, judged, steady
 from eagle_ray.benchmark.device import GIB, peak_gib
-from eagle_ray.benchmark.gpu_settings import Settings
+from eagle_ray.benchmark.gpu_settings import GpuBenchSettings
 from eagle_ray.benchmark.parts import seconds_of_parts
 from eagle_ray.benchmark.rig import LARGEST, Harness, Way
 from eagle_ray.benchmark.roofline import step_bytes
@@ -42,7 +42,7 @@ class WideCells:
     name: str
     shape: Shape
     rig: Harness
-    settings: Settings
+    settings: GpuBenchSettings
     agenda: Agenda
     prompts: list[list[int]]
     noise: float

@@ -37,7 +37,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ConfigSetting:
     """One value for one dotted key, and who gave it."""
 
     key: str
@@ -80,7 +80,7 @@ def load_serve_config(
     return config
 
 
-def _refuse_keys(settings: list[Setting]) -> None:
+def _refuse_keys(settings: list[ConfigSetting]) -> None:
     """Raise ConfigError, without the value, for an API key in the configuration."""
     for setting in settings:
         if {"api_key", "api_keys"} & set(setting.key.split(".")):
@@ -93,13 +93,13 @@ def _refuse_keys(settings: list[Setting]) -> None:
 
 def _settings(
     path: str | os.PathLike | None, sets: Iterable[str], env: Mapping[str, str], overrides: Mapping[str, Any] | None
-) -> list[Setting]:
+) -> list[ConfigSetting]:
     """Later ones win."""
     flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, "the command line")]
     return [*(_from_file(Path(path)) if path is not None else ()), *_from_env(env), *_from_sets(sets), *flags]
 
 
-def _validated(root: type[Root], settings: list[Setting]) -> Root:
+def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
     try:
         return root.model_validate(_nest(root, settings))
     except ValidationError as error:
@@ -123,7 +123,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _from_file(path: Path) -> list[Setting]:
+def _from_file(path: Path) -> list[ConfigSetting]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -140,14 +140,14 @@ def _from_file(path: Path) -> list[Setting]:
         raise ConfigError(f"{path}: a section holds itself, through a YAML alias (*name); write it out") from None
 
 
-def _from_env(env: Mapping[str, str]) -> list[Setting]:
+def _from_env(env: Mapping[str, str]) -> list[ConfigSetting]:
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     dotted = {name: name.removeprefix(ENV_PREFIX).lower().replace("__", ".") for name in names}
     return [s for name in names for s in _flatten(dotted[name], _yaml_value(env[name]), name)]
 
 
-def _from_sets(sets: Iterable[str]) -> list[Setting]:
-    settings: list[Setting] = []
+def _from_sets(sets: Iterable[str]) -> list[ConfigSetting]:
+    settings: list[ConfigSetting] = []
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or not key:
@@ -164,15 +164,15 @@ def _yaml_value(text: str) -> Any:
         return text
 
 
-def _flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
+def _flatten(key: str, value: Any, origin: str) -> Iterator[ConfigSetting]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _flatten(f"{key}.{name}" if key else str(name), inner, origin)
     else:
-        yield Setting(key, value, origin)
+        yield ConfigSetting(key, value, origin)
 
 
-def _nest(root: type[BaseModel], settings: Iterable[Setting]) -> dict[str, Any]:
+def _nest(root: type[BaseModel], settings: Iterable[ConfigSetting]) -> dict[str, Any]:
     """Later settings win. An empty section of a YAML file (``sampling:``) leaves its defaults."""
     required = [name for name, field in root.model_fields.items() if field.is_required()]
     tree: dict[str, Any] = {section: {} for section in required}  # so that their missing keys are named
@@ -200,7 +200,7 @@ def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
     return model
 
 
-def _explain(root: type[BaseModel], error: ValidationError, settings: list[Setting]) -> list[str]:
+def _explain(root: type[BaseModel], error: ValidationError, settings: list[ConfigSetting]) -> list[str]:
     """One line per wrong key, in the schema's order, however many ways a value failed."""
     lines: dict[str, str] = {}
     for detail in error.errors():
@@ -223,7 +223,7 @@ def _key_of(root: type[BaseModel], detail: ErrorDetails) -> tuple[str, bool]:
     return key, False
 
 
-def _unknown_key(root: type[BaseModel], key: str, settings: list[Setting]) -> str:
+def _unknown_key(root: type[BaseModel], key: str, settings: list[ConfigSetting]) -> str:
     section, _, name = key.rpartition(".")
     here = _model_at(root, section) or root
     siblings = {field: f"{section}.{field}" if section else field for field in here.model_fields}
@@ -236,7 +236,7 @@ def _unknown_key(root: type[BaseModel], key: str, settings: list[Setting]) -> st
     return f"{key}: unknown key{_origin(key, settings)}; {hint}"
 
 
-def _wrong_value(root: type[BaseModel], key: str, detail: ErrorDetails, settings: list[Setting]) -> str:
+def _wrong_value(root: type[BaseModel], key: str, detail: ErrorDetails, settings: list[ConfigSetting]) -> str:
     allowed = _allowed(root, key)
     if detail["type"] == "missing":
         return f"{key}: missing; it must be {allowed}"
@@ -254,7 +254,7 @@ def _allowed(root: type[BaseModel], key: str) -> str:
     return description or "a section with keys of its own"
 
 
-def _origin(key: str, settings: list[Setting]) -> str:
+def _origin(key: str, settings: list[ConfigSetting]) -> str:
     origins = [s.origin for s in settings if s.key == key or s.key.startswith(key + ".")]
     return f" (from {origins[-1]})" if origins else ""
 
@@ -272,7 +272,7 @@ def _check_report(config: JobConfig) -> None:
         raise ConfigError("report.verify_rows: it compares stored token ids: set output.store_token_ids to true")
 
 
-def _refuse_unbuilt(config: JobConfig, settings: list[Setting]) -> None:
+def _refuse_unbuilt(config: JobConfig, settings: list[ConfigSetting]) -> None:
     """Options of the design that this release does not have are refused by name, never ignored."""
     for key, built in BUILT.items():
         section, _, name = key.rpartition(".")

@@ -25,7 +25,7 @@ from eagle_ray.data.bundles import nest
 from eagle_ray.data.deaths import CrashRecord
 from eagle_ray.data.faults import classify_error
 from eagle_ray.data.isolation import Isolation
-from eagle_ray.data.metrics import Metrics
+from eagle_ray.data.metrics import JobMetrics
 from eagle_ray.data.progress import WorkerReport
 from eagle_ray.data.record import RunHandle
 from eagle_ray.data.stops import ClusterError, ModelUnusable
@@ -53,7 +53,7 @@ class EngineActor:
         except Exception as error:  # whatever it is, it is said in one line and not in a page of Ray's traceback
             self._cannot_start(error)
         self._isolation = Isolation(self._worker.answer, self._line, config.execution.slots)
-        self._metrics = Metrics(config.name, run.run_id, self._worker.worker_id)
+        self._metrics = JobMetrics(config.name, run.run_id, self._worker.worker_id)
         self._report = WorkerReport.of(self._worker.worker_id, self._worker.counters())
         self._tell(None)
 

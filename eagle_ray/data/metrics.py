@@ -54,7 +54,7 @@ DESCRIPTIONS = {
 }
 
 
-class Metrics:
+class JobMetrics:
     """The counters of one worker. Labels: the run's name and id, and the worker as output rows name it."""
 
     def __init__(self, run_name: str, run_id: str, worker_id: str):

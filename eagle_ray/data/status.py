@@ -27,7 +27,7 @@ SHORTEST_SILENCE_S = 60.0  # loading a model takes as long
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class RunStatus:
     """One run.
 
     state: done, running, killed (its process is gone from this machine), silent (it neither ended nor gave a sign of
@@ -49,7 +49,7 @@ class Status:
     total: dict[str, Any] | None
 
 
-def status_of(output: StoragePath, now: datetime | None = None) -> Status:
+def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     """Raises ConfigError where the directory holds no run, OutputDamaged where its record cannot be read."""
     record = read_manifest(output)
     if record is None:
@@ -63,7 +63,7 @@ def status_of(output: StoragePath, now: datetime | None = None) -> Status:
     process = Process(**last["process"]) if isinstance(last.get("process"), dict) else None  # a number in older records
     is_done = (output / SUCCESS).exists()
     patience = max(SHORTEST_SILENCE_S, SILENT_AFTER * record["config"]["logging"]["progress_every_s"])
-    return Status(
+    return RunStatus(
         output=str(output),
         run_id=record["run_id"],
         state="done" if is_done else "stopped" if "outcome" in last else _alive(process, quiet_s, patience),
@@ -78,12 +78,12 @@ def status_of(output: StoragePath, now: datetime | None = None) -> Status:
     )
 
 
-def status_json(status: Status) -> str:
+def status_json(status: RunStatus) -> str:
     """Everything that is known."""
     return json.dumps(asdict(status), indent=2, ensure_ascii=False)
 
 
-def status_text(status: Status) -> str:
+def status_text(status: RunStatus) -> str:
     """A few plain lines."""
     head = f"run {status.run_id} in {status.output}: "
     again = "the same command goes on from what is there"
@@ -103,7 +103,7 @@ def status_text(status: Status) -> str:
     return "\n".join([*lines, _progress_line(status)])
 
 
-def _progress_line(status: Status) -> str:
+def _progress_line(status: RunStatus) -> str:
     """Return what the attempt had done when it last wrote its progress, and for a live one how long ago that was."""
     if not status.progress:
         return "this attempt has recorded no progress yet"

@@ -42,7 +42,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MemorySettings:
     """What a remedy can change. itemsize: bytes of the model's dtype. max_model_len: in force."""
 
     max_model_len: int
@@ -50,7 +50,7 @@ class Settings:
     num_gpus: float
 
 
-def remedy(footprint: Footprint, room: Room, settings: Settings) -> str:
+def remedy(footprint: Footprint, room: Room, settings: MemorySettings) -> str:
     """The least change with which it would fit, as far as one is known."""
     if slots := most_slots(footprint, room):
         tokens = _tokens(footprint, room, settings) // 100 * 100
@@ -65,7 +65,7 @@ def most_slots(footprint: Footprint, room: Room) -> int:
     return bisect_left(range(1, footprint.slots + 1), True, key=lambda n: not room.holds(footprint.with_slots(n)))
 
 
-def _tokens(footprint: Footprint, room: Room, settings: Settings) -> int:
+def _tokens(footprint: Footprint, room: Room, settings: MemorySettings) -> int:
     """Tokens whose keys and values fit beside all else, by the room of the first device and of all of them."""
     margin, first = (1.0, room.total) if len(room.devices) == 1 else (KV_MARGIN, int(GPU_SHARE * room.devices[0]))
     others = footprint.total - footprint.pool
@@ -73,7 +73,7 @@ def _tokens(footprint: Footprint, room: Room, settings: Settings) -> int:
     return max(int(free / (footprint.per_slot / settings.max_model_len)), 0)
 
 
-def _for_weights(footprint: Footprint, room: Room, settings: Settings) -> str:
+def _for_weights(footprint: Footprint, room: Room, settings: MemorySettings) -> str:
     """The weights alone are too large."""
     need = footprint.with_slots(1).total
     if room.num_sharing > 1 and need <= room.total * room.num_sharing:

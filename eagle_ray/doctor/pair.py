@@ -17,7 +17,7 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import draft_requirement
 from eagle_ray.doctor.cluster import Workers
 from eagle_ray.doctor.finding import Finding, gib
-from eagle_ray.doctor.fit import Room, Settings, remedy
+from eagle_ray.doctor.fit import MemorySettings, Room, remedy
 from eagle_ray.doctor.footprint import Footprint
 from eagle_ray.doctor.machine import free_memory
 from eagle_ray.errors import EngineError
@@ -86,7 +86,7 @@ def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) ->
         todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(footprint.total)} free"
         return Finding("memory", takes, facts, advice=todo)
     facts |= {"total": footprint.total, "room": room.total}
-    settings = Settings(length, dtype.itemsize, workers.num_gpus)
+    settings = MemorySettings(length, dtype.itemsize, workers.num_gpus)
     problem = None if room.holds(footprint) else remedy(footprint, room, settings)
     return Finding("memory", f"{takes}; it would have {gib(room.total)}", facts, problem)
 

@@ -41,7 +41,7 @@ from eagle_ray.speculative.plan import DraftPlan
 from eagle_ray.speculative.replay import GraphRunner, PaddedInput
 from eagle_ray.speculative.sampling import SamplingBatch
 from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.speculative.upload import sent, to_device
+from eagle_ray.speculative.upload import copy_to_device, to_device
 from eagle_ray.speculative.verify import VerifyResult
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
@@ -320,7 +320,7 @@ class EagleDrafter:
         slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
         layout = prefill_metadata(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        self._run(tokens, self.head.reduce(features), sent(torch.cat(places), tokens.device), layout)
+        self._run(tokens, self.head.reduce(features), copy_to_device(torch.cat(places), tokens.device), layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
 
@@ -390,7 +390,7 @@ class EagleDrafter:
         batch: DecodeSlots,
         frontier: Frontier,
         features: Float[Tensor, "B P H"],
-        seen: Seen,
+        seen: TreeMask,
         first: Int[Tensor, " B"],
     ) -> Float[Tensor, "B F H"]:
         """Run the head on a frontier, the last of what is seen; features are those of the frontier before it."""
@@ -469,7 +469,7 @@ def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TreeMask:
     """Which of the M tree columns so far each node of the last frontier sees, and those columns' depths.
 
     depth: of that frontier, which stands in the last columns.
@@ -480,13 +480,13 @@ class Seen:
     depth: int
 
 
-def _descend(seen: Seen | None, frontier: Frontier, depth: int) -> Seen:
+def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
     """A frontier deeper: it sees what its parents see and, in F new columns, each node itself."""
     batch, width = frontier.tokens.shape
     itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(batch, width, width)
     depths = frontier.tokens.new_full((width,), depth)
     if seen is None:
-        return Seen(itself, depths, depth)
+        return TreeMask(itself, depths, depth)
     parents = frontier.parent_rows[:, :, None].expand(-1, -1, seen.ancestors.shape[2])
     ancestors = torch.cat([seen.ancestors.gather(1, parents), itself], 2)
-    return Seen(ancestors, torch.cat([seen.depths, depths]), depth)
+    return TreeMask(ancestors, torch.cat([seen.depths, depths]), depth)

@@ -84,7 +84,7 @@ class EnsembleDrafter:
         texts: Sequence[TokenSequence],
     ) -> Draft:
         """The first part's draft with the others' nodes beside it."""
-        plans = [plan, *[replace(plan, enough=None)] * (len(self._parts) - 1)]
+        plans = [plan, *[replace(plan, should_stop=None)] * (len(self._parts) - 1)]
         drafts = [part.draft(batch, roots, p, sampling, texts) for part, p in zip(self._parts, plans, strict=True)]
         depth = max(draft.depth for draft in drafts)
         first, is_all = drafts[0], all(draft.is_all for draft in drafts)

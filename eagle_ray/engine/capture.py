@@ -22,9 +22,9 @@ from eagle_ray.engine.measure import (
     SHORT_OUTPUT,
     SHORT_PROMPT,
     CalibrationRun,
+    CalibrationSetting,
     ProxyPlanner,
     ScriptedPlanner,
-    Setting,
     as_replayed,
     calibration_mode,
     most_rows_of,
@@ -36,7 +36,7 @@ CAPTURE_S = 60.0  # seconds of a start-up that may go into recording
 TELL_S = 5.0  # seconds between two lines of progress
 TEMPERATURES = 0.0, 1.0
 
-SettingsOf = Callable[[int], Iterable[Setting]]
+SettingsOf = Callable[[int], Iterable[CalibrationSetting]]
 """What is worth recording where so many sequences can run at once."""
 
 
@@ -47,7 +47,9 @@ def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
 
 def capture_fixed(engine: Engine) -> None:
     """The same for an engine whose planner does not look at what it has learnt: plain decoding, uniform, static."""
-    _record(engine, ProxyPlanner(engine.planner), lambda most: (Setting(n, 1, 0, 0) for n in _batch_sizes(most)))
+    _record(
+        engine, ProxyPlanner(engine.planner), lambda most: (CalibrationSetting(n, 1, 0, 0) for n in _batch_sizes(most))
+    )
 
 
 def _record(engine: Engine, planner: ScriptedPlanner, settings_of: SettingsOf) -> None:
@@ -70,7 +72,9 @@ def _record(engine: Engine, planner: ScriptedPlanner, settings_of: SettingsOf) -
     log.info("recorded ahead in %.1f s: %s", time.monotonic() - started, graphs.summary)
 
 
-def _steps(engine: Engine, bench: CalibrationRun, settings_of: SettingsOf) -> Iterator[tuple[int, float, Setting]]:
+def _steps(
+    engine: Engine, bench: CalibrationRun, settings_of: SettingsOf
+) -> Iterator[tuple[int, float, CalibrationSetting]]:
     """Prompt length, temperature and setting: all that fit behind short prompts, then in longer contexts."""
     lengths = [SHORT_PROMPT, *(bound + 1 for bound in engine.graphs.contexts[:-1])]
     for length in lengths:
@@ -81,14 +85,14 @@ def _steps(engine: Engine, bench: CalibrationRun, settings_of: SettingsOf) -> It
                 yield length, temperature, setting
 
 
-def _trees(most: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[Setting]:
+def _trees(most: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[CalibrationSetting]:
     """Of at most so many sequences."""
     limit, widths = most_rows_of(most, max_nodes), (*(w for w in WIDTHS if w < top_k), top_k)
     drafts = [(w, d) for w in widths for d in range(min(w, 2), max_depth + 1)]  # one level is of one node's children
     for batch_size in _batch_sizes(most):
         num_rows = min(batch_size * (1 + max_nodes), limit)
         rows = [n for n in BUCKETS if batch_size <= n <= num_rows] or [batch_size * 2]
-        yield Setting(batch_size, 1, 0, 0)
+        yield CalibrationSetting(batch_size, 1, 0, 0)
         for n in rows:
             yield _tree(batch_size, n, top_k, max_depth)
         for i, draft in enumerate(reversed(drafts)):
@@ -100,5 +104,5 @@ def _batch_sizes(most: int) -> list[int]:
     return [most, *(n for n in reversed(BUCKETS) if n < most)]
 
 
-def _tree(batch_size: int, num_rows: int, width: int, depth: int) -> Setting:
-    return Setting(batch_size, max(num_rows // batch_size, 1), width, depth, num_rows)
+def _tree(batch_size: int, num_rows: int, width: int, depth: int) -> CalibrationSetting:
+    return CalibrationSetting(batch_size, max(num_rows // batch_size, 1), width, depth, num_rows)

@@ -137,18 +137,25 @@ class StepCosts:
     attend_row: float = 0.0
     each: float = 0.0
 
-    def verified(self, num_rows: int, num_cached: float, batch_size: int, num_beside: int = 0) -> float:
-        """num_cached: tokens that are cached, of all the batch's sequences. num_beside: rows of prompts with them."""
-        return self.verify(num_rows + num_beside) + self._behind(num_rows / batch_size, num_cached, batch_size)
+    def verified(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
+        """Return the seconds of a pass.
 
-    def passes(self, num_rows: Sequence[int], num_cached: float, batch_size: int, num_beside: int = 0) -> np.ndarray:
-        """The same for several numbers of rows at once."""
+        Args:
+            num_cached: cached tokens of all the batch's sequences.
+            num_prefill_rows: rows of prompts in the same pass.
+        """
+        return self.verify(num_rows + num_prefill_rows) + self._behind(num_rows / batch_size, num_cached, batch_size)
+
+    def passes(
+        self, num_rows: Sequence[int], num_cached: float, batch_size: int, num_prefill_rows: int = 0
+    ) -> np.ndarray:
+        """Return the seconds of passes of several numbers of rows."""
         rows = np.asarray(num_rows)
-        return self.verify.at(rows + num_beside) + self._behind(rows / batch_size, num_cached, batch_size)
+        return self.verify.at(rows + num_prefill_rows) + self._behind(rows / batch_size, num_cached, batch_size)
 
-    def row(self, num_rows: float, num_cached: float, batch_size: int, num_beside: int = 0) -> float:
+    def row(self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
         """One row more of a pass of about num_rows."""
-        return self.verify.slope(num_rows + num_beside) + self.attend_row * num_cached / batch_size
+        return self.verify.slope(num_rows + num_prefill_rows) + self.attend_row * num_cached / batch_size
 
     def _behind(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
         """What the sequences and their contexts add, with so many rows of each, a number or several."""
@@ -168,7 +175,7 @@ class StepCosts:
 
     def predict(self, outcome: StepOutcome) -> StepTimes:
         """What a step of this kind takes by all that is known."""
-        verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_beside)
+        verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         draft = 0.0
         if outcome.plan.is_drafting:
@@ -178,7 +185,7 @@ class StepCosts:
 
     def beside(self, outcome: StepOutcome) -> float:
         """What the prompts add that went through the target in its pass."""
-        return self.verify(outcome.num_rows + outcome.num_beside) - self.verify(outcome.num_rows)
+        return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
     def learn(self, outcome: StepOutcome, foreseen: StepTimes, usual: bool = True) -> None:
         """Correct what this step has shown to be wrong. foreseen: what it was taken to take.
@@ -186,7 +193,7 @@ class StepCosts:
         usual: whether the rest of it is what others take; else they take no more than that.
         """
         seconds = outcome.seconds
-        self.verify.correct(outcome.num_rows + outcome.num_beside, seconds.verify / foreseen.verify)
+        self.verify.correct(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / foreseen.verify)
         if outcome.plan.is_drafting:
             ratio = seconds.draft / foreseen.draft
             self.read.correct(outcome.num_caught_up, ratio)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.engine.scheduler import PrefillChunk
+from eagle_ray.engine.decode_batch import PrefillChunk
 from eagle_ray.models.blocks import BlockManager
 from eagle_ray.speculative.upload import to_device
 

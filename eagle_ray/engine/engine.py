@@ -28,20 +28,21 @@ import torch
 from eagle_ray.drafting.drafter import Draft, Drafter
 from eagle_ray.drafting.eagle import EagleDrafter
 from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.engine.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.engine.flight import PendingStep
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.engine.host_copy import DeviceToHost
 from eagle_ray.engine.logprobs import ranked, record_outputs
 from eagle_ray.engine.planner import Planner, StepOutcome
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
-from eagle_ray.engine.scheduler import DecodeBatch, PrefillChunk, Scheduler
-from eagle_ray.engine.sequence import Sequence, Status, check_length
+from eagle_ray.engine.scheduler import Scheduler
+from eagle_ray.engine.sequence import Sequence, SequenceStatus, check_length
 from eagle_ray.engine.step_record import StepOutput
 from eagle_ray.engine.stopwatch import StepTimer
 from eagle_ray.engine.verify_step import MaxTreeSizes, Verifier
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.speculative.plan import DraftPlan
 from eagle_ray.speculative.stats import AcceptanceStats
+from eagle_ray.speculative.upload import DeviceToHost
 
 
 class Engine:
@@ -152,7 +153,7 @@ class Engine:
     ) -> tuple[PendingStep, PendingPrefill | None]:
         """chunks: of prompts, computed in the same pass of the target. drafting: as Prefiller.take has it."""
         prompts = self.prefiller.prompts(chunks) if chunks else None
-        batch = replace(batch, num_beside=sum(chunk.num_tokens for chunk in chunks))
+        batch = replace(batch, num_prefill_rows=sum(chunk.num_tokens for chunk in chunks))
         watch, plan = StepTimer(self.target.device), self.planner.plan(batch).restrict_to(batch.can_draft)
         draft = Draft.empty(batch.roots)
         if plan.is_drafting:
@@ -216,7 +217,9 @@ class Engine:
         num_accepted = 0
         for i, (sequence, row) in enumerate(zip(batch.sequences, record, strict=True)):
             step = StepOutput.of(row, flight.shape.max_depth)
-            if sequence.status is not Status.RUNNING:  # carried along: as good as any to tell whether values are right
+            if (
+                sequence.status is not SequenceStatus.RUNNING
+            ):  # carried along: as good as any to tell whether values are right
                 num_accepted += len(step.tokens) - 1
                 continue
             self.counters.num_slot_steps += 1
@@ -234,7 +237,7 @@ class Engine:
         """Its sequences' lengths are known now."""
         if not flight.plan.is_drafting:
             return
-        sequences = [s for s in flight.batch.sequences if s.status is Status.RUNNING]
+        sequences = [s for s in flight.batch.sequences if s.status is SequenceStatus.RUNNING]
         num_pairs = self.drafter.settle([s.slot for s in sequences], [s.num_cached for s in sequences])
         flight.draft = replace(flight.draft, num_caught_up=num_pairs)
 

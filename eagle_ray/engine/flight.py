@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.host_copy import DeviceToHost
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.planner import Allocation, Planner, StepOutcome
-from eagle_ray.engine.scheduler import DecodeBatch
-from eagle_ray.engine.sequence import Status
+from eagle_ray.engine.sequence import SequenceStatus
 from eagle_ray.engine.stopwatch import StepTimer, StepTimes
 from eagle_ray.engine.verify_step import StepShape
 from eagle_ray.speculative.plan import DraftPlan
+from eagle_ray.speculative.upload import DeviceToHost
 from eagle_ray.speculative.verify import VerifyResult
 
 
@@ -42,7 +42,7 @@ class PendingStep:
     @property
     def has_running(self) -> bool:
         """Whether any of its sequences still runs."""
-        return any(sequence.status is Status.RUNNING for sequence in self.batch.sequences)
+        return any(sequence.status is SequenceStatus.RUNNING for sequence in self.batch.sequences)
 
     @property
     def max_new_tokens(self) -> int:
@@ -68,5 +68,5 @@ class PendingStep:
             seconds=seconds,
             is_first=self.is_first,
             num_expected=self.allocation.expected,
-            num_beside=self.batch.num_prefill_rows,
+            num_prefill_rows=self.batch.num_prefill_rows,
         )

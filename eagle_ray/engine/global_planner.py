@@ -32,9 +32,9 @@ from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.costs import BUCKETS, StepCosts
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.expectations import ExpectationsBySize
 from eagle_ray.engine.planner import Allocation, StepOutcome
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.value_curves import AcceptanceModel
 from eagle_ray.speculative.budget import Budget, Candidates
 from eagle_ray.speculative.expand import TreeBuilder
@@ -86,7 +86,7 @@ class PlanEstimate:
 class BudgetPlanner:
     """max_nodes, max_depth, top_k: bounds on each sequence's tree, as for UniformPlanner, and not more than it needs.
 
-    can_look: whether asking the device between levels is cheap, as on a CPU; otherwise depth is decided beforehand, and
+    can_sync: whether asking the device between levels is cheap, as on a CPU; otherwise depth is decided beforehand, and
     a step that drafts asks once, for the values by which it sets the number of rows. padded: how many rows a pass for
     so many has.
     """
@@ -102,7 +102,7 @@ class BudgetPlanner:
     ):
         widths = (*(w for w in WIDTHS if w < top_k), top_k)
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
-        self.costs, self._can_look, self._padded = costs, can_sync, padded
+        self.costs, self._can_sync, self._padded = costs, can_sync, padded
         self.foreseen_s = self.foreseen_plain_s = 0.0  # of all steps, by the costs: as taken, without drafts
         self._by_size = ExpectationsBySize(AcceptanceModel(widths, self._max_depth))
         self._now = self._by_size.last  # of the batch that is planned for
@@ -125,7 +125,7 @@ class BudgetPlanner:
         return self._drafting or self._is_trial
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
-        if self._can_look and max(batch.remaining_tokens) <= 1:  # each has one token to go, which needs no draft
+        if self._can_sync and max(batch.remaining_tokens) <= 1:  # each has one token to go, which needs no draft
             return PLAIN
         if self._is_warming_up:
             return self._probe(batch, max(FIRST_MEMBERS, len(batch) // FIRST_PROBED))
@@ -163,7 +163,7 @@ class BudgetPlanner:
         width, more = self._best.width, int(looks)
         if looks:
             width = next((w for w in self._now.curves.widths if w > width), width)
-        if not self._can_look:
+        if not self._can_sync:
             return self._plan(min(self._best.depth + more, self._max_depth), width)
         price = self._opportunity_rate(len(batch), batch.num_cached)
         num_rows = len(batch) * self._rows_each
@@ -176,7 +176,7 @@ class BudgetPlanner:
             unpaid += unpaid > 0 or not self._pays(builder, level_price, row_price)
             return unpaid > more
 
-        return self._plan(min(self._max_depth, max(batch.remaining_tokens) - 1), width, enough=enough)
+        return self._plan(min(self._max_depth, max(batch.remaining_tokens) - 1), width, should_stop=enough)
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         """The bucket with the best rate, filled with the most valuable nodes of the batch."""
@@ -194,7 +194,7 @@ class BudgetPlanner:
         best = int(self._profits(batch, rows, gains).argmax())
         self._rows_each = rows[best] / size
         keep = candidates.keep(rows[best])
-        sizes = keep.sum(1).tolist() if self._can_look else None
+        sizes = keep.sum(1).tolist() if self._can_sync else None
         most = max(sizes) if sizes else min(1 + self._max_nodes, draft.tree.num_nodes)
         return Allocation(keep, most, rows[best], gains[best], sizes)
 
@@ -240,7 +240,11 @@ class BudgetPlanner:
         """Tokens that each sequence which was drafted for may still produce; None where all levels fit."""
         if min(batch.remaining_tokens) > len(levels):
             return None
-        return batch.room_at if plan.members is None else batch.room_at[to_device(plan.members, batch.room_at.device)]
+        return (
+            batch.remaining_at
+            if plan.members is None
+            else batch.remaining_at[to_device(plan.members, batch.remaining_at.device)]
+        )
 
     def _to_full_depth(self, draft: Draft, plan: DraftPlan, size: int) -> list[Float[Tensor, "M _ K"]]:
         """The draft's levels; where it is all there was, with empty ones below."""
@@ -284,13 +288,13 @@ class BudgetPlanner:
 
     def _buckets(self, size: int, num_candidates: int) -> list[int]:
         """Rows that a pass may have beyond the roots of `size` sequences: a CPU takes any number, a GPU's are set."""
-        return _between(FINE_BUCKETS if self._can_look else BUCKETS, size, num_candidates)
+        return _between(FINE_BUCKETS if self._can_sync else BUCKETS, size, num_candidates)
 
     def _budget(self, draft: Draft, batch: DecodeBatch) -> Budget:
         """Every tree within its bounds; nodes deeper than a sequence has tokens to go are worth nothing."""
         max_depths = None
         if min(batch.remaining_tokens) <= draft.depth:
-            max_depths = batch.room_at - 1
+            max_depths = batch.remaining_at - 1
         return Budget(num_rows=0, num_nodes=1 + self._max_nodes, max_depths=max_depths)
 
     def _review(self, batch: DecodeBatch) -> None:
@@ -365,8 +369,8 @@ class BudgetPlanner:
         if num_members < len(batch):
             first = self._num_drafts * num_members
             members = tuple(sorted((first + i) % len(batch) for i in range(num_members)))
-        enough = (lambda builder: self._cannot_pay(builder, batch)) if self._can_look else None
-        return self._plan(self._max_depth, self._top_k, members=members, enough=enough, probe=True)
+        enough = (lambda builder: self._cannot_pay(builder, batch)) if self._can_sync else None
+        return self._plan(self._max_depth, self._top_k, members=members, should_stop=enough, probe=True)
 
     def _cannot_pay(self, builder: TreeBuilder, batch: DecodeBatch) -> bool:
         """Whether no level more could pay if the whole batch were drafted for and children were as good as parents."""

@@ -27,9 +27,9 @@ from statistics import mean
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.engine.costs import BUCKETS, CostCurve, StepCosts
 from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation, Planner, StepOutcome
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.models.blocks import BLOCK_SIZE
 from eagle_ray.models.linear import WARM_ROWS
@@ -57,7 +57,7 @@ LEAST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CalibrationSetting:
     """num_nodes of each of batch_size sequences are verified, roots included; width and depth of what is drafted.
 
     num_rows: of the pass, at least; more than the nodes are padding.
@@ -80,7 +80,7 @@ class ScriptedPlanner:
 
     def __init__(self, num_children: int | None = None) -> None:
         self._num_children = num_children
-        self.setting = Setting(1, 1, 0, 0)
+        self.setting = CalibrationSetting(1, 1, 0, 0)
         self.outcome: StepOutcome | None = None
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
@@ -109,7 +109,7 @@ class ProxyPlanner(ScriptedPlanner):
         return self._always.allocate(draft, plan, batch)
 
 
-class Budget:
+class TimeBudget:
     """Seconds that measuring may take, from the moment at which the budget is made.
 
     clock: returns seconds; tests pass their own.
@@ -126,7 +126,7 @@ class Budget:
 
 
 def calibrate_costs(
-    engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: Budget | None = None
+    engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: TimeBudget | None = None
 ) -> StepCosts:
     """Return the costs of an idle engine's steps, up to trees of max_nodes nodes for every slot.
 
@@ -134,7 +134,7 @@ def calibrate_costs(
     go three steps at most, and the four that no curve can do without.
     """
     device = engine.target.device.type
-    budget = budget or Budget(BUDGET_S[device])
+    budget = budget or TimeBudget(BUDGET_S[device])
     with calibration_mode(engine, as_replayed(engine, top_k), apart=device == "cuda") as bench:
         sizes = Sizes(bench.num_slots, max_nodes, max_depth, top_k, device)
         bench.run(sizes.needed())
@@ -151,9 +151,9 @@ def calibrate_costs(
 def warm_up(engine: Engine, top_k: int) -> None:
     """An idle engine's first steps, plain and with drafts: what is made once is made before anybody waits for it."""
     with calibration_mode(engine, as_replayed(engine, top_k)) as bench:
-        bench.take(Setting(1, 1, 0, 0))
+        bench.take(CalibrationSetting(1, 1, 0, 0))
         if engine.num_spec_tokens:
-            bench.take(Setting(1, 2, 1, 1))
+            bench.take(CalibrationSetting(1, 2, 1, 1))
 
 
 def as_replayed(engine: Engine, top_k: int) -> ScriptedPlanner:
@@ -187,15 +187,15 @@ class Sizes:
     top_k: int
     device: str
 
-    def needed(self) -> list[Setting]:
+    def needed(self) -> list[CalibrationSetting]:
         """Steps of one sequence without which a curve would have no size, or one size only."""
         return [*self._steps_of(1), *self._trees_of(1, self._nodes_of(1)[-1:])]
 
-    def trees(self) -> list[Setting]:
+    def trees(self) -> list[CalibrationSetting]:
         """A few more trees of one sequence."""
         return self._trees_of(1, [n for n in TREES if n in self._nodes_of(1)[:-1]])
 
-    def batches(self) -> list[list[Setting]]:
+    def batches(self) -> list[list[CalibrationSetting]]:
         """The steps of batch sizes that are BATCH_STEP times apart, and of all slots; one empty list for one slot.
 
         The widest drafts of one batch size show what a level costs by rows: those of larger ones take long.
@@ -207,13 +207,13 @@ class Sizes:
             size *= BATCH_STEP
         sizes += [self.num_slots] if self.num_slots > 1 else []
 
-        batches: list[list[Setting]] = []
+        batches: list[list[CalibrationSetting]] = []
         for size in sizes:
             steps = self._steps_of(size) if not batches else self._steps_of(size)[:2]
             batches.append([*steps, *self._trees_of(size, [SMALL_TREE] if 1 + self.max_nodes >= SMALL_TREE else [])])
         return batches or [[]]
 
-    def all(self) -> Iterator[Setting]:
+    def all(self) -> Iterator[CalibrationSetting]:
         """For each batch size a plain step, one level, the widest draft, a small tree, and trees of ever more rows.
 
         A batch size is replayed before the next one begins: new sequences compute their prompts.
@@ -230,17 +230,17 @@ class Sizes:
                     yield steps[1]
 
     @property
-    def small_tree(self) -> Setting:
+    def small_tree(self) -> CalibrationSetting:
         """By which contexts of more than one row for each sequence are measured."""
         num_nodes = min(SMALL_TREE, 1 + self.max_nodes) if self.max_depth > 1 else 2
-        return Setting(self.num_slots, num_nodes, min(2, self.top_k), min(2, self.max_depth))
+        return CalibrationSetting(self.num_slots, num_nodes, min(2, self.top_k), min(2, self.max_depth))
 
-    def _steps_of(self, size: int) -> list[Setting]:
+    def _steps_of(self, size: int) -> list[CalibrationSetting]:
         """A plain step, one level, and the widest draft."""
         return [
-            Setting(size, 1, 0, 0),
-            Setting(size, 2, 1, 1),
-            Setting(size, 2, self.top_k, min(2, self.max_depth)),
+            CalibrationSetting(size, 1, 0, 0),
+            CalibrationSetting(size, 2, 1, 1),
+            CalibrationSetting(size, 2, self.top_k, min(2, self.max_depth)),
         ]
 
     def _nodes_of(self, size: int) -> list[int]:
@@ -249,8 +249,8 @@ class Sizes:
         nodes = [n for n in BUCKETS if 1 < n <= 1 + self.max_nodes and self._width_of(n)]
         return [n for n in nodes if n == SMALL_TREE or n * size <= limit]
 
-    def _trees_of(self, size: int, nodes: Iterable[int]) -> list[Setting]:
-        return [Setting(size, n, self._width_of(n), min(2, self.max_depth)) for n in nodes]
+    def _trees_of(self, size: int, nodes: Iterable[int]) -> list[CalibrationSetting]:
+        return [CalibrationSetting(size, n, self._width_of(n), min(2, self.max_depth)) for n in nodes]
 
     def _width_of(self, num_nodes: int) -> int:
         """The least width with which a draft of two levels has so many nodes, the root included; 0: there is none."""
@@ -282,9 +282,11 @@ class CalibrationRun:
         self._num_added, self.temperature = 0, 0.0
         self.num_slots = self.num_together(SHORT_PROMPT)
         self._running: list[Sequence] = []
-        self._context_steps: list[Setting] = []  # a plain step and one with trees
-        self._shallow: dict[Setting, list[StepOutcome]] = defaultdict(list)  # behind short prompts, by setting
-        self._deep: dict[Setting, list[StepOutcome]] = defaultdict(list)  # behind long ones
+        self._context_steps: list[CalibrationSetting] = []  # a plain step and one with trees
+        self._shallow: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(
+            list
+        )  # behind short prompts, by setting
+        self._deep: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(list)  # behind long ones
         self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and sequences
         self._read: dict[int, list[StepOutcome]] = defaultdict(list)
         self._level: dict[int, list[StepOutcome]] = defaultdict(list)
@@ -294,14 +296,14 @@ class CalibrationRun:
         """How many sequences can run at once behind prompts of this length, whose blocks are each one's own."""
         return max(self._engine.scheduler.max_concurrent(length + SHORT_OUTPUT), 1)
 
-    def run(self, settings: Iterable[Setting], budget: Budget | None = None) -> None:
+    def run(self, settings: Iterable[CalibrationSetting], budget: TimeBudget | None = None) -> None:
         """Take a step of each setting in turn, until the budget is spent. None: take all of them."""
         for setting in settings:
             if budget is not None and budget.is_spent:
                 return
             self._note(setting, self.take(setting))
 
-    def run_contexts(self, tree: Setting, budget: Budget) -> None:
+    def run_contexts(self, tree: CalibrationSetting, budget: TimeBudget) -> None:
         """Take steps behind a long prompt, those of more than one row for each sequence unless the budget is spent.
 
         tree: of these steps. Its batch size is lowered where that many long prompts do not fit.
@@ -314,18 +316,18 @@ class CalibrationRun:
         length = max(min(wanted, self._engine.scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
         most = MOST_APART if self._apart else MOST_SHARED
         batch_size = min(tree.batch_size, self.num_together(length), most)
-        self._context_steps = [Setting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
+        self._context_steps = [CalibrationSetting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
         plain, tree = self._context_steps
         for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
             for outcome in self._replayed(step, SHORT_PROMPT, budget):
                 self._note(step, outcome)
         self.clear()
-        self.take(Setting(1, 1, 0, 0), length)
+        self.take(CalibrationSetting(1, 1, 0, 0), length)
         for step in self._context_steps:
             self._deep[step] = self._replayed(step, length, budget)
         self.clear()
 
-    def _replayed(self, step: Setting, length: int, budget: Budget) -> list[StepOutcome]:
+    def _replayed(self, step: CalibrationSetting, length: int, budget: TimeBudget) -> list[StepOutcome]:
         """Take the step as often as fits into CONTEXT_S, once if the budget is spent; a tree not at all then."""
         outcomes: list[StepOutcome] = []
         replays = 1
@@ -336,7 +338,7 @@ class CalibrationRun:
             replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), REPLAYS)
         return outcomes
 
-    def _note(self, setting: Setting, outcome: StepOutcome) -> None:
+    def _note(self, setting: CalibrationSetting, outcome: StepOutcome) -> None:
         self._shallow[setting].append(outcome)
         self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
         self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
@@ -392,7 +394,7 @@ class CalibrationRun:
             return attend, 0.0
         return attend, max(self._per_token(tree) - attend, 0.0) / (tree.num_nodes - 1)
 
-    def _per_token(self, step: Setting) -> float:
+    def _per_token(self, step: CalibrationSetting) -> float:
         """Return the seconds for each cached token in passes of this step, from long prompts against short ones."""
         seconds = []
         num_cached = []
@@ -401,7 +403,7 @@ class CalibrationRun:
             num_cached.append(mean(o.num_cached for o in outcomes))
         return max(seconds[0] - seconds[1], 0.0) / max(num_cached[0] - num_cached[1], 1)
 
-    def take(self, setting: Setting, length: int = SHORT_PROMPT) -> StepOutcome:
+    def take(self, setting: CalibrationSetting, length: int = SHORT_PROMPT) -> StepOutcome:
         """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""
         while True:
             self._running = [s for s in self._running if s.finish_reason is None]

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.scheduler import DecodeBatch
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.stopwatch import StepTimes
 from eagle_ray.speculative.budget import Budget, uniform
 from eagle_ray.speculative.plan import DraftPlan
@@ -50,7 +50,7 @@ class StepOutcome:
     num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
     num_accepted: drafts, of the whole batch, those past a sequence's end left out; num_expected: as allocated.
     num_prompt_tokens: of the prompts that were computed along with it.
-    num_beside: rows of those prompts that went through the target in the same pass.
+    num_prefill_rows: rows of those prompts that went through the target in the same pass.
     is_first: something was made that later steps of this kind only use: its seconds say nothing of theirs.
     """
 
@@ -65,7 +65,7 @@ class StepOutcome:
     seconds: StepTimes
     is_first: bool = False
     num_expected: float = 0.0
-    num_beside: int = 0
+    num_prefill_rows: int = 0
 
 
 @runtime_checkable

@@ -9,71 +9,17 @@ Does not know the model or time.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from eagle_ray.engine.sequence import Sequence, Status
+from eagle_ray.engine.decode_batch import DecodeBatch, PrefillChunk
+from eagle_ray.engine.sequence import Sequence, SequenceStatus
 from eagle_ray.errors import RequestError
 from eagle_ray.models.blocks import BlockManager
 from eagle_ray.models.kv_cache import DecodeSlots
 from eagle_ray.speculative.sampling import SamplingBatch
 from eagle_ray.speculative.upload import to_device
 from eagle_ray.speculative.verify import VerifyResult
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Tokens [start, end) of one sequence, to be computed in this step.
-
-    num_reused: tokens before them that were found in other sequences' blocks; 0 but for a sequence's first chunk.
-    is_last: after it the sequence decodes.
-    """
-
-    sequence: Sequence
-    start: int
-    end: int
-    num_reused: int
-    is_last: bool
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def needs_sample(self) -> bool:
-        """The token after it is not known yet: a pre-empted sequence has it already."""
-        return self.is_last and not self.sequence.output_ids
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBatch:
-    """The running sequences, in slot order, and the same as tensors.
-
-    roots: the last committed token of each. rooms: tokens that each may still produce, or fewer; room_at: the number on
-    the device.
-    spacious: indices of those who have KV space for a tree, not just for its root; None is all of them.
-    num_beside: rows of prompts that go through the target in the same pass.
-    """
-
-    sequences: list[Sequence]
-    at: DecodeSlots
-    roots: Int[Tensor, " B"]
-    sampling: SamplingBatch
-    remaining_tokens: list[int]
-    room_at: Int[Tensor, " B"]
-    can_draft: tuple[int, ...] | None
-    num_prefill_rows: int = 0
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens cached for all of them together, at most."""
-        return sum(self.at.host_lengths)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
 
 
 class Scheduler:
@@ -159,8 +105,10 @@ class Scheduler:
             return None
         self._blocks.sync_table()
         slots, lengths = [s.slot for s in sequences], [s.num_cached for s in sequences]
-        rooms = [s.room for s in sequences]
-        at, length_at, roots, room_at = to_device([slots, lengths, [s.root for s in sequences], rooms], self._device)
+        rooms = [s.remaining_tokens for s in sequences]
+        at, length_at, roots, remaining_at = to_device(
+            [slots, lengths, [s.root for s in sequences], rooms], self._device
+        )
         spacious = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
         everyone = len(spacious) == len(sequences)
         return DecodeBatch(
@@ -169,7 +117,7 @@ class Scheduler:
             roots,
             self._sampling_of(sequences),
             rooms,
-            room_at,
+            remaining_at,
             None if everyone else spacious,
         )
 
@@ -179,7 +127,9 @@ class Scheduler:
         Whoever has finished before that step, or will for sure in it, is left out; who finishes in it otherwise is
         carried along in vain. None where nobody is left, or where there is no KV space for whatever may come.
         """
-        members = [i for i, s in enumerate(batch.sequences) if s.status is Status.RUNNING and s.remaining_tokens > 1]
+        members = [
+            i for i, s in enumerate(batch.sequences) if s.status is SequenceStatus.RUNNING and s.remaining_tokens > 1
+        ]
         sequences = [batch.sequences[i] for i in members]
         lasts = [
             s.num_cached + s.remaining_tokens - 1 for s in sequences
@@ -199,13 +149,13 @@ class Scheduler:
             result.tokens[rows, accepted],
             self._sampling_of(sequences),
             [s.remaining_tokens - most_tokens for s in sequences],
-            (batch.room_at[rows] - accepted - 1).clamp(min=1),
+            (batch.remaining_at[rows] - accepted - 1).clamp(min=1),
             None,
         )
 
     def retire(self) -> list[Sequence]:
         """Running -> finished: free the slots of sequences that are done, and return them."""
-        finished = [s for s in self._running.values() if s.status is Status.FINISHED]
+        finished = [s for s in self._running.values() if s.status is SequenceStatus.FINISHED]
         for sequence in finished:
             self._release(sequence)
         return finished
@@ -215,7 +165,7 @@ class Scheduler:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         elif self._running.get(sequence.slot) is sequence:
-            sequence.status = Status.FINISHED
+            sequence.status = SequenceStatus.FINISHED
             self._release(sequence)
 
     def check_integrity(self) -> None:
@@ -223,15 +173,15 @@ class Scheduler:
         held = sorted([*self._free, *self._running])
         assert held == list(range(self.num_slots)), f"slots {held} of {self.num_slots}"
         assert all(sequence.slot == slot for slot, sequence in self._running.items())
-        assert all(sequence.slot is None and sequence.status is Status.WAITING for sequence in self._waiting)
-        prefilling = [s for s in self._running.values() if s.status is Status.PREFILLING]
+        assert all(sequence.slot is None and sequence.status is SequenceStatus.WAITING for sequence in self._waiting)
+        prefilling = [s for s in self._running.values() if s.status is SequenceStatus.PREFILLING]
         assert prefilling == ([] if self._partial is None else [self._partial])
         assert all(self._blocks.blocks_needed(slot, 1) == 1 for slot in self._free), "a free slot holds blocks"
         self._blocks.check_integrity()
 
     def _decoding(self) -> list[Sequence]:
         """Unfinished sequences whose prompts are computed, oldest first."""
-        return [s for s in self._running.values() if s.status is Status.RUNNING]
+        return [s for s in self._running.values() if s.status is SequenceStatus.RUNNING]
 
     def _num_missing(self, sequences: list[Sequence], columns: int) -> int:
         """Blocks that the sequences lack to write `columns` columns past their cached tokens each."""
@@ -251,7 +201,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._release(sequence)
-        sequence.slot, sequence.status = None, Status.WAITING
+        sequence.slot, sequence.status = None, SequenceStatus.WAITING
         self._waiting.appendleft(sequence)
 
     def _admit(self) -> bool:
@@ -273,7 +223,7 @@ class Scheduler:
         else:  # alone, it goes without trees
             self._blocks.reserve(slot, sequence.num_to_prefill + 1)
         self._waiting.popleft()
-        sequence.slot, sequence.status = self._free.pop(), Status.PREFILLING
+        sequence.slot, sequence.status = self._free.pop(), SequenceStatus.PREFILLING
         sequence.num_reused = sequence.num_prefilled = reused
         self._running[slot] = self._partial = sequence
         return True
@@ -286,7 +236,7 @@ class Scheduler:
         self._blocks.cache_full_blocks(sequence.slot, sequence.prompt_ids[:end])
         sequence.num_prefilled = end
         if is_last:
-            sequence.status, self._partial = Status.RUNNING, None
+            sequence.status, self._partial = SequenceStatus.RUNNING, None
         return PrefillChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
 
     def _release(self, sequence: Sequence) -> None:

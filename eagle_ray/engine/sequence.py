@@ -21,7 +21,7 @@ TopLogprobs = list[tuple[int, float]]
 FinishReason = Literal["stop", "length"]
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     RUNNING = "running"
@@ -54,7 +54,7 @@ class Sequence:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
     listener: Callable[[], None] | None = None
-    status: Status = Status.WAITING
+    status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     slot: int | None = None
     stats: AcceptanceStats | None = None
@@ -107,7 +107,7 @@ class Sequence:
             del self.output_ids[keep:]
             del self.output_logprobs[keep:]
             del self.output_tops[keep:]
-            self.status, self.finish_reason = Status.FINISHED, reason
+            self.status, self.finish_reason = SequenceStatus.FINISHED, reason
         if self.listener is not None:
             self.listener()
         return num_discarded

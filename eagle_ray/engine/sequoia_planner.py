@@ -10,8 +10,8 @@ is what a dynamic tree adds. Does not know models or who drafts.
 from __future__ import annotations
 
 from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.planner import Allocation, StepOutcome
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.speculative.plan import DraftPlan
 from eagle_ray.speculative.rank_acceptance import RankAcceptance

@@ -8,8 +8,8 @@ What a node is worth plays no part: that is EAGLE-2's step beyond it. Does not k
 from __future__ import annotations
 
 from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.planner import Allocation, StepOutcome
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.speculative.budget import Budget, static
 from eagle_ray.speculative.plan import PLAIN, DraftPlan
 from eagle_ray.speculative.static_tree import StaticTree

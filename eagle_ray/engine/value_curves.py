@@ -14,8 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eagle_ray.engine.host_copy import DeviceToHost
-from eagle_ray.speculative.upload import sent, to_device
+from eagle_ray.speculative.upload import DeviceToHost, copy_to_device, to_device
 
 # Drafted nodes per sequence, on average over the batch, at which a curve is kept; between them it is taken to be
 # straight; it is bent, most where a batch has fewer nodes than sequences, and worth more there than the line says.
@@ -178,7 +177,9 @@ def _held(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[
     for i, level in enumerate(nodes):
         ranks = torch.arange(level.shape[1] if i < len(levels) else 1)
         has = (ranks < width[:, None]) & (i % len(levels) <= depth)[:, None]
-        held.append(sent(has, device)[:, None, :, None].expand(-1, len(level), -1, level[0, 0].numel()).flatten(1))
+        held.append(
+            copy_to_device(has, device)[:, None, :, None].expand(-1, len(level), -1, level[0, 0].numel()).flatten(1)
+        )
     return torch.cat(held, 1)
 
 

@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.drafting.drafter import Draft, Drafter, VerifyOutput
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.logprobs import likeliest
 from eagle_ray.engine.planner import Allocation
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.step_record import step_record
 from eagle_ray.models.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel

@@ -54,7 +54,7 @@ def pick(
     positions: Int[Tensor, " R"],
 ) -> Int[Tensor, " R"]:
     """What sampling.pick says. temperature 0 is greedy. top_k, top_p, min_p: None where no sequence has it."""
-    rows = Rows(logits, temperature, seq)
+    rows = SampleRows(logits, temperature, seq)
     peaks = rows.peaks() if top_p is not None or min_p is not None else None
     floors_k = None if top_k is None else rows.narrowed(TOP_K, top_k, peaks, None)[0]
     floors_p, tied = (None, None) if top_p is None else rows.with_ties(top_p, peaks, floors_k)
@@ -68,7 +68,7 @@ def pick(
     return tokens
 
 
-class Rows:
+class SampleRows:
     """The launches over R rows in parts, and what they are handed."""
 
     def __init__(self, logits: Float[Tensor, "R V"], temperature: Float[Tensor, " B"], seq: Int[Tensor, " R"]):

@@ -21,7 +21,7 @@ from eagle_ray.models.company import AttentionGroup, group_sequences
 from eagle_ray.models.folding import GQAPacking, fold_rectangle, unfold_rectangle
 from eagle_ray.models.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.torch_ops import rotated
-from eagle_ray.speculative.upload import sent, to_device
+from eagle_ray.speculative.upload import copy_to_device, to_device
 
 ATTENTION = "eagle_ray"
 
@@ -136,7 +136,7 @@ class PrefillMetadata(Projected):
         device = self.cache.keys.device
         columns = [torch.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
-        self.cells = self.cache.cells(sent(slots, device), sent(torch.cat(columns), device))
+        self.cells = self.cache.cells(copy_to_device(slots, device), copy_to_device(torch.cat(columns), device))
         self._where = [self._found(i) for i in range(len(self.slots))]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:

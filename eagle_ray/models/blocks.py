@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.models.prefixes import PrefixCache
-from eagle_ray.speculative.upload import sent
+from eagle_ray.speculative.upload import copy_to_device
 
 BLOCK_SIZE = 32  # columns: small enough to waste little, large enough that gathering is as fast as reading
 
@@ -47,7 +47,7 @@ class BlockManager:
         self.null_slot = num_slots
         shape = (num_slots + 1, blocks_per_slot + 1)  # the last entry is never reserved: column `padding` lies there
         self._host_table = torch.full(shape, self.num_blocks, dtype=torch.int64)
-        self._table = sent(self._host_table, device)
+        self._table = copy_to_device(self._host_table, device)
         self._is_stale = False
         self.null_position = blocks_per_slot * size
         self._held: list[list[int]] = [[] for _ in range(num_slots)]

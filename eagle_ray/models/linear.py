@@ -223,7 +223,7 @@ def warm_up_kernels(model: nn.Module, most_rows: int) -> None:
     """Run a packed layer of every shape once for each number of rows, up to WARM_ROWS: oneDNN compiles one for each.
 
     In a model of 230M parameters the first pass of a number of rows takes 6 ms longer in fp32, and 9 in bf16. A kernel
-    takes half a megabyte. Layers of more than MAX_WARM_WEIGHTS are left out: compiling is a small part of their first pass.
+    takes half a megabyte. Layers of more than MAX_WARM_WEIGHTS are left out: their first pass takes long anyway.
     After MAX_WARM_S the rest is left to the first passes.
     """
     most_rows = max(min(most_rows, WARM_ROWS), MIN_PACKED_ROWS)

@@ -31,7 +31,7 @@ from eagle_ray.models.linear import slice_rows
 from eagle_ray.models.loading import eos_ids
 from eagle_ray.models.placement import decoder_layers
 from eagle_ray.speculative.tree import DraftTree, VerifyRows
-from eagle_ray.speculative.upload import sent, to_device
+from eagle_ray.speculative.upload import copy_to_device, to_device
 from eagle_ray.speculative.verify import VerifyResult
 
 
@@ -66,7 +66,7 @@ class PrefillBatch:
             starts=starts,
             lengths=lengths,
             tokens=to_device([i for ids in chunks for i in ids], device),
-            positions=sent(torch.cat(positions), device),
+            positions=copy_to_device(torch.cat(positions), device),
             last=to_device([end - 1 for end in accumulate(lengths)], device),
         )
 

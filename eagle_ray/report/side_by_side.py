@@ -18,14 +18,14 @@ from eagle_ray.report.summary import ReadColumns, RunStats, summarise, total
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class OutputDifference:
     """Where one row's two outputs part. position: the first token that differs, from 0; None beside an error row."""
 
     key: Key
     position: int | None
 
     @classmethod
-    def of(cls, key: Key, a: Output, b: Output) -> Difference:
+    def of(cls, key: Key, a: Output, b: Output) -> OutputDifference:
         if a is None or b is None:
             return cls(key, None)
         return cls(key, next(i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y))
@@ -45,7 +45,7 @@ class SideBySide:
     """
 
     rows: tuple[int, int, int]
-    differences: list[Difference]
+    differences: list[OutputDifference]
     by: str | None
     groups: dict[str, tuple[RunStats, RunStats]]
     speed_ups: dict[str | None, SpeedUp]
@@ -75,7 +75,7 @@ def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> Si
     """by: a column that both runs carry, or None. Raises ValueError where a run stored no token ids."""
     a, b = outputs(read_a), outputs(read_b)
     both = sorted(a.keys() & b.keys())
-    differences = [Difference.of(key, a[key], b[key]) for key in both if a[key] != b[key]]
+    differences = [OutputDifference.of(key, a[key], b[key]) for key in both if a[key] != b[key]]
     counts_a, counts_b = summarise(read_a, by), summarise(read_b, by)
     names = sorted(counts_a.keys() | counts_b.keys())
     groups = {name: (counts_a.get(name, RunStats()), counts_b.get(name, RunStats())) for name in names}

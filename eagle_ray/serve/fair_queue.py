@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Turn:
+class QueueTurn:
     """One sequence at the engine. used: the tokens that it really took."""
 
     used: int
@@ -36,10 +36,10 @@ class FairQueue:
         self._last_served = 0  # the counter of the client that was last given a place
 
     @asynccontextmanager
-    async def turn(self, client: int, tokens: int) -> AsyncIterator[Turn]:
+    async def turn(self, client: int, tokens: int) -> AsyncIterator[QueueTurn]:
         """Wait for a place and hold it while the block runs. tokens: what the sequence may take at most."""
         await self._wait(client, tokens)
-        turn = Turn(tokens)
+        turn = QueueTurn(tokens)
         try:
             yield turn
         finally:

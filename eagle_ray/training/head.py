@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from eagle_ray.models.heads import EagleHead
 from eagle_ray.training.optimization import GradientDescent, Losses, StepReport
-from eagle_ray.training.rows import Rows
+from eagle_ray.training.rows import TrainingRows
 
 TOKEN_LOSS_WEIGHT = 0.1
 NOISE_WIDTH = 0.2  # of the uniform noise, at NOISE_LENGTH tokens; the published recipe scales it by the length
@@ -36,10 +36,10 @@ class FrozenTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class FeatureShard:
     """One thread's part of a step."""
 
-    rows: Rows
+    rows: TrainingRows
     noise: Float[Tensor, "B T H"]
 
 
@@ -56,7 +56,7 @@ def initialize_head(head: EagleHead, embedding: Float[Tensor, "V H"]) -> None:
         head.fc.weight[:, hidden_size:].copy_(torch.eye(hidden_size))
 
 
-def head_losses(head: EagleHead, target: FrozenTarget, shard: Shard) -> Losses:
+def head_losses(head: EagleHead, target: FrozenTarget, shard: FeatureShard) -> Losses:
     """Summed losses over the positions whose predicted token belongs to an answer."""
     ids = shard.rows.ids
     num_pairs = ids.shape[1] - 1
@@ -82,7 +82,7 @@ def head_losses(head: EagleHead, target: FrozenTarget, shard: Shard) -> Losses:
 def train_head(
     head: EagleHead,
     target: FrozenTarget,
-    rows: Rows,
+    rows: TrainingRows,
     *,
     seed: int,
     num_steps: int,
@@ -106,5 +106,5 @@ def train_head(
         shards = []
         for part in rows.shards(step, num_steps, num_threads):
             noise = torch.rand(len(part), length - 1, hidden_size, generator=generator) - 0.5
-            shards.append(Shard(part, noise * width))
+            shards.append(FeatureShard(part, noise * width))
         on_step(descent.step(step, shards, lambda shard: head_losses(head, target, shard)))

@@ -16,7 +16,7 @@ from torch.nn import functional
 from eagle_ray.models.path_heads import HydraHeads, MedusaHeads, PathHeads
 from eagle_ray.training.head import FrozenTarget
 from eagle_ray.training.optimization import GradientDescent, Losses, StepReport
-from eagle_ray.training.rows import Rows
+from eagle_ray.training.rows import TrainingRows
 
 LEVEL_WEIGHT = 0.8
 
@@ -34,7 +34,7 @@ def start_as_lm_head(heads: MedusaHeads | HydraHeads, target: FrozenTarget) -> N
                 parameter[:, : len(parameter)].copy_(torch.eye(len(parameter)))
 
 
-def path_losses(heads: PathHeads, target: FrozenTarget, rows: Rows) -> Losses:
+def path_losses(heads: PathHeads, target: FrozenTarget, rows: TrainingRows) -> Losses:
     """Summed over the answer tokens that the first head says; shown: how often each head's best token is the text's."""
     ids, length = rows.ids, rows.ids.shape[1]
     with torch.no_grad():
@@ -55,7 +55,7 @@ def path_losses(heads: PathHeads, target: FrozenTarget, rows: Rows) -> Losses:
 def train_path_heads(
     heads: nn.Module,
     target: FrozenTarget,
-    rows: Rows,
+    rows: TrainingRows,
     *,
     num_steps: int,
     num_threads: int,

@@ -36,7 +36,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TrainingRows:
     """R packed rows of T tokens."""
 
     ids: Int[Tensor, "R T"]
@@ -45,11 +45,11 @@ class Rows:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
-    def shards(self, step: int, num_steps: int, num_threads: int) -> list[Rows]:
+    def shards(self, step: int, num_steps: int, num_threads: int) -> list[TrainingRows]:
         """The part of one training step, cut for the threads. Over all steps every row is used once, in order."""
         size = len(self) // (num_steps * num_threads)
         starts = [(step * num_threads + thread) * size for thread in range(num_threads)]
-        return [Rows(self.ids[start : start + size], self.weights[start : start + size]) for start in starts]
+        return [TrainingRows(self.ids[start : start + size], self.weights[start : start + size]) for start in starts]
 
     @property
     def answer_mask(self) -> Float[Tensor, "R T"]:
@@ -84,10 +84,12 @@ def pack(documents: Iterable[Document], row_length: int) -> Iterator[Document]:
         pool.extend(islice(fitting, POOL_SIZE - len(pool)))
 
 
-def make_rows(tokenizer: Tokenizer, conversations: Iterable[Conversation], num_rows: int, row_length: int) -> Rows:
+def make_rows(
+    tokenizer: Tokenizer, conversations: Iterable[Conversation], num_rows: int, row_length: int
+) -> TrainingRows:
     """The first `num_rows` rows of a stream of conversations. ValueError where the stream ends too early."""
     documents = (encode_document(tokenizer, conversation) for conversation in conversations)
     packed = list(islice(pack(documents, row_length), num_rows))
     if len(packed) < num_rows:
         raise ValueError(f"{num_rows} rows wanted, the conversations fill {len(packed)}")
-    return Rows(torch.tensor([row.ids for row in packed]), torch.tensor([row.weights for row in packed]))
+    return TrainingRows(torch.tensor([row.ids for row in packed]), torch.tensor([row.weights for row in packed]))

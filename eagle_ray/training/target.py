@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from eagle_ray.training.optimization import GradientDescent, Losses, StepReport
-from eagle_ray.training.rows import Rows
+from eagle_ray.training.rows import TrainingRows
 
 LOGIT_PENALTY = 1e-4
 
@@ -29,7 +29,7 @@ def initialize(model: nn.Module, num_layers: int) -> None:
         nn.init.normal_(parameter, std=scale if "layers" in name else 0.02)
 
 
-def target_losses(model: nn.Module, rows: Rows) -> Losses:
+def target_losses(model: nn.Module, rows: TrainingRows) -> Losses:
     """Weighted cross-entropy, plus a little of the squared log-partition so that logits stay centred.
 
     Both are divided by the summed weights. Shown beside the loss: the plain cross-entropy of answer tokens ("nats")
@@ -50,7 +50,7 @@ def target_losses(model: nn.Module, rows: Rows) -> Losses:
 
 def train_target(
     model: nn.Module,
-    rows: Rows,
+    rows: TrainingRows,
     *,
     num_steps: int,
     num_threads: int,

@@ -44,7 +44,7 @@ def test_a_small_bench_prints_a_row_for_each_way_and_mode(bench, tmp_path, monke
 
 def test_engines_made_anew_have_the_same_planners_and_other_texts(bench, tmp_path, monkeypatch):
     made, taken = [], []
-    lane_of, drained = bench.Lane.of, bench.drained
+    lane_of, drained = bench.Lane.of, bench.run_to_completion
 
     def noted_lane(*way):
         made.append(lane_of(*way))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from eagle_ray.data.metrics import DESCRIPTIONS, PREFIX, Metrics
+from eagle_ray.data.metrics import DESCRIPTIONS, PREFIX, JobMetrics
 from eagle_ray.data.progress import WORK, WorkerReport
 from eagle_ray.data.schema import output_schema, table_of
 from eagle_ray.data.storage import StoragePath, read_json
@@ -42,7 +42,7 @@ class Working:
     """Two batches in one worker, which stays: Ray exports what living processes say."""
 
     def __init__(self):
-        metrics = Metrics("weekend", "r1", "host:7")
+        metrics = JobMetrics("weekend", "r1", "host:7")
         metrics.count(report(2), None)
         metrics.count(report(5), answers())
         metrics.count(report(9), answers())

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from eagle_ray.doctor.fit import Room, Settings, most_slots, remedy
+from eagle_ray.doctor.fit import MemorySettings, Room, most_slots, remedy
 from eagle_ray.doctor.footprint import Footprint
 
 G = 1 << 30
 EIGHT_B = Footprint(target=16 * G, draft=G, per_slot=G // 2, pool=8 * G, logits=G // 4, process=0, slots=16)
-SETTINGS = Settings(max_model_len=4096, itemsize=2, num_gpus=1)
+SETTINGS = MemorySettings(max_model_len=4096, itemsize=2, num_gpus=1)
 
 
 def one_gpu(free: int) -> Room:

@@ -18,9 +18,9 @@ from transformers import LlamaForCausalLM
 
 from eagle_ray.drafting.drafter import Draft
 from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.graphs import InputBuffers
 from eagle_ray.engine.planner import Allocation
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.verify_step import Verifier
 from eagle_ray.models import kv_cache

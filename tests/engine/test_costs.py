@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from eagle_ray.engine.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.engine.costs import CostCurve, StepCosts, isotonic
 from eagle_ray.engine.measure import (
-    Budget,
     CalibrationRun,
+    CalibrationSetting,
     ScriptedPlanner,
-    Setting,
+    TimeBudget,
     added_by_each,
     backlog,
     calibrate_costs,
@@ -194,11 +194,11 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     engine = llama_engine(4, 8, 3, 3)
     engine.planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
     bench, held = CalibrationRun(engine, apart), engine.target.cache.blocks._held
-    bench.take(Setting(1, 1, 0, 0), longest)
-    bench.take(Setting(4, 1, 0, 0), longest)
+    bench.take(CalibrationSetting(1, 1, 0, 0), longest)
+    bench.take(CalibrationSetting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
-    bench.run([Setting(1, 1, 0, 0), Setting(1, 2, 1, 1)])
-    bench.run_contexts(Setting(4, 3, 2, 2), Budget(60.0))
+    bench.run([CalibrationSetting(1, 1, 0, 0), CalibrationSetting(1, 2, 1, 1)])
+    bench.run_contexts(CalibrationSetting(4, 3, 2, 2), TimeBudget(60.0))
     costs = bench.costs()
     assert costs.attend >= 0 and costs.attend_row >= 0
     bench.clear()

@@ -174,7 +174,7 @@ def test_the_global_budget_fills_the_passes_that_there_are():
 
     def watched(outcome: StepOutcome) -> None:
         rows.append(outcome.num_rows)
-        learn(outcome)
+        observe(outcome)
 
     ours.planner.observe = watched
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import Allocation, StepOutcome
 from eagle_ray.engine.reference import PlainOutput, reference_decode
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.pair import build_engine_from_config, download
 from eagle_ray.speculative.budget import Budget, best_of_batch
 from eagle_ray.speculative.plan import PLAIN, DraftPlan

@@ -9,10 +9,10 @@ from eagle_ray.engine.measure import (
     BATCH_STEP,
     REPLAYS,
     SHORT_PROMPT,
-    Budget,
     CalibrationRun,
-    Setting,
+    CalibrationSetting,
     Sizes,
+    TimeBudget,
     calibrate_costs,
 )
 from tests.toy import llama_engine
@@ -22,12 +22,12 @@ UNLIMITED = 1e9
 
 
 @pytest.fixture
-def taken(monkeypatch) -> list[tuple[Setting, int]]:
+def taken(monkeypatch) -> list[tuple[CalibrationSetting, int]]:
     """Every step that a bench takes, and the length of its prompts."""
     steps = []
     take = CalibrationRun.take
 
-    def noted(bench: CalibrationRun, setting: Setting, length: int = SHORT_PROMPT):
+    def noted(bench: CalibrationRun, setting: CalibrationSetting, length: int = SHORT_PROMPT):
         steps.append((setting, length))
         return take(bench, setting, length)
 
@@ -41,7 +41,7 @@ def sizes_of(num_slots: int, tree: tuple[int, int, int] = TREE) -> Sizes:
 
 def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
     engine = llama_engine(4, *TREE)
-    costs = calibrate_costs(engine, *TREE, Budget(0.0))
+    costs = calibrate_costs(engine, *TREE, TimeBudget(0.0))
     assert [setting for setting, _ in taken] == sizes_of(4).needed()
     assert costs.verify.rows == [1, 2, 8]
     assert costs.attend == costs.attend_row == 0.0
@@ -53,13 +53,13 @@ def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
 @pytest.mark.parametrize("seconds", [6, 9, 14, 40])
 def test_measuring_ends_with_the_step_that_spends_the_budget(taken, seconds):
     """On a clock on which each step takes a second. A long prompt is followed by one plain step at least."""
-    calibrate_costs(llama_engine(4, *TREE), *TREE, Budget(seconds, clock=lambda: float(len(taken))))
+    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(seconds, clock=lambda: float(len(taken))))
     assert seconds <= len(taken) <= seconds + 3
     assert len(taken) == seconds or taken[-1][1] == taken[-2][1] != SHORT_PROMPT
 
 
 def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(taken):
-    calibrate_costs(llama_engine(4, *TREE), *TREE, Budget(UNLIMITED))
+    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(UNLIMITED))
     sizes = sizes_of(4)
     first = [*sizes.needed(), *sizes.trees(), *sizes.batches()[0]]
     assert [setting for setting, _ in taken[: len(first)]] == first
@@ -70,7 +70,7 @@ def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(
 
 
 def test_every_size_is_replayed_where_the_budget_allows(taken):
-    calibrate_costs(llama_engine(4, *TREE), *TREE, Budget(UNLIMITED))
+    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(UNLIMITED))
     settings = [setting for setting, _ in taken]
     assert min(settings.count(setting) for setting in sizes_of(4).all()) >= REPLAYS
 
@@ -96,7 +96,7 @@ def test_no_tree_is_larger_than_it_may_be(num_slots, tree):
 
 def test_a_budget_is_spent_when_its_seconds_are_over():
     now = [100.0]
-    budget = Budget(5.0, clock=lambda: now[0])
+    budget = TimeBudget(5.0, clock=lambda: now[0])
     now[0] = 104.9
     assert not budget.is_spent
     now[0] = 105.0

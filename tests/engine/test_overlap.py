@@ -14,14 +14,14 @@ import torch
 from eagle_ray.benchmark.priced import flat
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.global_planner import FIRST_PROBES, BudgetPlanner
-from eagle_ray.engine.host_copy import DeviceToHost
-from eagle_ray.engine.measure import ScriptedPlanner, Setting, calibration_mode
+from eagle_ray.engine.measure import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.planner import StepOutcome
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.engine.static_planner import StaticPlanner
 from eagle_ray.models.blocks import BLOCK_SIZE
 from eagle_ray.speculative.sampling import SamplingParams
 from eagle_ray.speculative.static_tree import MC_SIM_7B_63
+from eagle_ray.speculative.upload import DeviceToHost
 from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations, watched_step
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
@@ -219,7 +219,7 @@ def test_prompts_are_launched_without_asking_for_anything():
 def test_steps_at_the_bench_are_taken_one_by_one():
     engine = overlapped()
     with calibration_mode(engine, ScriptedPlanner(TREE[2])) as bench:
-        for setting in (Setting(2, 1, 0, 0), Setting(2, 3, 2, 2)):
+        for setting in (CalibrationSetting(2, 1, 0, 0), CalibrationSetting(2, 3, 2, 2)):
             assert bench.take(setting).plan.max_depth == setting.depth
         assert engine.counters.num_ahead == 0
     assert engine.overlap

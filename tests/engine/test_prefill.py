@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from eagle_ray.drafting.drafter import Draft
+from eagle_ray.engine.decode_batch import DecodeBatch
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.planner import UniformPlanner
-from eagle_ray.engine.scheduler import DecodeBatch
 from eagle_ray.engine.sequence import Sequence
 from eagle_ray.speculative.plan import PLAIN, DraftPlan
 from eagle_ray.speculative.sampling import SamplingParams

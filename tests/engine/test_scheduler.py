@@ -10,7 +10,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.measure import calibrate_costs
 from eagle_ray.engine.prefill import PendingPrefill
 from eagle_ray.engine.reference import PlainOutput, reference_decode
-from eagle_ray.engine.sequence import Sequence, Status
+from eagle_ray.engine.sequence import Sequence, SequenceStatus
 from eagle_ray.errors import RequestError
 from eagle_ray.speculative.sampling import SamplingParams
 from tests.engine.test_lossless import SAMPLING, differing
@@ -75,9 +75,9 @@ def test_a_long_prompt_does_not_stall_those_who_decode(tree):
         before = len(short.output_ids)
         step(engine)
         assert len(short.output_ids) > before
-        assert long.status is Status.PREFILLING and long.target_forwards == chunk
+        assert long.status is SequenceStatus.PREFILLING and long.target_forwards == chunk
     step(engine)
-    assert long.status is Status.RUNNING and long.output_ids
+    assert long.status is SequenceStatus.RUNNING and long.output_ids
     assert engine.counters.num_prefill_tokens == 105
     finish(engine, [])
     assert_plain([short, long])
@@ -120,7 +120,7 @@ def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
     step(engine)
     engine.add(second)
     step(engine)
-    assert [o.num_beside for o in heard] == [0, 6]
+    assert [o.num_prefill_rows for o in heard] == [0, 6]
     assert heard[1].seconds.total < 0.5 < engine.counters.prefill_s
 
 
@@ -138,8 +138,8 @@ def test_short_prompts_share_a_steps_budget():
     for sequence in added:
         engine.add(sequence)
     step(engine)
-    assert [s.status for s in added[:2]] == [Status.RUNNING] * 2
-    assert added[2].num_prefilled == 4 and added[3].status is Status.WAITING
+    assert [s.status for s in added[:2]] == [SequenceStatus.RUNNING] * 2
+    assert added[2].num_prefilled == 4 and added[3].status is SequenceStatus.WAITING
 
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
@@ -251,10 +251,10 @@ def test_an_abort_frees_everything(phase):
     for sequence in (first, second, third):
         engine.add(sequence)
     wanted = {
-        "waiting": lambda: third.status is Status.WAITING,
-        "prefilling": lambda: second.status is Status.PREFILLING,
-        "running": lambda: second.status is Status.RUNNING,
-        "pre-empted": lambda: second.status is Status.WAITING and second.output_ids,
+        "waiting": lambda: third.status is SequenceStatus.WAITING,
+        "prefilling": lambda: second.status is SequenceStatus.PREFILLING,
+        "running": lambda: second.status is SequenceStatus.RUNNING,
+        "pre-empted": lambda: second.status is SequenceStatus.WAITING and second.output_ids,
     }[phase]
     while not wanted():
         step(engine)

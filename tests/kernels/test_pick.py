@@ -105,7 +105,7 @@ def test_top_p_keeps_what_exact_sums_keep():
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(1.0, top_p=p) for p in (0.05, 0.3, 0.5, 0.9, 0.999, 0.99999)]
     sampling = SamplingBatch.of(params, DEVICE)
-    rows = kernel.Rows(logits.to(DEVICE), sampling.temperature, torch.arange(6, device=DEVICE))
+    rows = kernel.SampleRows(logits.to(DEVICE), sampling.temperature, torch.arange(6, device=DEVICE))
     floors = rows.with_ties(sampling.top_p, rows.peaks(), None)[0].cpu()
     portable = process(logits, SamplingBatch.of(params), torch.arange(6)).isfinite().sum(1).tolist()
     probs = logits.double().softmax(-1).sort(-1, descending=True).values

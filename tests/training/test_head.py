@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray.training.head import FrozenTarget, Shard, head_losses, initialize_head, train_head
+from eagle_ray.training.head import FeatureShard, FrozenTarget, head_losses, initialize_head, train_head
 from eagle_ray.training.optimization import StepReport
-from eagle_ray.training.rows import Rows
+from eagle_ray.training.rows import TrainingRows
 
 VOCAB, HIDDEN, LENGTH = 11, 8, 128  # long rows, as the published noise grows with their shortness
 
@@ -37,14 +37,14 @@ def target() -> FrozenTarget:
     return FrozenTarget(lambda ids: embedding[ids], embedding, torch.randn(VOCAB, HIDDEN))
 
 
-def some_rows(count: int) -> Rows:
+def some_rows(count: int) -> TrainingRows:
     """Rows whose second half is an answer."""
     ids = torch.randint(VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(1))
-    return Rows(ids, torch.full((count, LENGTH), 0.25).index_fill(1, torch.arange(LENGTH // 2, LENGTH), 1.0))
+    return TrainingRows(ids, torch.full((count, LENGTH), 0.25).index_fill(1, torch.arange(LENGTH // 2, LENGTH), 1.0))
 
 
-def quiet(rows: Rows) -> Shard:
-    return Shard(rows, torch.zeros(len(rows), LENGTH - 1, HIDDEN))
+def quiet(rows: TrainingRows) -> FeatureShard:
+    return FeatureShard(rows, torch.zeros(len(rows), LENGTH - 1, HIDDEN))
 
 
 def test_an_oracle_has_no_feature_loss_and_always_agrees(target):
