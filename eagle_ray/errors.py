@@ -1,6 +1,6 @@
 """The two ways things go wrong: with one request, or with the engine itself.
 
-Anything else that is raised is a bug and is not caught, but where one row must not end a job (``data/worker.py``) nor
+Anything else that is raised is a bug and is not caught, but where one row must not end a job (``batch/worker.py``) nor
 one sequence that the engine cannot add everybody else's (``engine/async_engine.py``).
 """
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
+from eagle_ray.build import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import EngineBundle, build_engine_from_config
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.stats import AcceptanceStats
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.training.evaluate import PAPER_TREE, SMALL_TREE, TreeShape
 from eagle_ray.training.prompts import prompt_rows
-from eagle_ray.training.tau import PAPER_TREE, SMALL_TREE, TreeShape
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 TREES = {"paper": PAPER_TREE, "small": SMALL_TREE}
 PROMPTS_SEED = 77

@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from eagle_ray.build import ASSETS, EngineBundle, build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import ASSETS, EngineBundle, build_engine_from_config, download
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.sampling.sampler import SamplingParams
 
 PLAIN = SpeculativeConfig(method="none")
 Prompts = list[list[int]]

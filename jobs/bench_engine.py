@@ -33,23 +33,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.benchmark.forward_meter import ForwardMeter
-from eagle_ray.benchmark.identity import Identity, compare
-from eagle_ray.benchmark.intervals import Counted, pooled_ratio
-from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
-from eagle_ray.benchmark.stretch import Sample, SteadyQueue, run_to_completion
-from eagle_ray.benchmark.worse_heads import damaged_head, random_head
+from eagle_ray.benchmark.degraded_heads import damaged_head, random_head
+from eagle_ray.benchmark.equivalence import Identity, compare
+from eagle_ray.benchmark.forward_timer import ForwardMeter
+from eagle_ray.benchmark.statistics import Counted, pooled_ratio
+from eagle_ray.benchmark.throughput import Sample, SteadyQueue, run_to_completion
+from eagle_ray.benchmark.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests
+from eagle_ray.build import build_engine, download
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import Planner, UniformPlanner
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.checkpoint import load_head
-from eagle_ray.models.heads import EagleHead
-from eagle_ray.models.linear import linear_layers, pack_linears
-from eagle_ray.models.loading import load_target
+from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.models.loader import load_target
+from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.models.widening import BENCH, widen_pair
-from eagle_ray.pair import build_engine, download
-from eagle_ray.text import Tokenizer
+from eagle_ray.planner.planner import Planner, UniformPlanner
+from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.prompts import shuffled_prompts
 
 MAX_MODEL_LEN = 512

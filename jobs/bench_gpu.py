@@ -11,7 +11,7 @@ needs pydantic or Ray. On a CPU and tiny shapes, the same code: python jobs/benc
 
 No real weights can be had there. A *widened* pair is the embedded one inside a Llama's shape (`models/widening.py`):
 the toy's own acceptance at the shape's real cost. Contexts are columns that every pass reads and nobody attends to
-(`benchmark/contexts.py`). A *synthetic* pair accepts with a stated probability (`models/synthetic.py`).
+(`benchmark/synthetic_context.py`). A *synthetic* pair accepts with a stated probability (`models/synthetic.py`).
 EAGLE_RAY_KERNELS=portable does it all without our Triton kernels. A part alone: --only
 checks bandwidth "8b: make" "8b: costs" "8b: batch 1,"
 """
@@ -37,11 +37,11 @@ from eagle_ray.benchmark.device import device_name  # noqa: E402
 from eagle_ray.benchmark.embedded_pair import ASSETS, embedded_pair  # noqa: E402
 from eagle_ray.benchmark.gpu_run import GpuRun  # noqa: E402
 from eagle_ray.benchmark.gpu_settings import GpuBenchSettings, Results  # noqa: E402
-from eagle_ray.benchmark.peers import tokens_per_second  # noqa: E402
-from eagle_ray.models.places import Shape  # noqa: E402
+from eagle_ray.benchmark.hf_baselines import tokens_per_second  # noqa: E402
+from eagle_ray.models.embedding_map import Shape  # noqa: E402
 from eagle_ray.models.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair  # noqa: E402
 from eagle_ray.report.gpu import markdown, page, section  # noqa: E402
-from eagle_ray.text import Tokenizer  # noqa: E402
+from eagle_ray.tokenizer import Tokenizer  # noqa: E402
 from eagle_ray.training.prompts import prompt_rows  # noqa: E402
 
 TINY = Shape(320, 10, 8, 2, 64, 512, 1600)
@@ -102,7 +102,7 @@ def prompts() -> list[list[int]]:
 
 
 def peer(args: argparse.Namespace, settings: GpuBenchSettings) -> dict[str, object]:
-    """One peer on one shape, in this process alone: see benchmark/gpu_peers.py."""
+    """One peer on one shape, in this process alone: see benchmark/peer_requests.py."""
     small, shape = embedded_pair(torch.float32, settings.device), SHAPES[args.peer_shape]
     model, _ = widen_pair(*small, shape, dtype=settings.dtype, device=settings.device)
     found = tokens_per_second(args.peer, model, prompts()[: args.peer_batch], PEER_TOKENS)

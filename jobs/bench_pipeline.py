@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.sequences import sequences_of
+from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.data.input.plan import plan_input, requests_of
-from eagle_ray.data.samples import sequences_of
-from eagle_ray.models.checkpoint import load_head, read_config, save_head
-from eagle_ray.models.loading import load_target
-from eagle_ray.models.places import Shape
+from eagle_ray.models.embedding_map import Shape
+from eagle_ray.models.head_checkpoint import load_head, read_config, save_head
+from eagle_ray.models.loader import load_target
 from eagle_ray.models.widening import widen_pair
-from eagle_ray.pair import build_engine_from_config, download
 from eagle_ray.training.prompts import prompt_rows
 
 LOOK_EVERY_S = 0.5

@@ -1,8 +1,8 @@
 """Where the planner stands beside every fixed tree, in made-up seconds: python jobs/bench_planner.py
 
 The engine and the embedded pair are real, and so is what is accepted; what a step takes comes from a table of costs
-(eagle_ray/benchmark/priced.py). So nothing but the texts is left to chance, and any machine prints the same. Every way
-answers the same prompts. --noise and --mistaken say what the planner makes of clocks and costs that are off; what
+(eagle_ray/benchmark/simulated_costs.py). So the figures are the same on every machine. Every
+method answers the same prompts. --noise and --mistaken say what the planner makes of clocks and costs that are off; what
 counts is never off.
 
     steady   a queue that is always full, after --warm tokens that do not count
@@ -19,15 +19,15 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_ray.benchmark.priced import SimulatedPlanner, amx, avx512, busy, cpu, flat, mistaken
-from eagle_ray.benchmark.requests import DRAIN_LENGTHS, DRAIN_ROWS, requests
-from eagle_ray.benchmark.stretch import SteadyQueue, run_to_completion
+from eagle_ray.benchmark.simulated_costs import SimulatedPlanner, amx, avx512, busy, cpu, flat, mistaken
+from eagle_ray.benchmark.throughput import SteadyQueue, run_to_completion
+from eagle_ray.benchmark.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests
+from eagle_ray.build import build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.costs import StepCosts
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import BudgetPlanner
-from eagle_ray.engine.planner import Planner, UniformPlanner
-from eagle_ray.pair import build_engine_from_config
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.cost_model import StepCosts
+from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.training.prompts import shuffled_prompts
 
 WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "busy": busy, "flat": flat, "avx512": avx512, "amx": amx}

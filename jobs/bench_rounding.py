@@ -13,12 +13,12 @@ import platform
 import torch
 from torch import nn
 
-from eagle_ray.benchmark.identity import Identity, compare, first_difference
+from eagle_ray.benchmark.equivalence import Identity, compare, first_difference
+from eagle_ray.build import build_engine, load_causal_lm, load_draft, load_tokenizer
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import build_engine, load_causal_lm, load_draft, load_tokenizer
-from eagle_ray.speculative.near_tie import NEAR_TIE
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.sampling.near_tie import NEAR_TIE
+from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.training.prompts import shuffled_prompts
 
 PLAIN = SpeculativeConfig(method="none")

@@ -32,8 +32,8 @@ from pathlib import Path
 import aiohttp
 from served import ROOT, Served
 
-from eagle_ray.benchmark.intervals import ratio_interval
-from eagle_ray.data.interrupts import interruptible
+from eagle_ray.batch.signals import interruptible
+from eagle_ray.benchmark.statistics import ratio_interval
 from eagle_ray.training.prompts import read_prompts
 
 PROMPTS = ROOT / "eagle_ray" / "assets" / "prompts.jsonl"

@@ -39,7 +39,16 @@ def server(folder: Path) -> Iterator[str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "eagle_ray.cli", "serve", "-c", "configs/serve_demo.yaml", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "eagle_ray.cli.main",
+        "serve",
+        "-c",
+        "configs/serve_demo.yaml",
+        "--port",
+        str(port),
+    ]
     command += ["--set", "serving.ray_address=local"]
     log, url = folder / "server.log", f"http://127.0.0.1:{port}"
     with log.open("w") as output:

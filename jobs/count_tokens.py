@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
+from eagle_ray.build import load_tokenizer
 from eagle_ray.config import ConfigError, ModelConfig
 from eagle_ray.datastore import columns_of
 from eagle_ray.draft_vocab import write_draft_vocab
-from eagle_ray.pair import load_tokenizer
-from eagle_ray.text import Tokenizer
+from eagle_ray.tokenizer import Tokenizer
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ python jobs/evaluate.py -i prompts.jsonl -c job.yaml --methods eagle1,eagle2,our
 
 import sys
 
-from eagle_ray.cli import main
+from eagle_ray.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["compare", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ ray job submit --address http://127.0.0.1:8265 --working-dir . -- python jobs/ge
 
 import sys
 
-from eagle_ray.cli import main
+from eagle_ray.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["run", *sys.argv[1:]]))

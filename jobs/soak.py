@@ -38,7 +38,7 @@ from typing import Any
 import aiohttp
 from served import ROOT, Served
 
-from eagle_ray.data.interrupts import interruptible
+from eagle_ray.batch.signals import interruptible
 from eagle_ray.serve.keys import ENV_NAME
 from eagle_ray.training.prompts import read_prompts
 

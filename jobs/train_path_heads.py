@@ -17,14 +17,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from eagle_ray.models.path_checkpoint import save_path_heads
-from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.pair import download
+from eagle_ray.build import download
+from eagle_ray.models.medusa_checkpoint import save_path_heads
+from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.training.corpus import TRAINING_MIX, training_conversations
-from eagle_ray.training.head import FrozenTarget
 from eagle_ray.training.optimization import StepReport
-from eagle_ray.training.path_heads import start_as_lm_head, train_path_heads
-from eagle_ray.training.rows import make_rows
+from eagle_ray.training.packing import make_rows
+from eagle_ray.training.train_head import FrozenTarget
+from eagle_ray.training.train_medusa import start_as_lm_head, train_path_heads
 
 STREAM = 5  # of conversations: another than those the embedded pair was trained on
 ROW_LENGTH, ROWS_PER_STEP = 384, 4

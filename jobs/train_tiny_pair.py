@@ -23,17 +23,17 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle_ray.models.checkpoint import save_head
-from eagle_ray.models.fit import head_config
-from eagle_ray.models.heads import EagleHead
+from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.models.head_checkpoint import save_head
+from eagle_ray.models.head_spec import head_config
 from eagle_ray.training.corpus import REFINING_MIX, TRAINING_MIX, Mix, training_conversations
-from eagle_ray.training.head import FrozenTarget, initialize_head, train_head
+from eagle_ray.training.evaluate import CHAIN, DEMO_TREE, PAPER_TREE, SMALL_TREE, tau_table
 from eagle_ray.training.optimization import StepReport
+from eagle_ray.training.packing import TrainingRows, make_rows
 from eagle_ray.training.prompts import read_prompts, write_prompts
-from eagle_ray.training.rows import TrainingRows, make_rows
-from eagle_ray.training.target import initialize, train_target
-from eagle_ray.training.tau import CHAIN, DEMO_TREE, PAPER_TREE, SMALL_TREE, tau_table
-from eagle_ray.training.tokenizer import BOS, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, train_tokenizer
+from eagle_ray.training.tiny_tokenizer import BOS, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, train_tokenizer
+from eagle_ray.training.train_head import FrozenTarget, initialize_head, train_head
+from eagle_ray.training.train_target import initialize, train_target
 
 ROW_LENGTH = 384
 ROWS_PER_STEP = 10

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK, prepare
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.data.ray_environment import LOCAL, LOOPBACK, prepare
 
 TESTS = Path(__file__).parent
 WITH_RAY = (
@@ -63,7 +63,7 @@ def costs_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(scope="session", autouse=True)
 def s3_endpoint() -> Iterator[str]:
-    """Where tests/data/s3 starts its server; in the environment from the start, so that Ray's workers have it."""
+    """Where tests/batch/s3 starts its server; in the environment from the start, so that Ray's workers have it."""
     with socket.socket() as found, pytest.MonkeyPatch.context() as patch:
         found.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{found.getsockname()[1]}"

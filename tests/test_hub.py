@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_ray import cli
+from eagle_ray.build import build_engine_from_config, download
+from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.pair import build_engine_from_config, download
 from tests.conftest import PAIR
 from tests.hub import hub
 

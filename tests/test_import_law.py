@@ -1,6 +1,8 @@
-"""The import law of the house: rooms look down, never up or sideways, and heavy libraries stay where they belong."""
+"""The import rule: packages import downwards only, and heavy libraries stay where they belong."""
 
 import ast
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,67 +11,36 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
-LEVEL = {
-    "errors": 0,
-    "chat_templates": 0,
-    "sampling_limits": 0,
-    "config": 1,
-    "kernels": 1,
-    "datastore": 2,
-    "draft_vocab": 2,
-    "start_log": 1,
-    "text": 1,
-    "speculative": 2,
-    "models": 3,
-    "drafting": 4,
-    "engine": 5,
-    "methods": 6,
-    "pair": 7,
-    "benchmark": 8,
-    "data": 8,
-    "serve": 8,
-    "training": 8,
-    "report": 8,
-    "job": 9,
-    "on_finish": 9,
-    "keep_going": 10,
-    "validate": 9,
-    "memory_limit": 9,
-    "demo": 10,
-    "endpoint": 10,
-    "review": 10,
-    "doctor": 11,
-    "evaluate": 11,
-    "export": 11,
-    "cli": 12,
-}
+LEVELS = [
+    {"errors", "chat_templates", "sampling_limits", "start_log", "async_copy", "graph_protocol"},
+    {"config", "kernels", "storage", "tokenizer", "report"},
+    {"datastore", "draft_vocab", "sampling"},
+    {"tree"},
+    {"kv"},
+    {"attention", "core"},
+    {"models"},
+    {"drafters"},
+    {"planner"},
+    {"engine", "registry"},
+    {"build"},
+    {"benchmark", "batch", "serve", "training"},
+    {"doctor"},
+    {"cli"},
+]
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 HEAVY = {
-    "ray": {"data", "serve", "training", "job", "demo", "endpoint", "doctor", "cli"},
-    "transformers": {"models", "text", "methods", "doctor", "benchmark"},
+    "ray": {"batch", "serve", "training", "doctor", "cli"},
+    "transformers": {"attention", "models", "tokenizer", "registry", "doctor", "benchmark"},
     "triton": {"kernels"},
-    "torch": {
-        "kernels",
-        "speculative",
-        "models",
-        "drafting",
-        "engine",
-        "methods",
-        "pair",
-        "benchmark",
-        "data",
-        "serve",
-        "training",
-        "doctor",
-        "evaluate",
-    },
+    "torch": set(LEVEL) - {"errors", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"},
     "pydantic": {"config", "serve"},
 }
-ENGINE_ROOMS = {"kernels", "speculative", "models", "drafting", "engine"}
+ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
 ENGINE_LIBRARIES = {"numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
-NO_TORCH = ["config", "report", "data/schema.py", "data/sink.py"]
+NO_TORCH = ["config", "report", "storage", "batch/output/schema.py", "batch/output/sink.py"]
 
 
-def room(path: Path) -> str:
+def package(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -85,34 +56,34 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def own_rooms(path: Path) -> set[str]:
+def own_packages(path: Path) -> set[str]:
     parts = [name.split(".") for name in imports(path) if name.startswith("eagle_ray.")]
-    return {p[1] for p in parts} - {room(path), "__version__"}
+    return {p[1] for p in parts} - {package(path), "__version__"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_rooms_look_down(path):
-    if room(path) == "__init__":
-        return
-    here = LEVEL[room(path)]
-    for other in own_rooms(path):
-        assert LEVEL[other] < here, f"{room(path)} must not import {other}"
+def test_packages_import_downwards_only():
+    upwards = [
+        f"{path.relative_to(ROOT)} must not import eagle_ray.{other}"
+        for path in FILES
+        if package(path) != "__init__"
+        for other in own_packages(path)
+        if LEVEL[other] >= LEVEL[package(path)]
+    ]
+    assert not upwards
 
 
 @pytest.mark.parametrize("library", HEAVY)
-def test_heavy_libraries_stay_in_their_rooms(library):
-    users = {room(p) for p in FILES if any(name.split(".")[0] == library for name in imports(p))}
+def test_heavy_libraries_stay_in_their_packages(library):
+    users = {package(p) for p in FILES if any(name.split(".")[0] == library for name in imports(p))}
     assert users <= HEAVY[library]
 
 
 def test_the_engine_runs_without_ray_and_pydantic():
-    import sys
-
     for path in FILES:
-        if room(path) in ENGINE_ROOMS:
+        if package(path) in ENGINE_PACKAGES:
             libraries = {name.split(".")[0] for name in imports(path)}
-            strangers = libraries - ENGINE_LIBRARIES - set(sys.stdlib_module_names)
-            assert not strangers, f"{path}: {strangers}"
+            others = libraries - ENGINE_LIBRARIES - set(sys.stdlib_module_names)
+            assert not others, f"{path}: {others}"
 
 
 @pytest.mark.parametrize("place", NO_TORCH)
@@ -124,3 +95,18 @@ def test_no_torch_where_only_tables_and_settings_live(place):
 def test_no_type_checking_imports():
     """If one seems needed, the layer is wrong."""
     assert not [p for p in FILES if "TYPE_CHECKING" in p.read_text()]
+
+
+def test_no_two_modules_share_a_name():
+    names = Counter(p.stem for p in FILES if p.stem not in ("__init__", "__main__"))
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_no_two_public_classes_share_a_name():
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, count in names.items() if count > 1]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray import cli
+from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
-from tests.test_cli import CONFIG
+from tests.cli.test_main import CONFIG
 from tests.tokenizers_for_tests import write_tokenizer
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("eagle[23]-*.yaml"))

@@ -10,15 +10,16 @@ from pathlib import Path
 SCRIPT = """
 from jaxtyping import install_import_hook
 
-rooms = ["eagle_ray.speculative", "eagle_ray.models", "eagle_ray.drafting", "eagle_ray.engine"]
-with install_import_hook(rooms, "beartype.beartype"):
+names = "tree sampling kv attention core models drafters planner engine"
+packages = [f"eagle_ray.{name}" for name in names.split()]
+with install_import_hook(packages, "beartype.beartype"):
     import eagle_ray.engine.async_engine, eagle_ray.engine.reference
     from eagle_ray.config import SpeculativeConfig
-    from eagle_ray.drafting.rest import RestIndex
-    from eagle_ray.drafting.text_drafter import LookupDrafter
-    from eagle_ray.pair import build_engine
-    from eagle_ray.speculative.sampling import SamplingParams
-    from eagle_ray.speculative.verify import VerifyResult
+    from eagle_ray.drafters.experimental.rest import RestIndex
+    from eagle_ray.drafters.lookup import LookupDrafter
+    from eagle_ray.build import build_engine
+    from eagle_ray.sampling.sampler import SamplingParams
+    from eagle_ray.tree.accept import VerifyResult
     from tests.engine.test_rivals import METHODS, engine_for
     from tests.toy import head, head3, llama, llama_engine, run
 

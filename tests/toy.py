@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.benchmark.priced import SimulatedPlanner
-from eagle_ray.drafting.drafter import Draft
-from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
-from eagle_ray.drafting.none import NullDrafter
-from eagle_ray.drafting.ranking import CandidateRanker
-from eagle_ray.engine.decode_batch import DecodeBatch
+from eagle_ray.benchmark.simulated_costs import SimulatedPlanner
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.candidate_ranker import CandidateRanker
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.drafters.eagle import EagleDrafter, tree_columns
+from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.engine.planner import StepOutcome, UniformPlanner
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.engine.verify_step import MaxTreeSizes
-from eagle_ray.models.blocks import BlockManager
-from eagle_ray.models.heads import Eagle3Head, EagleHead
-from eagle_ray.models.kv_cache import DecodeSlots, KVCache
-from eagle_ray.models.linear import pack_linears
+from eagle_ray.engine.verify import MaxTreeSizes
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
+from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
-from eagle_ray.speculative.budget import ranks
-from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.coupling import Coupling
-from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.plan import DraftPlan
-from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
-from eagle_ray.speculative.tree import DraftTree, VerifyRows
-from eagle_ray.speculative.verify import VerifyResult
+from eagle_ray.planner.planner import StepOutcome, UniformPlanner
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.budget import ranks
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
+from eagle_ray.tree.expand import TreeBuilder
 
 EOS = 0
 TABLE_TREE = 64  # columns for a tree on top of a table engine's 64 tokens

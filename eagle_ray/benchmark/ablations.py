@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.decode_batch import DecodeBatch
-from eagle_ray.engine.planner import Allocation, UniformPlanner
-from eagle_ray.speculative.budget import ranks
-from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.plan import DraftPlan
-from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.planner.planner import Allocation, UniformPlanner
+from eagle_ray.tree.budget import ranks
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import TreeBuilder
 
 
 class OwnConfidence(TreeBuilder):

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.models.checkpoint import load_head
-from eagle_ray.models.loading import load_target
+from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.models.loader import load_target
 
 ASSETS = Path(__file__).parents[1] / "assets" / "tiny"
 

@@ -14,18 +14,18 @@ from itertools import product
 
 import torch
 
-from eagle_ray.benchmark.agenda import Agenda, DeviceLost
-from eagle_ray.benchmark.cells import Cell
-from eagle_ray.benchmark.checks import checks, type_name
+from eagle_ray.benchmark.cases import Cell
 from eagle_ray.benchmark.device import release
+from eagle_ray.benchmark.device_checks import checks, type_name
 from eagle_ray.benchmark.embedded_pair import embedded_pair
-from eagle_ray.benchmark.gpu_peers import asked_peer
-from eagle_ray.benchmark.gpu_rigs import GpuRigs, together
+from eagle_ray.benchmark.gpu_models import GpuRigs, together
 from eagle_ray.benchmark.gpu_settings import GpuBenchSettings, Results
+from eagle_ray.benchmark.peer_requests import asked_peer
 from eagle_ray.benchmark.roofline import copy_bandwidth
-from eagle_ray.benchmark.synthetic_cells import measure_synthetic
-from eagle_ray.benchmark.wide_cells import APART, CANDIDATES, RIVALS, WideCells
-from eagle_ray.models.places import Shape
+from eagle_ray.benchmark.synthetic_cases import measure_synthetic
+from eagle_ray.benchmark.time_budget import Agenda, DeviceLost
+from eagle_ray.benchmark.wide_cases import APART, CANDIDATES, RIVALS, WideCells
+from eagle_ray.models.embedding_map import Shape
 
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of a copy that no cache holds
 SHARES = {  # of all the time, at most, in the order of what they are worth

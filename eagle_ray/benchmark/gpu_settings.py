@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eagle_ray.models.places import Shape
+from eagle_ray.models.embedding_map import Shape
 
 
 @dataclass(frozen=True, slots=True)

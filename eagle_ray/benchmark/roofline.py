@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from eagle_ray.benchmark.device import seconds_of
-from eagle_ray.models.places import Shape
+from eagle_ray.models.embedding_map import Shape
 
 REPEATS = 20
 

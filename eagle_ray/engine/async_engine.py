@@ -25,9 +25,9 @@ from functools import partial
 
 import torch
 
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError
 
 

@@ -25,24 +25,24 @@ from dataclasses import replace
 
 import torch
 
-from eagle_ray.drafting.drafter import Draft, Drafter
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.async_copy import DeviceToHost
+from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
+from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length
+from eagle_ray.core.step_timer import StepTimer
+from eagle_ray.drafters.drafter import Draft, Drafter
+from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.engine.decode_batch import DecodeBatch, PrefillChunk
-from eagle_ray.engine.flight import PendingStep
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.engine.logprobs import ranked, record_outputs
-from eagle_ray.engine.planner import Planner, StepOutcome
+from eagle_ray.engine.pending_step import PendingStep
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.sequence import Sequence, SequenceStatus, check_length
-from eagle_ray.engine.step_record import StepOutput
-from eagle_ray.engine.stopwatch import StepTimer
-from eagle_ray.engine.verify_step import MaxTreeSizes, Verifier
+from eagle_ray.engine.step_output import StepOutput
+from eagle_ray.engine.top_logprobs import ranked, record_outputs
+from eagle_ray.engine.verify import MaxTreeSizes, Verifier
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
-from eagle_ray.speculative.plan import DraftPlan
-from eagle_ray.speculative.stats import AcceptanceStats
-from eagle_ray.speculative.upload import DeviceToHost
+from eagle_ray.planner.planner import Planner, StepOutcome
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
+from eagle_ray.tree.draft_plan import DraftPlan
 
 
 class Engine:

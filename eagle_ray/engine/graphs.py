@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Drafter
-from eagle_ray.drafting.eagle import EagleDrafter
-from eagle_ray.drafting.none import NullDrafter
-from eagle_ray.engine.costs import BUCKETS
-from eagle_ray.models.families import max_exact_position
+from eagle_ray.drafters.drafter import Drafter
+from eagle_ray.drafters.eagle import EagleDrafter
+from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.graph_protocol import PaddedInput
+from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
-from eagle_ray.speculative.replay import PaddedInput
+from eagle_ray.planner.cost_model import BUCKETS
 
 log = logging.getLogger("eagle_ray")
 

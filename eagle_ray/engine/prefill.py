@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.drafting.drafter import Drafter
-from eagle_ray.engine.decode_batch import PrefillChunk
-from eagle_ray.engine.draft_blocks import DraftPrefixState
-from eagle_ray.engine.logprobs import likeliest, ranked, record_prompts
-from eagle_ray.engine.sequence import Sequence, TopLogprobs
+from eagle_ray.async_copy import DeviceToHost, to_device
+from eagle_ray.core.decode_batch import PrefillChunk
+from eagle_ray.core.sequence import Sequence, TopLogprobs
+from eagle_ray.drafters.drafter import Drafter
+from eagle_ray.engine.draft_prefix_state import DraftPrefixState
+from eagle_ray.engine.top_logprobs import likeliest, ranked, record_prompts
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
-from eagle_ray.speculative.sampling import SamplingBatch, log_probs_of, sample
-from eagle_ray.speculative.upload import DeviceToHost, to_device
+from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
 
 
 @dataclass(frozen=True, slots=True)

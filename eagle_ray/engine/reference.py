@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from eagle_ray.speculative.near_tie import NEAR_TIE, reachable_tokens
-from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, sample
+from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
 
 
 @dataclass(frozen=True, slots=True)

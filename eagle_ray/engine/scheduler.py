@@ -12,14 +12,14 @@ from collections import deque
 
 import torch
 
-from eagle_ray.engine.decode_batch import DecodeBatch, PrefillChunk
-from eagle_ray.engine.sequence import Sequence, SequenceStatus
+from eagle_ray.async_copy import to_device
+from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
+from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.errors import RequestError
-from eagle_ray.models.blocks import BlockManager
-from eagle_ray.models.kv_cache import DecodeSlots
-from eagle_ray.speculative.sampling import SamplingBatch
-from eagle_ray.speculative.upload import to_device
-from eagle_ray.speculative.verify import VerifyResult
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.tree.accept import VerifyResult
 
 
 class Scheduler:

@@ -60,6 +60,6 @@ def _why_not_cuda(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is under {CAPABILITY[0]}.{CAPABILITY[1]}"
-    from eagle_ray.kernels.trial import failure_reason
+    from eagle_ray.kernels.smoke_test import failure_reason
 
     return failure_reason(device)

@@ -11,9 +11,9 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.cuts import load_row
 from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.normaliser import log_of_sums, part_of_sum
+from eagle_ray.kernels.logsumexp import log_of_sums, part_of_sum
+from eagle_ray.kernels.topk_topp import load_row
 
 BLOCK = 4096  # tokens of a part
 

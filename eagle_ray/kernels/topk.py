@@ -1,7 +1,7 @@
 """The best k tokens of each row with their log-probabilities, without a sort and without fp32 copies of the logits.
 
     scores, places, own = top_k(logits, 10)                   # EAGLE-2's ranking
-    scores, places, own = top_k(logits, 10, push)             # coupled: see speculative/coupling.py
+    scores, places, own = top_k(logits, 10, push)             # coupled: see sampling/coupling.py
 
 Each part of a row names its own k best, one after the other; a second launch picks the k best of those. Of equal scores
 the lower place comes first; in a row with a NaN or an infinite logit every score is NaN, as log_softmax has it.
@@ -18,11 +18,11 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.cuts import load_row
+from eagle_ray.kernels.gumbel import gumbel, noise_key
 from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.noise import gumbel, noise_key
-from eagle_ray.kernels.normaliser import log_of_sums, part_of_sum
-from eagle_ray.kernels.order import ranked, score_of, token_of
+from eagle_ray.kernels.logsumexp import log_of_sums, part_of_sum
+from eagle_ray.kernels.sort_key import ranked, score_of, token_of
+from eagle_ray.kernels.topk_topp import load_row
 
 BLOCK = 2048  # tokens of a part
 MOST = 32  # children of a node: they are found one after the other

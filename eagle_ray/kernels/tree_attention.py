@@ -15,8 +15,8 @@ from torch import Tensor
 from eagle_ray.kernels.availability import is_interpreting
 from eagle_ray.kernels.flash_decoding import attend, combine
 from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.tile_shape import LEAST_TILES, MOST_SPLITS, num_splits, tile_shape
-from eagle_ray.kernels.trees import KernelTrees, TileSchedule
+from eagle_ray.kernels.tile_config import LEAST_TILES, MOST_SPLITS, num_splits, tile_shape
+from eagle_ray.kernels.tree_metadata import KernelTrees, TileSchedule
 
 INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
 COMBINE_WARPS = 2

@@ -27,10 +27,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eagle_ray.kernels import cpu_ops
-from eagle_ray.models import torch_ops
-from eagle_ray.models.attention import AttentionMetadata, AttentionShape, Rotary
-from eagle_ray.models.linear import is_dense, merge_linears
+from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rotary
+from eagle_ray.kernels import cpu_ops, torch_ops
+from eagle_ray.models.packed_linear import is_dense, merge_linears
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -17,12 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.errors import EngineError
-from eagle_ray.models.anatomy import probe
-from eagle_ray.models.attention import AttentionMetadata
-from eagle_ray.models.families import check_config, logits_postprocessor
-from eagle_ray.models.heads import LogitsOf
-from eagle_ray.models.loading import load_config, load_target
+from eagle_ray.models.eagle_heads import LogitsOf
+from eagle_ray.models.loader import load_config, load_target
+from eagle_ray.models.model_probe import probe
+from eagle_ray.models.supported_models import check_config, logits_postprocessor
 
 
 class DraftModel(nn.Module):

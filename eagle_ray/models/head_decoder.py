@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle_ray.models.attention import AttentionMetadata
+from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.models.decoder import Angles, Decoder, Layer, is_llama_layer, normed_sum, ops_for
 from eagle_ray.models.draft_model import DraftModel
-from eagle_ray.models.heads import Eagle3Head, EagleHead
+from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 
 HeadForward = Callable[
     [Float[Tensor, "R H"], Float[Tensor, "R H"], Int[Tensor, " R"], AttentionMetadata],

@@ -20,8 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.models.heads import EagleHead
-from eagle_ray.models.places import Shape
+from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.models.embedding_map import Shape
 from eagle_ray.models.widening import seeded, typed
 
 LOGIT = 40.0  # of the successor: that of any other token is a few in size

@@ -18,21 +18,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eagle_ray.models.anatomy import probe
-from eagle_ray.models.attention import AttentionMetadata
-from eagle_ray.models.blocks import BLOCK_SIZE, BlockManager
+from eagle_ray.async_copy import copy_to_device, to_device
+from eagle_ray.attention.backend import mixed_metadata, prefill_metadata, tree_metadata
+from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.decoder import Decoder
-from eagle_ray.models.families import check_config, logits_postprocessor, max_exact_position
-from eagle_ray.models.heads import LogitsOf
-from eagle_ray.models.kernel_tree_layout import uses_triton
-from eagle_ray.models.kv_cache import DecodeSlots, KVCache
-from eagle_ray.models.layouts import mixed_metadata, prefill_metadata, tree_metadata
-from eagle_ray.models.linear import slice_rows
-from eagle_ray.models.loading import eos_ids
+from eagle_ray.models.eagle_heads import LogitsOf
+from eagle_ray.models.loader import eos_ids
+from eagle_ray.models.model_probe import probe
+from eagle_ray.models.packed_linear import slice_rows
 from eagle_ray.models.placement import decoder_layers
-from eagle_ray.speculative.tree import DraftTree, VerifyRows
-from eagle_ray.speculative.upload import copy_to_device, to_device
-from eagle_ray.speculative.verify import VerifyResult
+from eagle_ray.models.supported_models import check_config, logits_postprocessor, max_exact_position
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.heads import EagleHead
-from eagle_ray.models.places import EmbeddingMap, Shape, place
+from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.models.embedding_map import EmbeddingMap, Shape, place
 
 NO_EPS = 1e-20  # the constant dimension stands in for it
 IMPOSSIBLE = -(2.0**15)  # of a padded token's logit, times a constant; fits every dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_ray.report.plots import Axis, Plot, percent
+from eagle_ray.report.svg import Axis, Plot, percent
 
 WIDE, NARROW = 720, 460  # of a plot over time, in its own units; the style sheet shows one of the two
 LARGEST_DOT = 9.0  # pixels

@@ -11,8 +11,8 @@ import math
 from html import escape
 from typing import Any
 
-from eagle_ray.report.plots import Axis, Plot
 from eagle_ray.report.style import STYLE
+from eagle_ray.report.svg import Axis, Plot
 
 Found = dict[str, Any]
 ACCEPTANCE = "acceptance is the embedded toy pair's own, costs are the shape's"

@@ -21,14 +21,14 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.serve.body import ClientDisconnected, read_body
-from eagle_ray.serve.errors import ApiError, api_error
+from eagle_ray.serve.http_errors import ApiError, api_error
+from eagle_ray.serve.metrics_snapshot import Snapshot, prometheus_text
+from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi
-from eagle_ray.serve.pages import page_routes
 from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from eagle_ray.serve.request_body import ClientDisconnected, read_body
 from eagle_ray.serve.service import Service
-from eagle_ray.serve.snapshot import Snapshot, prometheus_text
-from eagle_ray.serve.typed import is_typed
+from eagle_ray.serve.static_files import page_routes
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""

@@ -27,11 +27,11 @@ from starlette.applications import Starlette
 from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.board import MetricsAggregator
 from eagle_ray.serve.keys import ApiKeys, read_keys
+from eagle_ray.serve.metrics_aggregator import MetricsAggregator
+from eagle_ray.serve.metrics_snapshot import Snapshot, added_up
 from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
-from eagle_ray.serve.snapshot import Snapshot, added_up
 
 log = logging.getLogger("eagle_ray")
 PUBLISH_EVERY_S = 2.0

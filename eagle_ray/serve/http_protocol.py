@@ -11,7 +11,7 @@ import json
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from eagle_ray.serve.errors import ApiError
+from eagle_ray.serve.http_errors import ApiError
 
 MAX_HEADER_BYTES = 64 << 10  # of a request line and its headers, as uvicorn's other parser (h11) has it
 TOO_LARGE = f"the headers have more than {MAX_HEADER_BYTES} bytes"

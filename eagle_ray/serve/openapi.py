@@ -12,28 +12,28 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eagle_ray import __version__
-from eagle_ray.serve import shapes
+from eagle_ray.serve import response_models
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from eagle_ray.serve.unbuilt import NO_TEXT, OFF, SAYS_NOTHING
+from eagle_ray.serve.unsupported import NO_TEXT, OFF, SAYS_NOTHING
 
 Json = dict[str, Any]
 AT = "#/components/schemas/"
 POSTS = {
-    "/v1/chat/completions": (ChatRequest, shapes.ChatCompletion),
-    "/v1/completions": (CompletionRequest, shapes.Completion),
-    "/tokenize": (TokenizeRequest, shapes.Tokens),
-    "/detokenize": (DetokenizeRequest, shapes.Detokenized),
+    "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
+    "/v1/completions": (CompletionRequest, response_models.Completion),
+    "/tokenize": (TokenizeRequest, response_models.Tokens),
+    "/detokenize": (DetokenizeRequest, response_models.Detokenized),
 }
 GETS = {
-    "/v1/models": ("the model that is here", shapes.Models),
-    "/v1/models/{name}": ("the model by its name", shapes.Model),
-    "/tokenizer_info": ("the tokenizer's special tokens and chat template", shapes.TokenizerInfo),
-    "/health": ("whether a replica can answer", shapes.Health),
+    "/v1/models": ("the model that is here", response_models.Models),
+    "/v1/models/{name}": ("the model by its name", response_models.Model),
+    "/tokenizer_info": ("the tokenizer's special tokens and chat template", response_models.TokenizerInfo),
+    "/health": ("whether a replica can answer", response_models.Health),
     "/metrics": ("Prometheus metrics of all replicas", None),
-    "/version": ("this server's version", shapes.Version),
+    "/version": ("this server's version", response_models.Version),
     "/openapi.json": ("this document", None),
 }
-STREAMS = {"/v1/chat/completions": shapes.ChatChunk, "/v1/completions": shapes.TextChunk}
+STREAMS = {"/v1/chat/completions": response_models.ChatChunk, "/v1/completions": response_models.TextChunk}
 OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: probes and scrapers have none
 REFUSALS = {
     "400": "the request is wrong, or larger than an empty server could hold: param names the parameter",
@@ -77,7 +77,7 @@ def _post(path: str) -> Json:
 
 def _events(chunk: type) -> Json:
     """With stream: true. The last event is [DONE], or a refusal where it cannot go on."""
-    content = {"anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + shapes.Refusal.__name__}]}
+    content = {"anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + response_models.Refusal.__name__}]}
     told = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
     event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, told]}}}
     return {"itemSchema": event}
@@ -100,7 +100,7 @@ def _get(path: str) -> Json:
 
 def _operation(summary: str, said: Json, refusals: dict[str, str]) -> Json:
     refused = {
-        status: {"description": why, "content": _content(shapes.Refusal)}
+        status: {"description": why, "content": _content(response_models.Refusal)}
         | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
         for status, why in refusals.items()
     }
@@ -114,7 +114,7 @@ def _content(shape: type) -> Json:
 def _schemas() -> Json:
     answers = [answer for _, answer in [*POSTS.values(), *GETS.values()] if answer] + [
         *STREAMS.values(),
-        shapes.Refusal,
+        response_models.Refusal,
     ]
     _, found = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in [*(kind for kind, _ in POSTS.values()), *answers]],

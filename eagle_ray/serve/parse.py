@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from eagle_ray.serve.errors import ApiError, unsupported
+from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.protocol import AnyRequest
 
 

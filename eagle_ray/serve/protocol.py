@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
-from eagle_ray.serve.errors import ApiError, unsupported
 from eagle_ray.serve.fields import Stop, Stops, Text, Texts, TokenId, TokenIds
-from eagle_ray.serve.unbuilt import refuse_in_message, refuse_unbuilt
+from eagle_ray.serve.http_errors import ApiError, unsupported
+from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
 
 MOST_TOPS = 20
 MOST_SEQUENCES = 1024
@@ -60,7 +60,7 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """include_steps is ours: see serve/steps.py."""
+    """include_steps is ours: see serve/step_trace.py."""
 
     include_usage: bool = False
     include_steps: bool = Field(

@@ -17,22 +17,27 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from eagle_ray.build import build_in_thread
 from eagle_ray.config import ServeConfig
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.pair import build_in_thread
 from eagle_ray.serve.admission import Admission, Need
-from eagle_ray.serve.answers import Json, answer_of
-from eagle_ray.serve.asked import Choice, GenerationRequest, least_need, need_of, num_tokens, prepare_generation
-from eagle_ray.serve.chunks import ChoiceChunks, last_chunk, num_logprobs, wants_usage
-from eagle_ray.serve.errors import ApiError, api_error
-from eagle_ray.serve.events import DONE, error_event, event
 from eagle_ray.serve.fair_queue import FairQueue
+from eagle_ray.serve.generation_request import (
+    Choice,
+    GenerationRequest,
+    least_need,
+    need_of,
+    num_tokens,
+    prepare_generation,
+)
+from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.meter import ReplicaMetrics
-from eagle_ray.serve.no_text import NoText
+from eagle_ray.serve.metrics_snapshot import Snapshot
+from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.openai_client_compat import without_nulls
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import (
     AnyRequest,
@@ -42,9 +47,11 @@ from eagle_ray.serve.protocol import (
     TokenizeRequest,
     num_characters,
 )
-from eagle_ray.serve.snapshot import Snapshot
-from eagle_ray.serve.typed import without_nulls
-from eagle_ray.text import Tokenizer
+from eagle_ray.serve.replica_metrics import ReplicaMetrics
+from eagle_ray.serve.responses import Json, answer_of
+from eagle_ray.serve.sse import DONE, error_event, event
+from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
+from eagle_ray.tokenizer import Tokenizer
 
 LONG = 1 << 16  # characters; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
 
-from eagle_ray.models.checkpoint import SAFETENSORS, load_head, read_config
-from eagle_ray.models.loading import load_target
-from eagle_ray.models.places import Shape
+from eagle_ray.build import download
+from eagle_ray.models.embedding_map import Shape
+from eagle_ray.models.head_checkpoint import SAFETENSORS, load_head, read_config
+from eagle_ray.models.loader import load_target
 from eagle_ray.models.widening import widen_pair
-from eagle_ray.pair import download
-from eagle_ray.text import Tokenizer
+from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.prompts import prompt_rows
 
 EMBEDDED = "embedded:tiny"

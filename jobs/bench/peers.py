@@ -33,7 +33,7 @@ from peer_process import WorkerError
 from peer_table import table
 from peer_turns import Bench, Plan, row_of
 
-from eagle_ray.data.interrupts import interruptible
+from eagle_ray.batch.signals import interruptible
 from eagle_ray.models.widening import BENCH
 
 ROOT = Path(__file__).resolve().parents[2]

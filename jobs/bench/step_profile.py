@@ -19,29 +19,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle_ray.build import build_engine, download
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.drafting.eagle import EagleDrafter
-from eagle_ray.drafting.offers import Offers
-from eagle_ray.drafting.ranking import CandidateRanker
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.calibration_feedback import Offers
+from eagle_ray.drafters.candidate_ranker import CandidateRanker
+from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine import engine as engine_module
-from eagle_ray.engine import verify_step
+from eagle_ray.engine import verify
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import BudgetPlanner
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.kernels import cpu_ops
-from eagle_ray.models import decoder, torch_ops
-from eagle_ray.models.checkpoint import load_head
-from eagle_ray.models.linear import PackedLinear, pack_linears
-from eagle_ray.models.loading import load_target
+from eagle_ray.kernels import cpu_ops, torch_ops
+from eagle_ray.models import decoder
+from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.models.loader import load_target
+from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.target import TargetModel
 from eagle_ray.models.widening import BENCH, widen_pair
-from eagle_ray.pair import build_engine, download
-from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.text import Tokenizer
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.prompts import shuffled_prompts
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import TreeBuilder
 
 Part = tuple[str, str, Any, str]  # group, name, and where the function is: an object and its attribute
 LINEAR, ATTENTION, TARGET, DRAFT = "linear", "attention", "target pass", "draft"
@@ -74,10 +74,10 @@ PARTS: list[Part] = [
     (TREE, "rerank", DraftTree, "rerank"),
     (TREE, "pack", DraftTree, "pack"),
     (TREE, "ancestors", DraftTree, "ancestors"),
-    (TREE, "sampling", verify_step, "sample"),
-    (TREE, "acceptance walk", verify_step, "accept_path"),
+    (TREE, "sampling", verify, "sample"),
+    (TREE, "acceptance walk", verify, "accept_path"),
     (TREE, "KV commit", TargetModel, "commit"),
-    (TREE, "record", verify_step, "step_record"),
+    (TREE, "record", verify, "step_record"),
     (TREE, "rest of verify", engine_module.Verifier, "run"),
     (PLAN, "plan", BudgetPlanner, "plan"),
     (PLAN, "allocate", BudgetPlanner, "allocate"),

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from eagle_ray.benchmark.ablations import ExpandedPlanner, OwnConfidence, expanded, num_expanded
-from eagle_ray.drafting.drafter import Draft
+from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.speculative.budget import Budget, uniform
-from eagle_ray.speculative.expand import TreeBuilder
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.budget import Budget, uniform
+from eagle_ray.tree.expand import TreeBuilder
 from tests.toy import llama, llama_engine, run
 
 WIDTH = 3

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.benchmark import wide_cells
-from eagle_ray.benchmark.wide_cells import OURS
+from eagle_ray.benchmark import wide_cases
+from eagle_ray.benchmark.wide_cases import OURS
 from eagle_ray.report.gpu import markdown, page, section
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_tables_page_and_section_say_the_same(found):
 @pytest.mark.slow
 def test_faults_are_their_cells_results_and_a_cut_off_run_leaves_what_it_has(tmp_path, monkeypatch, capsys):
     """Memory runs out in a cell, a job fails, and somebody ends the run when the drain is over."""
-    steady = wide_cells.steady
+    steady = wide_cases.steady
 
     def without_memory(rig, ways, cell, *rest):
         if OURS in ways and cell.batch == 1:
@@ -84,9 +84,9 @@ def test_faults_are_their_cells_results_and_a_cut_off_run_leaves_what_it_has(tmp
     def cut_off(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(wide_cells, "steady", without_memory)
-    monkeypatch.setattr(wide_cells.cells, "drain", lambda *_: {}["plain"])
-    monkeypatch.setattr(wide_cells, "seconds_of_parts", cut_off)
+    monkeypatch.setattr(wide_cases, "steady", without_memory)
+    monkeypatch.setattr(wide_cases.cells, "drain", lambda *_: {}["plain"])
+    monkeypatch.setattr(wide_cases, "seconds_of_parts", cut_off)
     words = SMALLEST.replace("--batches 2", "--batches 1 4") + f" --out {tmp_path}"
     with pytest.raises(KeyboardInterrupt):
         run_script(words.split())

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from eagle_ray.build import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.places import Shape
-from eagle_ray.pair import ASSETS, build_engine_from_config
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.models.embedding_map import Shape
+from eagle_ray.sampling.sampler import SamplingParams
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "bench"
 TARGET = ASSETS / "tiny" / "target"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.benchmark.priced import cpu, mistaken
-from eagle_ray.engine.cost_cache import CURVES
+from eagle_ray.benchmark.simulated_costs import cpu, mistaken
+from eagle_ray.planner.cost_cache import CURVES
 
 BENCH = Path(__file__).parents[2] / "jobs" / "bench_planner.py"
 SHORT = "--batches 2 --drain 0 --tokens 60 --warm 20 --trees 1/1/1 2/2/1 --temperatures 0 1"

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.engine.sequence import Sequence
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.toy import llama_engine, run
 
 

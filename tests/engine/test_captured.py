@@ -16,24 +16,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
-from eagle_ray.drafting.drafter import Draft
-from eagle_ray.drafting.eagle import EagleDrafter
-from eagle_ray.engine.decode_batch import DecodeBatch
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.graphs import InputBuffers
-from eagle_ray.engine.planner import Allocation
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.engine.verify_step import Verifier
-from eagle_ray.models import kv_cache
+from eagle_ray.engine.verify import Verifier
+from eagle_ray.kv import kv_cache
+from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models import target as target_module
-from eagle_ray.models.anatomy import probe
-from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.model_probe import probe
 from eagle_ray.models.target import TargetModel
-from eagle_ray.speculative import expand
-from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.coupling import Coupling
-from eagle_ray.speculative.plan import DraftPlan
-from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
-from eagle_ray.speculative.static_tree import MC_SIM_7B_63
+from eagle_ray.planner.planner import Allocation
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.tree import expand
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_host_syncs import TO_HOST
 from tests.models.test_placement import fake_to, fake_zeros
 from tests.toy import head, head3, llama

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from eagle_ray.drafting.ranking import MAX_FEEDBACK
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.coupling import Coupling
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.stats import AcceptanceStats
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.candidate_ranker import MAX_FEEDBACK
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
 from tests.toy import run, table_engine
 
 VOCAB, DEPTH = 40, 4

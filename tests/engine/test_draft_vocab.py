@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from eagle_ray.build import build_engine, check_models
 from eagle_ray.config import ConfigError, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names, resolve_paths
 from eagle_ray.draft_vocab import read_draft_vocab, write_draft_vocab
 from eagle_ray.errors import EngineError
-from eagle_ray.models.linear import PackedLinear, slice_rows
-from eagle_ray.pair import build_engine, check_models
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.models.packed_linear import PackedLinear, slice_rows
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.conftest import PAIR
 from tests.toy import head, llama, run
 

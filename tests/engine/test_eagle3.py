@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eagle_ray.build import build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.eagle import EagleDrafter
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.pair import build_engine_from_config
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.conftest import PAIR
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
 from tests.toy import head3, llama_engine, run

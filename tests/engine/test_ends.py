@@ -2,9 +2,9 @@
 
 import pytest
 
-from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.models.draft_model import DraftModel
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.engine.test_lossless import differing, some_prompts
 from tests.engine.test_rivals import engine_for, oracle_of
 from tests.toy import LLAMA, llama, llama_engine, run

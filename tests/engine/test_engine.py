@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from eagle_ray.engine.sequence import Sequence
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.toy import EOS, llama_engine, run, table_engine
 
 VOCAB = 8

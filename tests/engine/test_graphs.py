@@ -9,20 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_ray.benchmark.priced import flat
+from eagle_ray.benchmark.simulated_costs import flat
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import graphs as graphs_module
-from eagle_ray.engine.capture import capture, capture_fixed
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
-from eagle_ray.engine.planner import StepOutcome
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.engine.static_planner import StaticPlanner
-from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.speculative.plan import PLAIN, DraftPlan
-from eagle_ray.speculative.replay import PaddedInput
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.static_tree import MC_SIM_7B_63
+from eagle_ray.graph_protocol import PaddedInput
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.planner.budget_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.planner.planner import StepOutcome
+from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
 from tests.toy import head3, llama_engine, run
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.decode_batch import DecodeBatch
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import Allocation, StepOutcome
 from eagle_ray.engine.reference import PlainOutput, reference_decode
-from eagle_ray.pair import build_engine_from_config, download
-from eagle_ray.speculative.budget import Budget, best_of_batch
-from eagle_ray.speculative.plan import PLAIN, DraftPlan
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.text import Tokenizer
+from eagle_ray.planner.planner import Allocation, StepOutcome
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.prompts import prompt_rows
+from eagle_ray.tree.budget import Budget, best_of_batch
+from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from tests.toy import llama, llama_engine, run
 
 TREES = {

@@ -11,17 +11,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from eagle_ray.benchmark.priced import flat
+from eagle_ray.async_copy import DeviceToHost
+from eagle_ray.benchmark.simulated_costs import flat
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import FIRST_PROBES, BudgetPlanner
-from eagle_ray.engine.measure import CalibrationSetting, ScriptedPlanner, calibration_mode
-from eagle_ray.engine.planner import StepOutcome
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.engine.static_planner import StaticPlanner
-from eagle_ray.models.blocks import BLOCK_SIZE
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.static_tree import MC_SIM_7B_63
-from eagle_ray.speculative.upload import DeviceToHost
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.planner.budget_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.planner.planner import StepOutcome
+from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations, watched_step
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts

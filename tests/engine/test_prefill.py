@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from eagle_ray.drafting.drafter import Draft
-from eagle_ray.engine.decode_batch import DecodeBatch
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import UniformPlanner
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.speculative.plan import PLAIN, DraftPlan
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from tests.engine.test_scheduler import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
 from tests.toy import llama_engine
 

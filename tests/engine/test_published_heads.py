@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eagle_ray.build import build_engine_from_config, check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.pair import build_engine_from_config, check_models
 from tests.engine.test_lossless import some_params, some_prompts
 from tests.published import E3, LLAMA3_ROPE, RAW, Tensors, eagle3_tensors, eagle_tensors, write
 from tests.toy import llama, run

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
+from eagle_ray.build import build_engine, build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import Allocation
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.blocks import BLOCK_SIZE
+from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.draft_model import DraftModel
-from eagle_ray.models.path_heads import HydraHeads, MedusaHeads
-from eagle_ray.pair import build_engine, build_engine_from_config, download
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.static_tree import MC_SIM_7B_63
-from eagle_ray.text import Tokenizer
+from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
+from eagle_ray.planner.planner import Allocation
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.prompts import prompt_rows
+from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params, some_prompts
 from tests.toy import LLAMA, head, llama, run
 

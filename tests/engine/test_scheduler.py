@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.measure import calibrate_costs
 from eagle_ray.engine.prefill import PendingPrefill
 from eagle_ray.engine.reference import PlainOutput, reference_decode
-from eagle_ray.engine.sequence import Sequence, SequenceStatus
 from eagle_ray.errors import RequestError
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.engine.test_lossless import SAMPLING, differing
 from tests.toy import llama, llama_engine
 

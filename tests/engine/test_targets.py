@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_ray.drafting.eagle import EagleDrafter, tree_columns
+from eagle_ray.drafters.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.planner import UniformPlanner
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.models.target import TargetModel
-from eagle_ray.speculative.calibration import Calibration
-from eagle_ray.speculative.coupling import Coupling
+from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
 from tests.engine.test_lossless import differing, some_params, some_prompts
 from tests.models.families import FAMILIES, plain_copy, random_model
 from tests.toy import head, run

@@ -9,16 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaForCausalLM
 
-from eagle_ray.benchmark.priced import SimulatedPlanner, flat
+from eagle_ray.benchmark.simulated_costs import SimulatedPlanner, flat
+from eagle_ray.build import build_engine, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.drafting.text_drafter import LookupDrafter
+from eagle_ray.drafters.lookup import LookupDrafter
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.global_planner import FIRST_LOOKS, BudgetPlanner
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.pair import build_engine, build_engine_from_config
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.stats import AcceptanceStats
+from eagle_ray.planner.budget_planner import FIRST_LOOKS, BudgetPlanner
+from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.training.prompts import prompt_rows
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params
 from tests.toy import Roomy, head, llama, run
 

@@ -73,4 +73,4 @@ def test_a_wheel_is_made_from_what_is_copied_and_nothing_else(tmp_path):
     (wheel,) = (tmp_path / "wheels").glob("eagle_ray-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     data = {"eagle_ray/assets/tiny/target/model.safetensors", "eagle_ray/serve/page/index.html"}
-    assert {"eagle_ray/cli.py"} | data <= set(names)
+    assert {"eagle_ray/cli/main.py"} | data <= set(names)

@@ -144,7 +144,7 @@ def test_the_services_api_keys_are_a_secret_on_every_node():
         [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == str(path.parent)]
         [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
         assert volume["secret"]["secretName"] and mount["readOnly"]
-        assert {"eagle_ray.serve.proxy.middlewares"} == {variable["value"] for variable in container["env"]}
+        assert {"eagle_ray.serve.proxy_errors.middlewares"} == {variable["value"] for variable in container["env"]}
 
 
 RAYS_METRICS, DASHBOARD, HTTP = 8080, 8265, 8000

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eagle_ray.kernels.flash_decoding import attend, combine
-from eagle_ray.kernels.tile_shape import LEAST_TILES, MOST_SPLITS, tile_shape
+from eagle_ray.kernels.tile_config import LEAST_TILES, MOST_SPLITS, tile_shape
 from eagle_ray.kernels.tree_attention import COMBINE_WARPS, TOGETHER, padded
 from tests.kernels.ahead_of_time import Resources, compiled
 

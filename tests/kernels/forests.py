@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eagle_ray.kernels.trees import PackedRows
-from eagle_ray.models.attention import AttentionParams, TreeMetadata
-from eagle_ray.models.blocks import BlockManager
-from eagle_ray.models.kernel_tree_layout import TritonTreeMetadata
-from eagle_ray.models.kv_cache import DecodeSlots, KVCache
-from eagle_ray.speculative.ancestor_words import pack_mask
+from eagle_ray.attention.metadata import AttentionParams, TreeMetadata
+from eagle_ray.attention.triton_attention import TritonTreeMetadata
+from eagle_ray.kernels.tree_metadata import PackedRows
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.tree.tree_mask import pack_mask
 from tests.kernels.device import DEVICE
 
 

@@ -13,9 +13,9 @@ import json, sys
 from dataclasses import asdict
 
 import torch
-from eagle_ray.kernels.commit import commit
+from eagle_ray.kernels.kv_commit import commit
 from eagle_ray.kernels.log_probs import log_probs_of
-from eagle_ray.kernels.pick import pick
+from eagle_ray.kernels.sample import pick
 from eagle_ray.kernels.topk import Push, top_k
 from tests.kernels.launches import resources
 

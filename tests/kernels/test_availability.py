@@ -5,14 +5,14 @@ import sys
 import pytest
 import torch
 
-from eagle_ray.kernels import availability, cpu_ops, tile_shape
+from eagle_ray.attention.cpu_attention import CpuMetadata
+from eagle_ray.attention.metadata import TreeMetadata
+from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.kernels import availability, cpu_ops, tile_config
 from eagle_ray.kernels.availability import use_triton, why_not
-from eagle_ray.models.attention import TreeMetadata
-from eagle_ray.models.blocks import BlockManager
-from eagle_ray.models.cpu_layout import CpuMetadata
-from eagle_ray.models.kernel_tree_layout import uses_triton
-from eagle_ray.models.kv_cache import KVCache
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.toy import llama_engine, run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -59,7 +59,7 @@ def test_the_environment_has_its_say(choice, says, monkeypatch):
 def test_a_model_that_kernels_do_not_serve_takes_the_portable_path(monkeypatch, messages, caplog):
     caplog.set_level("INFO", "eagle_ray")
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    assert tile_shape.why_not(torch.float64, 64, 64) and tile_shape.why_not(torch.bfloat16, 320, 64)
+    assert tile_config.why_not(torch.float64, 64, 64) and tile_config.why_not(torch.bfloat16, 320, 64)
     wide, narrow = (KVCache(BlockManager(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64))
     assert uses_triton(narrow) and not uses_triton(wide) and not uses_triton(wide)
     assert len([m for m in messages if "heads of 320 numbers are larger than 256" in m]) == 1

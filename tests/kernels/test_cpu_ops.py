@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eagle_ray.kernels import cpu_ops
+from eagle_ray.kernels import cpu_ops, torch_ops
 from eagle_ray.kernels.cpu_ops import ScoreRule, SeenColumns
-from eagle_ray.models import torch_ops
 
 pytestmark = pytest.mark.skipif(
     not cpu_ops.available(torch.device("cpu"), torch.float32), reason="no compiled library: install with a C++ compiler"

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from eagle_ray.benchmark import checks, identity
-from eagle_ray.speculative.near_tie import reachable_tokens
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.benchmark import device_checks, equivalence
+from eagle_ray.sampling.near_tie import reachable_tokens
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.kernels.device import DEVICE
 
 
 @pytest.fixture
 def found(fused, monkeypatch):
     """The check over few small rows."""
-    monkeypatch.setattr(checks, "EDGE_LOGITS", (24, 700))
+    monkeypatch.setattr(device_checks, "EDGE_LOGITS", (24, 700))
     model = torch.nn.Module()
     model.device = torch.device(DEVICE)
-    return lambda: checks._edges("edges", lambda dtype: (model, None), torch.float32, [])
+    return lambda: device_checks._edges("edges", lambda dtype: (model, None), torch.float32, [])
 
 
 def test_the_check_counts_picks_and_finds_no_fault(found):
@@ -25,7 +25,7 @@ def test_the_check_counts_picks_and_finds_no_fault(found):
 
 def test_a_wrong_pick_is_no_edge(found, monkeypatch):
     picks = iter([torch.arange(24), torch.arange(24) + 1])
-    monkeypatch.setattr(checks, "sample", lambda *_: next(picks))
+    monkeypatch.setattr(device_checks, "sample", lambda *_: next(picks))
     check = found()
     assert check.ok is False and "0 of 24 outputs equal" in check.detail
 
@@ -41,5 +41,5 @@ def test_the_edge_is_where_a_tokens_sum_meets_top_p(top_p, edge):
 
 
 def test_what_is_explained_needs_something_to_explain():
-    assert not identity.Identity().is_explained and identity.Identity(3, 1, 1, 1).is_explained
-    assert not identity.Identity(3, 1, 1, 0).is_explained
+    assert not equivalence.Identity().is_explained and equivalence.Identity(3, 1, 1, 1).is_explained
+    assert not equivalence.Identity(3, 1, 1, 0).is_explained

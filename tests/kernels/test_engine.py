@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 import torch
 
-from eagle_ray.benchmark.priced import flat
-from eagle_ray.engine.global_planner import BudgetPlanner
-from eagle_ray.kernels.trees import PackedRows, TileSchedule
-from eagle_ray.models.kernel_tree_layout import TritonTreeMetadata
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.attention.triton_attention import TritonTreeMetadata
+from eagle_ray.benchmark.simulated_costs import flat
+from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.kernels.device import DEVICE
 from tests.kernels.test_tree_attention import trees_of

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.kernels import pick as kernel
+from eagle_ray.kernels import sample as kernel
 from eagle_ray.kernels.launch import launch
-from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams, sample
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
 
 KERNELS = Path(kernel.__file__).parent
 

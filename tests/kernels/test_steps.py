@@ -1,6 +1,6 @@
 """An engine whose steps run on the kernels produces what the portable engine does, greedy and sampled."""
 
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.kernels.device import DEVICE
 from tests.toy import head3, llama_engine, run
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eagle_ray.drafting.ranking import CandidateRanker
+from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.kernels import topk as kernel
-from eagle_ray.speculative.coupling import Coupling
-from eagle_ray.speculative.sampling import SamplingBatch, SamplingParams
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from tests.kernels.device import DEVICE
 
 PLAIN = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(), SamplingParams(2.0, seed=5)]

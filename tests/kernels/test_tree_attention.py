@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.kernels.tile_shape import TileShape, num_splits, tile_shape
-from eagle_ray.kernels.trees import KernelTrees, PackedRows, TileSchedule
+from eagle_ray.kernels.tile_config import TileShape, num_splits, tile_shape
+from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, TileSchedule
 from tests.kernels.forests import Forest
 
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, TargetModel
-from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree
 from tests.toy import LLAMA, best, random_tree
 
 WINDOW = 7

@@ -5,19 +5,19 @@ import copy
 import pytest
 import torch
 
+from eagle_ray.attention import backend
+from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.kernels import cpu_ops
+from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models import decoder as decoder_module
-from eagle_ray.models import layouts
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.models.head_decoder import head_forward
-from eagle_ray.models.kv_cache import DecodeSlots
-from eagle_ray.models.layouts import prefill_metadata, tree_metadata
-from eagle_ray.models.linear import OutputSlice, PackedLinear, pack_linears
+from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
 from eagle_ray.models.placement import dispatch
 from eagle_ray.models.target import PrefillBatch
-from eagle_ray.speculative.sampling import SamplingParams
-from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.draft_tree import DraftTree
 from tests.models.families import (
     CHUNKS,
     FAMILIES,
@@ -135,7 +135,7 @@ def test_operations_are_chosen_by_device_and_dtype():
     weight = torch.zeros(1)
     assert decoder_module.ops_for(weight) is cpu_ops
     assert decoder_module.ops_for(weight.half()) is decoder_module.torch_ops
-    assert layouts.uses_cpp(target_of(llama()).cache)
+    assert backend.uses_cpp(target_of(llama()).cache)
 
 
 @torch.inference_mode()

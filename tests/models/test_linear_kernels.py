@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from eagle_ray.models import linear_kernels
-from eagle_ray.models.linear import PackedLinear, pack_linears
 from eagle_ray.models.linear_kernels import FILLED_ONLY, MIN_PACKED_ROWS, Kernel, choose_kernels
-from tests.models.test_linear import needs_packing
+from eagle_ray.models.packed_linear import PackedLinear, pack_linears
+from tests.models.test_packed_linear import needs_packing
 
 pytestmark = needs_packing
 

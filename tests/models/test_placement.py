@@ -6,14 +6,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from eagle_ray.attention import backend
 from eagle_ray.errors import EngineError
-from eagle_ray.models import kv_cache, layouts
+from eagle_ray.kv import kv_cache
+from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models import target as target_module
-from eagle_ray.models.anatomy import probe
-from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.models.model_probe import probe
 from eagle_ray.models.placement import dispatch, layer_sizes, moved, other_size, place_layers
 from eagle_ray.models.target import PrefillBatch, TargetModel
-from eagle_ray.speculative.tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree
 from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
 from tests.toy import llama
 
@@ -103,7 +104,7 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
     model = random_model(config)
     anatomy = probe(model, TargetModel(model, 1, 8).logits, 64)
     monkeypatch.setattr(target_module, "probe", lambda *_: anatomy)  # it looks at numbers
-    monkeypatch.setattr(layouts, "uses_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
+    monkeypatch.setattr(backend, "uses_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
     monkeypatch.setattr(nn.Module, "to", fake_to)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     with FakeTensorMode():

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from eagle_ray.build import build_engine_from_config, cost_key
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.engine.sequence import Sequence
-from eagle_ray.models.linear import PackedLinear, pack_linears
-from eagle_ray.models.loading import load_target
-from eagle_ray.pair import build_engine_from_config, cost_key
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.models.loader import load_target
+from eagle_ray.models.packed_linear import PackedLinear, pack_linears
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.models.families import CHUNKS, assert_trees_equal, target_of
 from tests.toy import llama
 

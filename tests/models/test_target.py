@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from eagle_ray.models.kv_cache import DecodeSlots
+from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
-from eagle_ray.speculative.tree import DraftTree
-from eagle_ray.speculative.verify import VerifyResult
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import DraftTree
 from tests.models.families import PROMPTS, assert_trees_equal, path_to, plain_copy, target_of
 from tests.toy import llama, random_tree
 

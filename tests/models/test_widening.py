@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.errors import EngineError
-from eagle_ray.models.heads import EagleHead
-from eagle_ray.models.places import Shape
+from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.models.embedding_map import Shape
 from eagle_ray.models.widening import BENCH, LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair
-from eagle_ray.pair import build_engine
-from eagle_ray.speculative.sampling import SamplingParams
+from eagle_ray.sampling.sampler import SamplingParams
 from tests.toy import head, llama, run
 
 TOLERANCE = 1e-4

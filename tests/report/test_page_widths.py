@@ -9,8 +9,8 @@ import importlib.util
 
 import pytest
 
-from eagle_ray.report.page import page
-from tests.report.test_page import SECTIONS, record, summary
+from eagle_ray.report.html import page
+from tests.report.test_html import SECTIONS, record, summary
 from tests.serve.browser import CHROMIUM, DRIVER, browser
 
 pytestmark = pytest.mark.skipif(

@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.data.parts import tables
-from eagle_ray.data.schema import output_schema, table_of
-from eagle_ray.data.storage import StoragePath
+from eagle_ray.batch.output.part_files import tables
+from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.summary import ReadColumns, RunStats, summarise, summary_json, total
-from eagle_ray.report.table import comparison_table, render, run_table
+from eagle_ray.report.text import comparison_table, render, run_table
+from eagle_ray.storage.path import StoragePath
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
 

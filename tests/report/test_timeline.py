@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from eagle_ray.data.schema import output_schema, table_of
+from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.summary import ReadColumns
 from eagle_ray.report.timeline import MOST_BINS, MOST_WORKERS, OTHERS, Bins, timeline

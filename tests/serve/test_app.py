@@ -7,16 +7,16 @@ import json
 import pyarrow as pa
 import pytest
 
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.output.schema import request_schema, table_of
+from eagle_ray.batch.worker import Worker
 from eagle_ray.config import ServeConfig
-from eagle_ray.data.input.plan import plan_input, requests_of
-from eagle_ray.data.record import RunHandle
-from eagle_ray.data.schema import request_schema, table_of
-from eagle_ray.data.storage import StoragePath
-from eagle_ray.data.worker import Worker
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.keys import ApiKeys
+from eagle_ray.serve.metrics_snapshot import Snapshot, prometheus_text
 from eagle_ray.serve.service import Service
-from eagle_ray.serve.snapshot import Snapshot, prometheus_text
+from eagle_ray.storage.path import StoragePath
 from tests.conftest import small_job
 from tests.serve.client import exchange, get, parsed, post, request
 from tests.serve.conftest import SETTINGS

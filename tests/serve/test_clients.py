@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from pydantic import TypeAdapter
 
-from eagle_ray.serve import shapes
+from eagle_ray.serve import response_models
 from eagle_ray.serve.openapi import openapi
 from tests.serve.client import get, post
 
@@ -86,18 +86,18 @@ def test_openais_errors_have_their_kinds(app):
 def test_answers_are_what_the_openapi_document_says(app):
     """Every route, and every chunk of both streams, has the shape that the document gives it."""
     for path, shape in [
-        ("/v1/models", shapes.Models),
-        (f"/v1/models/{MODEL}", shapes.Model),
-        ("/tokenizer_info", shapes.TokenizerInfo),
-        ("/health", shapes.Health),
-        ("/version", shapes.Version),
+        ("/v1/models", response_models.Models),
+        (f"/v1/models/{MODEL}", response_models.Model),
+        ("/tokenizer_info", response_models.TokenizerInfo),
+        ("/health", response_models.Health),
+        ("/version", response_models.Version),
     ]:
         TypeAdapter(shape).validate_json(asyncio.run(get(app, path)).body, strict=True)
     chat, text = {"messages": HI, "max_tokens": 5, "logprobs": True}, {"prompt": "Once", "max_tokens": 5, "logprobs": 0}
     more = {"return_token_ids": True}
     for path, body, shape, chunk in [
-        ("/v1/chat/completions", chat | more, shapes.ChatCompletion, shapes.ChatChunk),
-        ("/v1/completions", text | more, shapes.Completion, shapes.TextChunk),
+        ("/v1/chat/completions", chat | more, response_models.ChatCompletion, response_models.ChatChunk),
+        ("/v1/completions", text | more, response_models.Completion, response_models.TextChunk),
     ]:
         TypeAdapter(shape).validate_json(asyncio.run(post(app, path, body)).body, strict=True)
         streamed = {"stream": True, "stream_options": {"include_usage": True, "include_steps": True}}

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.data.heads import free_port, head_in, wait_for
+from tests.batch.heads import free_port, head_in, wait_for
 from tests.processes import Watched
 
 ROOT = Path(__file__).parent.parent.parent
-PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "eagle_ray.serve.proxy.middlewares"}
+PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "eagle_ray.serve.proxy_errors.middlewares"}
 QUESTION = {"prompt": "Once", "max_tokens": 20, "temperature": 0.8, "seed": 3}
 
 

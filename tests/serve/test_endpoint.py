@@ -16,13 +16,13 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from eagle_ray import cli
+from eagle_ray.cli import main as cli
+from eagle_ray.cli.serve_endpoint import _check_port
 from eagle_ray.config import ConfigError, load_serve_config
-from eagle_ray.endpoint import _check_port
-from eagle_ray.serve.board import SILENT_S, MetricsAggregator
 from eagle_ray.serve.deployment import ReplicaPlan, plan_replicas
-from eagle_ray.serve.snapshot import Snapshot, added_up
-from tests.data.nodes import cluster_of, parent_of
+from eagle_ray.serve.metrics_aggregator import SILENT_S, MetricsAggregator
+from eagle_ray.serve.metrics_snapshot import Snapshot, added_up
+from tests.batch.nodes import cluster_of, parent_of
 from tests.processes import Watched, descendants
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,7 +59,7 @@ def test_what_users_are_given_is_valid():
 
 
 def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
-    monkeypatch.setattr("eagle_ray.pair.check_models", None)
+    monkeypatch.setattr("eagle_ray.build.check_models", None)
     assert cli.main(["serve", "--set", "serving.prot=1"]) == 2
     assert "did you mean serving.port?" in capsys.readouterr().err
     with socket.socket() as taken:
@@ -74,7 +74,7 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
 
 def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("eagle_ray.serve.board.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("eagle_ray.serve.metrics_aggregator.time.monotonic", lambda: now[0])
 
     def put(board, name, counters, known=None):
         told = asyncio.run(board.put(name, Snapshot(counters, {"running": 1}), known or {}))
@@ -249,7 +249,7 @@ def until(condition, seconds=240):
 @pytest.mark.slow
 def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch):
     """One engine for each (fake) GPU, on a node of its own; who is killed costs nothing but its own streams."""
-    monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "eagle_ray.serve.proxy.middlewares")
+    monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "eagle_ray.serve.proxy_errors.middlewares")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     settings = {"replicas.min": 1, "replicas.max": 2, "gpus_per_replica": 1, "slots": 2}
     settings |= {"scale_up_after_s": 1, "scale_down_after_s": 10}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray import cli
+from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError, load_serve_config
 from eagle_ray.serve.keys import ENV_NAME, ApiKeys, read_keys
-from eagle_ray.serve.proxy import ROUTES, middlewares
+from eagle_ray.serve.proxy_errors import ROUTES, middlewares
 from tests.serve.client import get
 from tests.serve.test_endpoint import Server, descendants
 
@@ -73,7 +73,7 @@ def test_a_key_in_the_configuration_is_refused_and_not_repeated(settings):
 
 def test_serve_without_its_keys_does_not_start(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(ENV_NAME, "")
-    monkeypatch.setattr("eagle_ray.endpoint._check_port", lambda host, port: None)
+    monkeypatch.setattr("eagle_ray.cli.serve_endpoint._check_port", lambda host, port: None)
     assert cli.main(["serve"]) == 2
     assert ENV_NAME in capsys.readouterr().err
 

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from eagle_ray.serve import body as bodies
-from eagle_ray.serve.errors import ApiError
-from eagle_ray.serve.events import event
+from eagle_ray.serve import request_body as bodies
+from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
+from eagle_ray.serve.sse import event
 from tests.serve.client import exchange, get, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eagle_ray.serve.errors import ApiError
+from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -9,11 +9,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eagle_ray
-from eagle_ray.models.checkpoint import load_head
+from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.training.corpus import CATEGORIES, is_held_out
 from eagle_ray.training.corpus.grammar import Turn
 from eagle_ray.training.prompts import read_prompts
-from eagle_ray.training.tokenizer import encode_prompt
+from eagle_ray.training.tiny_tokenizer import encode_prompt
 
 ASSETS = Path(eagle_ray.__file__).parent / "assets"
 TARGET, DRAFT = ASSETS / "tiny" / "target", ASSETS / "tiny" / "draft"

@@ -1,0 +1,78 @@
+"""Choose how the rows of a pass attend: by our C++ on a CPU, by Triton's kernels on a GPU, else by torch.
+
+layout = tree_metadata(cache, batch, ...)        # rows of draft trees, or of plain decoding
+layout = prefill_metadata(cache, slots, ...)      # chunks of prompts
+layout = side_by_side(trees, prompts, 24)      # both in one pass
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from eagle_ray.attention.cpu_attention import CpuMetadata
+from eagle_ray.attention.metadata import AttentionMetadata, MixedMetadata, PrefillMetadata, TreeMetadata
+from eagle_ray.attention.triton_attention import TritonTreeMetadata, uses_triton
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.kernels.tree_metadata import PackedRows
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.tree.tree_mask import pack_mask
+
+
+def tree_metadata(
+    kv_cache: KVCache,
+    batch: DecodeSlots,
+    cells: Int[Tensor, " R"],
+    ancestors: Bool[Tensor, "B N M"] | Int[Tensor, "B N words"],
+    depths: Int[Tensor, "B N"],
+    column_depths: Int[Tensor, "B M"],
+    row_of: Int[Tensor, "B N"] | None = None,
+    unpack: Int[Tensor, " R"] | None = None,
+    first: Int[Tensor, " B"] | None = None,
+    seq: Int[Tensor, " R"] | None = None,
+    sizes: list[int] | None = None,
+) -> AttentionMetadata:
+    """Return the layout for this cache's device, from what TreeMetadata is made of.
+
+    Args:
+        ancestors: as words only where `uses_triton`.
+        seq: the tree of each row, -1 for padding rows; None if there are none.
+    """
+    if uses_cpp(kv_cache):
+        parts = (cells, ancestors, depths, column_depths, unpack, first)
+        return CpuMetadata.of_trees(kv_cache, batch, *parts)
+    if not uses_triton(kv_cache):
+        return TreeMetadata(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
+    num_nodes = depths.shape[1]
+    words = ancestors if ancestors.dtype == torch.int64 else pack_mask(ancestors)
+    seq = unpack // num_nodes if seq is None and unpack is not None else seq
+    rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
+    return TritonTreeMetadata(kv_cache, batch, cells, words, depths, column_depths, rows, first)
+
+
+def prefill_metadata(
+    kv_cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
+) -> AttentionMetadata:
+    """Return the layout of chunks of prompts for this cache's device, from what PrefillMetadata is made of."""
+    layout = CpuMetadata.of_prompts if uses_cpp(kv_cache) else PrefillMetadata
+    return layout(kv_cache, slots, firsts, starts, lengths)
+
+
+def mixed_metadata(first: AttentionMetadata, second: AttentionMetadata, num_first: int) -> AttentionMetadata:
+    """Return the layout of num_first rows of `first` and then the rows of `second`, of the same cache."""
+    if uses_cpp(first.cache):
+        return first.followed_by(second)
+    return MixedMetadata(first, second, num_first)
+
+
+def backend_name(kv_cache: KVCache) -> str:
+    """Return what passes over this cache attend by: triton, cpp or torch."""
+    if uses_triton(kv_cache):
+        return "triton"
+    return "cpp" if uses_cpp(kv_cache) else "torch"
+
+
+def uses_cpp(kv_cache: KVCache) -> bool:
+    """Return whether passes over this cache attend by kernels/cpu_ops."""
+    return cpu_ops.available(kv_cache.keys.device, kv_cache.keys.dtype) and not uses_triton(kv_cache)

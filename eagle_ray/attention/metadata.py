@@ -1,0 +1,397 @@
+"""Tree attention, portable: how the rows of one pass read and write a KVCache.
+
+transformers models call one attention function for every layer. We register ours under ``ATTENTION`` and hand the
+pass's layout through the model as ``rows=``; without a layout it is plain causal attention over the given tokens.
+Query heads that share a key/value head are folded into the row axis, so keys and values are never repeated.
+Does not know tokens, trees' values or which model is running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from eagle_ray.async_copy import copy_to_device, to_device
+from eagle_ray.attention.attention_groups import AttentionGroup, group_sequences
+from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
+from eagle_ray.kernels.torch_ops import rotated
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+
+ATTENTION = "eagle_ray"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What one layer asks of attention.
+
+    window: a key is seen by queries less than `window` positions after it; None sees all. softcap: scores are
+    squashed to (-softcap, softcap). sinks: one extra logit per query head that takes probability and gives nothing.
+    """
+
+    layer: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The cosines and sines of each row's rotary angles, fp32; pair i of a head is (i, i + half)."""
+
+    cosine: Float[Tensor, "R half"]
+    sine: Float[Tensor, "R half"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What one layer of our own forward does between its projections.
+
+    Attributes:
+        window: as in AttentionParams.
+        q_norm, k_norm: weights of an RMSNorm over each head before it is rotated; None for none.
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None = None
+    q_norm: Float[Tensor, " head_dim"] | None = None
+    k_norm: Float[Tensor, " head_dim"] | None = None
+    norm_eps: float = 0.0
+
+    @property
+    def rule(self) -> AttentionParams:
+        return AttentionParams(self.layer, self.scaling, self.window)
+
+    def split(
+        self, qkv: Float[Tensor, "R width"], rotary: Rotary
+    ) -> tuple[Float[Tensor, "R heads d"], Float[Tensor, "R kv_heads d"], Float[Tensor, "R kv_heads d"]]:
+        """Return queries and keys, normed and rotated, and values."""
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        query, key, value = qkv.view(len(qkv), -1, self.head_dim).split(sizes, 1)
+        if self.q_norm is not None:
+            query = F.rms_norm(query, self.q_norm.shape, self.q_norm, self.norm_eps)
+            key = F.rms_norm(key, self.k_norm.shape, self.k_norm, self.norm_eps)
+        return rotated(query, rotary.cosine, rotary.sine), rotated(key, rotary.cosine, rotary.sine), value
+
+
+@runtime_checkable
+class AttentionMetadata(Protocol):
+    """How the rows of one pass see the cache and each other."""
+
+    cache: KVCache
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads R head_dim"],
+        key: Float[Tensor, "1 kv_heads R head_dim"],
+        value: Float[Tensor, "1 kv_heads R value_dim"],
+        attention: AttentionParams,
+    ) -> Float[Tensor, "1 heads R value_dim"]:
+        """Write keys and values to the cache and return what the rows make of all that they see."""
+
+    def attend_projected(
+        self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+    ) -> Float[Tensor, "R heads*d"]:
+        """Norm and rotate the heads of a merged projection, then `attend`."""
+
+
+class Projected:
+    """`attend_projected` by torch, for layouts that have `attend`."""
+
+    __slots__ = ()
+
+    def attend_projected(
+        self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+    ) -> Float[Tensor, "R heads*d"]:
+        query, key, value = (x.transpose(0, 1)[None] for x in shape.split(qkv, rotary))
+        return self.attend(query, key, value, shape.rule)[0].transpose(0, 1).flatten(1)
+
+
+@dataclass(slots=True)
+class PrefillMetadata(Projected):
+    """Chunks of prompts, one after the other; each row attends to its slot's columns from `first` up to its own.
+
+    firsts, starts: the column that each chunk sees first and that of its first row. lengths: rows of each. On the host.
+    """
+
+    cache: KVCache
+    slots: list[int]
+    firsts: list[int]
+    starts: list[int]
+    lengths: list[int]
+    cells: Int[Tensor, " R"] = field(init=False)
+    _where: list[slice | Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.cache.keys.device
+        columns = [torch.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
+        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
+        self.cells = self.cache.cells(copy_to_device(slots, device), copy_to_device(torch.cat(columns), device))
+        self._where = [self._found(i) for i in range(len(self.slots))]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        self.cache.write(attention.layer, self.cells, key[0], value[0])
+        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(i, *part, attention) for i, part in enumerate(parts)], 2)
+
+    def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        if self._where[i] is not None:
+            columns = self.cache.read(attention.layer, self._where[i], self.starts[i] + self.lengths[i])
+            key, value = (x[:, :, self.firsts[i] :] for x in columns)
+        return causal_attention(query, key, value, attention)
+
+    def _found(self, i: int) -> slice | Tensor | None:
+        """Where the cache holds what chunk i sees; None where that is its own rows alone."""
+        if self.starts[i] == self.firsts[i]:
+            return None
+        batch = DecodeSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
+        return self.cache.where(batch, self.lengths[i])
+
+
+@dataclass(slots=True)
+class TreeMetadata(Projected):
+    """Trees of up to N rows each, on top of what B slots hold.
+
+    Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
+    ancestors[b, i] names. Sequences of very different lengths, and trees of different sizes, attend in groups.
+
+    cells: where the cache stores each of the R rows.
+    depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
+    row_of: the packed row of (b, i), None where rows are the rectangle B x N. unpack: its inverse, b * N + i of a row.
+    first: the first column that each sequence sees, None where that is 0.
+    sizes: rows of each tree, which are its first columns too, where the host knows them; None is N for all.
+    """
+
+    cache: KVCache
+    batch: DecodeSlots
+    cells: Int[Tensor, " R"]
+    ancestors: Bool[Tensor, "B N M"]
+    depths: Int[Tensor, "B N"]
+    column_depths: Int[Tensor, "B M"]
+    row_of: Int[Tensor, "B N"] | None = None
+    unpack: Int[Tensor, " R"] | None = None
+    first: Int[Tensor, " B"] | None = None
+    sizes: list[int] | None = None
+    _companies: list[AttentionGroup] = field(init=False)
+    _groups: list[TreeGroup] = field(init=False)
+    _foldings: dict[tuple[int, int], GQAPacking] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        batch, num_nodes = self.depths.shape
+        if self.batch.bound is None:
+            sizes = self.sizes or [num_nodes] * batch
+            self._companies = group_sequences(self.batch.host_lengths, sizes, self.cache.num_layers)
+        else:
+            self._companies = [AttentionGroup(list(range(batch)), num_nodes)]
+        self._groups = [self._group(company) for company in self._companies]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        self.cache.write(attention.layer, self.cells, key[0], value[0])
+        heads, kv_heads = query.shape[1], key.shape[1]
+        if self.row_of is None and len(self._groups) == 1:
+            folded = fold_rectangle(query, len(self.ancestors), kv_heads)
+            return unfold_rectangle(self._groups[0].attend(folded, attention), heads)
+        folding = self._folding(heads, kv_heads)
+        parts = zip(self._groups, folding.fold(query), strict=True)
+        return folding.unfold([group.attend(rows, attention) for group, rows in parts], heads)
+
+    def _folding(self, heads: int, kv_heads: int) -> GQAPacking:
+        """Made once per pass."""
+        if (heads, kv_heads) not in self._foldings:
+            row_of, unpack = self.row_of, self.unpack
+            if row_of is None:
+                unpack = torch.arange(self.depths.numel(), device=self.depths.device)
+                row_of = unpack.view_as(self.depths)
+            self._foldings[heads, kv_heads] = GQAPacking.of(row_of, unpack, heads, kv_heads, self._companies)
+        return self._foldings[heads, kv_heads]
+
+    def _group(self, company: AttentionGroup) -> TreeGroup:
+        batch, parts = self.batch, (self.ancestors, self.depths, self.column_depths, self.first)
+        if len(self._companies) > 1:
+            index = to_device(company.members, self.depths.device)
+            batch = self.batch.select(company.members)
+            parts = (None if x is None else x.index_select(0, index) for x in parts)
+        ancestors, depths, column_depths, first = parts
+        if self.sizes is not None:
+            size = company.size
+            ancestors, depths, column_depths = ancestors[:, :size, :size], depths[:, :size], column_depths[:, :size]
+        return TreeGroup(self.cache, batch, ancestors, depths, column_depths, first)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedMetadata(Projected):
+    """The rows of two layouts in one pass: num_first of the first one, then the other's. Neither sees the other's."""
+
+    first: AttentionMetadata
+    second: AttentionMetadata
+    num_first: int
+
+    @property
+    def cache(self) -> KVCache:
+        return self.first.cache
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        parts = zip(*(x.tensor_split([self.num_first], 2) for x in (query, key, value)), strict=True)
+        both = zip((self.first, self.second), parts, strict=True)
+        return torch.cat([layout.attend(*part, attention) for layout, part in both], 2)
+
+
+@dataclass(slots=True)
+class TreeGroup:
+    """Trees of sequences whose keys and values are read together, padded to the longest of them."""
+
+    cache: KVCache
+    batch: DecodeSlots
+    ancestors: Bool[Tensor, "B N M"]
+    depths: Int[Tensor, "B N"]
+    column_depths: Int[Tensor, "B M"]
+    first: Int[Tensor, " B"] | None
+    num_columns: int = field(init=False)  # T: columns that any row may see, known on the host
+    _where: slice | Tensor = field(init=False)
+    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_tree_columns = self.ancestors.shape[2]
+        self.num_columns = self.cache.seen(self.batch, num_tree_columns)
+        self._where = self.cache.where(self.batch, num_tree_columns)
+
+    def attend(
+        self, rows: Float[Tensor, "B kv_heads GN d"], attention: AttentionParams
+    ) -> Float[Tensor, "B kv_heads GN dv"]:
+        keys, values = self.cache.read(attention.layer, self._where, self.num_columns)
+        mask = self._mask(rows.shape[2] // self.ancestors.shape[1], attention.window, rows.dtype)
+        return masked_attention(rows, keys, values, mask, attention)
+
+    def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"] | None:
+        """Additive mask for folded query heads, made once per pass and window; None where every row sees everything."""
+        if (groups, window) not in self._masks:
+            self._masks[groups, window] = (
+                None if self._hides_nothing(window) else self._made_mask(groups, window, dtype)
+            )
+        return self._masks[groups, window]
+
+    def _hides_nothing(self, window: int | None) -> bool:
+        """Plain decoding of sequences of one length needs no mask."""
+        one_length = self.first is None and self.batch.min_length == self.batch.max_length
+        return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
+
+    def _made_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
+        return _additive(self._visible(window), dtype).repeat(1, groups, 1)[:, None]
+
+    def _visible(self, window: int | None) -> Bool[Tensor, "B N T"]:
+        lengths = self.batch.lengths[:, None]
+        column = torch.arange(self.num_columns, device=lengths.device)
+        in_tree = column - lengths
+        last = self.ancestors.shape[2] - 1
+        index = in_tree.clamp(0, last)
+        seen = self.ancestors.gather(2, index[:, None].expand(-1, self.ancestors.shape[1], -1))
+        committed = in_tree < 0 if self.first is None else (in_tree < 0) & (column >= self.first[:, None])
+        seen = (seen & ((in_tree >= 0) & (in_tree <= last))[:, None]) | committed[:, None]
+        if window is None:
+            return seen
+        key_position = torch.where(in_tree < 0, column, lengths + self.column_depths.gather(1, index))
+        return seen & ((lengths + self.depths)[:, :, None] - key_position[:, None] < window)
+
+
+def attention_function(
+    module: nn.Module,
+    query: Float[Tensor, "B heads R head_dim"],
+    key: Float[Tensor, "B kv_heads R head_dim"],
+    value: Float[Tensor, "B kv_heads R value_dim"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    rows: AttentionMetadata | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Float[Tensor, "B R heads value_dim"], None]:
+    """transformers' attention signature; `rows` is our keyword, the others are the model's own (see anatomy.py)."""
+    home = query.device if rows is None else rows.cache.keys.device
+    sinks = None if s_aux is None else s_aux.to(home)
+    attention = AttentionParams(module.layer_idx, scaling, sliding_window, softcap, sinks)
+    if rows is None:
+        return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
+    out = rows.attend(query.to(home), key.to(home), value.to(home), attention)  # a layer elsewhere sends its rows home
+    return out.transpose(1, 2).contiguous().to(query.device), None
+
+
+AttentionInterface.register(ATTENTION, attention_function)
+
+
+def causal_attention(
+    query: Float[Tensor, "B heads N d"],
+    key: Float[Tensor, "B kv_heads T d"],
+    value: Float[Tensor, "B kv_heads T dv"],
+    attention: AttentionParams,
+) -> Float[Tensor, "B heads N dv"]:
+    """Each token attends to itself and those before it; the queries are those of the last N of T tokens."""
+    num_rows, length = query.shape[2], key.shape[2]
+    plain = attention.softcap is None and attention.sinks is None
+    if num_rows == length and plain and (attention.window is None or length <= attention.window):
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=gqa
+        )
+    position = torch.arange(length, device=query.device)
+    distance = position[length - num_rows :, None] - position
+    seen = (distance >= 0) & (distance < (attention.window or length))
+    mask = _additive(seen, query.dtype).repeat(query.shape[1] // key.shape[1], 1)
+    folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    out = masked_attention(folded, key, value, mask[None, None], attention)
+    return out.reshape(*query.shape[:3], value.shape[3])
+
+
+def _additive(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+    """0 where seen, and where not what no score can make up for."""
+    return torch.zeros((), dtype=dtype, device=seen.device).where(seen, torch.finfo(dtype).min)
+
+
+def masked_attention(
+    folded: Float[Tensor, "B kv_heads GN d"],
+    keys: Float[Tensor, "B kv_heads T d"],
+    values: Float[Tensor, "B kv_heads T dv"],
+    mask: Float[Tensor, "b 1 GN T"] | None,
+    attention: AttentionParams,
+) -> Float[Tensor, "B kv_heads GN dv"]:
+    """Attention under an additive mask (None: nothing is hidden), query heads folded onto their key/value head."""
+    if attention.softcap is not None or attention.sinks is not None:
+        return _explicit_attention(folded, keys, values, mask, attention)
+    rows = _in_company(folded)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=attention.scaling)
+    return out[:, :, : folded.shape[2]]
+
+
+def _in_company(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_heads N2 d"]:
+    """A single bf16 row twice: on a CPU torch's attention takes five to ten times as long over one as over two."""
+    alone = query.shape[2] == 1 and query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    return query.expand(-1, -1, 2, -1) if alone else query
+
+
+def _explicit_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: AttentionParams
+) -> Tensor:
+    """The same with soft-cap and sinks, in the order Gemma-2 and GPT-OSS apply them."""
+    scores = query @ keys.transpose(2, 3) * attention.scaling
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    scores = scores if mask is None else scores + mask
+    if attention.sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    per_row = attention.sinks.view(keys.shape[1], -1).repeat_interleave(
+        query.shape[2] // (attention.sinks.numel() // keys.shape[1]), 1
+    )
+    sinks = per_row[None, :, :, None].expand(query.shape[0], -1, -1, 1).to(scores.dtype)
+    probs = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)
+    return probs[..., :-1].to(query.dtype) @ values

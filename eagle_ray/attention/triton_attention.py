@@ -1,0 +1,79 @@
+"""TritonTreeMetadata: TreeMetadata for Triton's kernels.
+
+What it needs stands on the device before the first layer attends, whatever the lengths: on the host it knows only a
+bound on them. So one CUDA graph serves every batch of a size. Does not know tokens, or who drafted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from eagle_ray.attention.metadata import AttentionParams, Projected
+from eagle_ray.kernels import tile_config
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+
+log = logging.getLogger("eagle_ray")
+
+
+def uses_triton(kv_cache: KVCache) -> bool:
+    """Whether passes over this cache attend by Triton's kernels; says once where the model speaks against it."""
+    keys, values = kv_cache.keys, kv_cache.values
+    return use_triton(keys.device) and _supports(keys.dtype, keys.shape[-1], values.shape[-1])
+
+
+@cache
+def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    reason = tile_config.why_not(dtype, key_dim, value_dim)
+    if reason is not None:
+        log.info("portable attention, not Triton's: %s", reason)
+    return reason is None
+
+
+@dataclass(slots=True)
+class TritonTreeMetadata(Projected):
+    """Trees of up to N rows each, on top of what B slots hold: TreeMetadata's rows, seen by kernels.
+
+    words: of each tree's rows, over M tree columns. rows: where each tree's are among R, None for the rectangle B x N.
+    batch: its host_lengths are read as a bound on the lengths and nothing else.
+    """
+
+    cache: KVCache
+    batch: DecodeSlots
+    cells: Int[Tensor, " R"]
+    words: Int[Tensor, "B N words"]
+    depths: Int[Tensor, "B N"]
+    column_depths: Int[Tensor, "B M"]
+    rows: PackedRows | None = None
+    first: Int[Tensor, " B"] | None = None
+    _trees: KernelTrees = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._trees = KernelTrees(
+            slots=self.batch.slots,
+            lengths=self.batch.lengths,
+            table=self.cache.blocks.block_table,
+            words=self.words.contiguous(),
+            depths=self.depths,
+            column_depths=self.column_depths,
+            rows=self.rows,
+            first=self.first,
+            most_columns=self.cache.blocks.null_position,
+            longest=self.batch.max_length,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        from eagle_ray.kernels.tree_attention import tree_attention
+
+        layer = attention.layer
+        self.cache.write(layer, self.cells, key[0], value[0])
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        shown = (attention.scaling, attention.window, attention.softcap, attention.sinks)
+        return tree_attention(query[0], keys, values, self._trees, *shown)[None]

@@ -1,0 +1,1 @@
+"""The batch job: rows in, Parquet out, through Ray Data."""

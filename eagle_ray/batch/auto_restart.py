@@ -1,0 +1,154 @@
+"""keep_going: run a job in a child process, and start it again while it ends for transient reasons.
+
+The parent never touches Ray: a Ray that has died inside a process cannot be trusted there again, so each attempt is a
+new process that runs the same command. Permanent outcomes end it at once, and so does a busy output: another driver is
+doing the work. The wait before a restart doubles, is shortened at random, and begins anew once files were added.
+
+    >>> keep_going(["-c", "job.yaml", "--keep-going"], config).outcome.name
+    'done'
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eagle_ray.batch.job_errors import DEFECT, INTERRUPTED, TRANSIENT, Ending, JobError, outcome_of, with_code
+from eagle_ray.batch.output.manifest import DATA, output_of, read_manifest
+from eagle_ray.batch.output.part_files import part_files
+from eagle_ray.batch.signals import is_interrupted
+from eagle_ray.config import JobConfig
+from eagle_ray.config.job import RestartsConfig
+from eagle_ray.storage.path import StoragePath
+
+log = logging.getLogger("eagle_ray")
+RESTARTED = "--restarted"  # resume what the previous attempt began, even if the command says --overwrite
+PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+
+
+@dataclass(frozen=True, slots=True)
+class OutputState:
+    """What the output directory held at one moment.
+
+    Attributes:
+        driver: the mark of the last driver that began an attempt, None if there was none.
+        files: the names of the part files.
+    """
+
+    driver: str | None
+    files: frozenset[str]
+
+
+def keep_going(arguments: Sequence[str], config: JobConfig) -> Ending:
+    """Run the job to an end that no restart can better. arguments: of ``eagle-ray run``."""
+    output, restarts = output_of(config), config.execution.restarts
+    num_restarts = num_in_a_row = 0
+    try:
+        first = state = _state_or_none(output)
+        while True:
+            if state is None:
+                ending = Ending(TRANSIENT, f"{output}: the storage does not answer")
+            else:
+                first = first or state
+                has_begun = state.driver != first.driver
+                ending = _run_child([*arguments, *([RESTARTED] if has_begun else [])])
+            if not ending.outcome.is_transient:
+                break
+
+            now = _state_or_none(output)
+            if now is not None and state is not None and now.files - state.files:
+                num_in_a_row = 0
+            if num_in_a_row >= restarts.limit:
+                log.error("eagle-ray: giving up after %d restarts in a row that added no file", num_in_a_row)
+                break
+
+            _wait(ending, restarts, num_in_a_row)
+            num_restarts += 1
+            num_in_a_row += 1
+            state = now or _state_or_none(output)
+    except KeyboardInterrupt:
+        ending = Ending(INTERRUPTED, "interrupted between two attempts")
+    return replace(ending, restarts=num_restarts)
+
+
+def write_ending(path: str, ending: Ending) -> None:
+    """In the child: leave the ending for the parent, which takes the exit code if this fails."""
+    with suppress(OSError):
+        Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
+
+
+def end_with_parent(parent: int) -> None:
+    """In the child: get SIGTERM when the parent dies, however it dies. Linux only; elsewhere the child goes on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the call
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:
+    """Return the seconds before the next restart: doubled each time, and shortened by up to a half at random."""
+    longest = min(restarts.max_backoff_s, restarts.backoff_s * 2.0 ** min(num_in_a_row, 60))
+    return longest * random.uniform(0.5, 1.0)
+
+
+def _wait(ending: Ending, restarts: RestartsConfig, num_in_a_row: int) -> None:
+    seconds, number = delay_s(restarts, num_in_a_row), f"{num_in_a_row + 1} of {restarts.limit}"
+    log.warning("eagle-ray: restart %s in %.0f s, because of: %s", number, seconds, ending.reason)
+    time.sleep(seconds)
+
+
+def _state_or_none(output: StoragePath) -> OutputState | None:
+    """None if the storage does not answer for now. What else is wrong with it, the child finds and says."""
+    try:
+        return OutputState(_last_driver(output), frozenset(str(file) for file in part_files(output / DATA)))
+    except OSError as error:
+        return None if outcome_of(error).is_transient else OutputState(None, frozenset())
+
+
+def _last_driver(output: StoragePath) -> str | None:
+    try:
+        record = read_manifest(output)
+    except JobError as error:  # damaged
+        return str(error)
+    return record["attempts"][-1].get("driver") if record and record["attempts"] else None
+
+
+def _run_child(arguments: Sequence[str]) -> Ending:
+    """Run one attempt to its end. An interrupt is passed on, and its ending waited for."""
+    with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
+        path = Path(directory) / "ending.json"
+        flags = ["--no-keep-going", "--parent", str(os.getpid()), "--ending", str(path)]
+        command = [sys.executable, "-m", "eagle_ray.cli", "run", *arguments, *flags]
+        child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGTERM)  # a second signal beside the terminal's own is not heard
+            code = child.wait()
+        ending = _ending_of(path, code)
+    if ending.outcome.is_transient and is_interrupted():
+        return Ending(INTERRUPTED, ending.reason)
+    return ending
+
+
+def _ending_of(path: Path, code: int) -> Ending:
+    """What the child left; a process that was killed, or that Ray's core ended, left nothing and may be restarted."""
+    try:
+        left = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        outcome = with_code(code)
+        ended = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return Ending(TRANSIENT if outcome is DEFECT else outcome, f"the driver was {ended} without a reason")
+    return Ending(with_code(left["exit_code"]), left["reason"], left["rows"], left["errors"])

@@ -1,0 +1,170 @@
+"""Twin: the job's engine and a plain one beside it, over the same weights, slots and caches.
+
+What drafts gained is measured fairly: the same rows in the same slots of one worker in which nothing else runs, both
+engines warm and replayed alike, in turns whose order is reversed each time, so that a machine that grows slower slows
+both. Between two turns the computed prompts are forgotten: neither engine finds the other's. The drafting one is as new
+as in a worker that has just started: what it has yet to learn about its drafts counts against it.
+Does not know Ray, files or how the rows were chosen.
+
+    twin = Twin(config, threads=2)
+    twin.measure(rows)["speed_up"]
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from eagle_ray.batch.sequences import Row, sequences_of
+from eagle_ray.batch.worker import pair_of
+from eagle_ray.config import JobConfig
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.target import PrefillBatch
+from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, gumbel_noise, process
+
+ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRow:
+    """A finished row: its request, which sample it is, and the output ids that the job stored, if it did."""
+
+    request: Row
+    sample_index: int
+    output_ids: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def of_all(cls, turns: list[Speed]) -> Speed:
+        return cls(sum(turn.tokens for turn in turns), sum(turn.seconds for turn in turns))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class BaselineComparison:
+    """Loads the models. Raises what pair_of raises."""
+
+    def __init__(self, config: JobConfig, threads: int):
+        pair = pair_of(config, threads)
+        self._config, self._text, self._target = config, pair.text, pair.engine.target
+        self._drafting = pair.engine
+        graphs = None if pair.engine.graphs is None else CudaGraphRunner.of(self._target)
+        never = UniformPlanner(0, 0, 0)
+        self._plain = Engine(self._target, NullDrafter(), never, pair.engine.max_model_len, 0, graphs=graphs)
+
+    def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
+        """Return output tokens per second of all slots together, with drafts and without, prompts included.
+
+        turns: of each turn the tokens and seconds with drafts, and those without.
+        """
+        engines = [self._drafting, self._plain]
+        turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
+        turn = ROWS_PER_SLOT * self._config.execution.slots
+        for engine in engines:
+            self._decode(engine, rows[:turn])
+        for start in range(0, len(rows), turn):
+            for engine in engines:
+                turns[engine].append(self._timed(engine, rows[start : start + turn]))
+            engines.reverse()
+        both = turns[self._drafting], turns[self._plain]
+        drafted, plain = map(Speed.of_all, both)
+        return {
+            "rows": len(rows),
+            "slots": self._config.execution.slots,
+            "output_tokens": drafted.tokens,
+            "tokens_per_s": drafted.tokens_per_s,
+            "plain_tokens_per_s": plain.tokens_per_s,
+            "speed_up": drafted.tokens_per_s / plain.tokens_per_s,
+            "turns": [(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(*both, strict=True)],
+        }
+
+    def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
+        """How many of the stored outputs are plain decoding's, token for token, and where the others part from it."""
+        plain = self._decode(self._plain, rows)
+        found = [self._difference(row, sequence) for row, sequence in zip(rows, plain, strict=True)]
+        differing = [difference for difference in found if difference is not None]
+        return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
+
+    def _timed(self, engine: Engine, rows: list[ChosenRow]) -> Speed:
+        started = time.monotonic()
+        sequences = self._decode(engine, rows)
+        seconds = time.monotonic() - started
+        return Speed(sum(len(s.output_ids) for s in sequences), seconds)
+
+    def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
+        """Each row's sequence, finished, in order."""
+        self._target.cache.blocks.reset_prefix_cache()
+        sequences = [self._sequence(row) for row in rows]
+        for sequence in sequences:
+            engine.add(sequence)
+        while engine.has_work:
+            engine.step()
+        return sequences
+
+    def _sequence(self, row: ChosenRow) -> Sequence:
+        return sequences_of(row.request, self._config, self._text)[row.sample_index]
+
+    def _difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
+        """Return the first token in which the stored output is not plain decoding's; None for equal outputs.
+
+        gap: by how much plain decoding preferred its own token, in logits, or in scores with the noise of a sample.
+        near_tie: whether rounding alone explains the difference; cause: how it does, as rounding_cause returns it.
+        """
+        stored, wanted = row.output_ids, plain.output_ids
+        if stored == wanted:
+            return None
+        shorter = min(len(stored), len(wanted))
+        place = next((i for i in range(shorter) if stored[i] != wanted[i]), shorter)
+        gap = cause = None
+        if place < shorter:
+            ids, tokens = plain.prompt_ids + wanted[:place], (wanted[place], stored[place])
+            logits = self._next_logits(ids)
+            first, second = scores_of(logits, plain.sampling, len(ids))[list(tokens)].tolist()
+            gap = first - second
+            cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
+        return {
+            "request_id": row.request["request_id"],
+            "sample_index": row.sample_index,
+            "position": place,
+            "token": stored[place] if place < len(stored) else None,
+            "plain_token": wanted[place] if place < len(wanted) else None,
+            "gap": gap if gap is not None and math.isfinite(gap) else None,
+            "near_tie": cause is not None,
+            "cause": cause,
+        }
+
+    @torch.inference_mode()
+    def _next_logits(self, ids: list[int]) -> Float[Tensor, " V"]:
+        """Return the target's logits for the token after these ids."""
+        blocks, device = self._target.cache.blocks, self._target.device
+        blocks.reserve(0, len(ids))
+        logits = self._target.prefill(PrefillBatch.of([0], [ids], device)).logits
+        blocks.free(0)
+        return logits[0].cpu()
+
+
+def scores_of(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:
+    """Return what the token at `position` is chosen by: logits, or the processed logits of a sample with its noise."""
+    if params.is_greedy:
+        return logits.float()
+    sampling, row = SamplingBatch.of([params]), torch.tensor([0])
+    noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))
+    return (process(logits[None], sampling, row) + noise)[0]

@@ -1,0 +1,272 @@
+"""The Ray cluster: joining one or starting one here, and how many engines it carries.
+
+Does not know rows, models or files.
+
+    >>> connect(prepare("local"))
+    >>> plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)
+    Workers(fewest=4, most=4, num_gpus=0, threads=2)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import ray
+
+from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
+from eagle_ray.batch.ray_environment import LOCAL, RAY_JOB
+from eagle_ray.batch.signals import check_not_interrupted
+from eagle_ray.config import ConfigError, ExecutionConfig
+from eagle_ray.config.job import ActorRange
+
+MOST_CPU_WORKERS = 8  # each loads a copy of the models
+ROUNDING = 1e-6  # three thirds of a GPU are one
+GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
+ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
+ASK_GCS_EVERY_S = 5.0
+LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
+ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
+LOOPBACK_ADDRESS = "127.0.0.1"
+LOCAL_OPTIONS = {
+    "include_dashboard": False,
+    "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
+    "_node_ip_address": LOOPBACK_ADDRESS,  # Ray's servers listen there alone
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """How many engine actors, between fewest and most; GPUs and CPU threads of each."""
+
+    fewest: int
+    most: int
+    num_gpus: float
+    threads: int
+
+
+def connect(address: str) -> None:
+    """Join the cluster at address; LOCAL starts one on this machine alone.
+
+    A session that is open already is used as it is. Raises ClusterError where no cluster answers.
+    """
+    check_not_interrupted()
+    if ray.is_initialized():
+        return
+    _check_answers(address)
+    options = LOCAL_OPTIONS if address == LOCAL else {}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    _send_ray_output_to_stderr()
+    try:
+        with _silence_stderr(), _preserve_sigterm():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # of many kinds, bare ones among them
+        if address == LOCAL:
+            raise ClusterError(f"Ray did not start on this machine: {error}; see its logs in /tmp/ray") from error
+        raise ClusterError(
+            f"no Ray cluster at {address!r} (execution.ray_address): {error}; "
+            "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
+        ) from error
+    if address == LOCAL:
+        _check_loopback(ray.util.get_node_ip_address())
+    check_not_interrupted()
+
+
+def _check_loopback(node_address: str) -> None:
+    """Raise ClusterError, and end the Ray just started, if it listens on an address that others reach."""
+    if node_address != LOOPBACK_ADDRESS:
+        ray.shutdown()
+        raise ClusterError(
+            f"execution.ray_address: Ray listens on {node_address} instead of {LOOPBACK_ADDRESS}, because it was "
+            "imported before its environment was prepared. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 and start again."
+        )
+
+
+def _check_answers(address: str) -> None:
+    """Raises ClusterError if nothing listens at an address that names a port, ConfigError if it is no address.
+
+    Ray looks for other addresses itself.
+    """
+    try:
+        url = urlsplit(address if "://" in address else f"//{address}")
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise ConfigError(f"execution.ray_address: {address!r} is not an address: {error}") from None
+    if host is None or port is None:
+        return
+    try:
+        socket.create_connection((host, port), timeout=ANSWERS_WITHIN_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"execution.ray_address: nothing answers at {address!r} ({error}): start the cluster there, or set it to "
+            "local"
+        ) from error
+
+
+def _send_ray_output_to_stderr() -> None:
+    """Of a process of its own that has died Ray tells on stdout, whenever it hears of it; here that is for stderr."""
+    worker = ray._private.worker
+    said = worker.print_to_stdstream
+    worker.print_to_stdstream = lambda data, ignore_prefix: said(data | {"is_err": True}, ignore_prefix)
+
+
+@contextmanager
+def _preserve_sigterm() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, twice, to end the process there and then; the job has words to say before it ends.
+
+    In Python it asks a function of its own, which does nothing meanwhile; its core takes it from the system.
+    """
+    setter = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = setter
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # what Python believes is so again
+
+
+@contextmanager
+def _silence_stderr() -> Iterator[None]:
+    """Ray's core announces its log level on file descriptor 2; what goes wrong is raised all the same."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """What each living node of the connected cluster offers, as Ray counts it."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def check_alive() -> None:
+    """Raises ClusterError where one of the processes that hold a cluster of our own together is gone.
+
+    Ray says nothing of it for up to a minute, and then ends this process there and then.
+    """
+    node = ray._private.worker._global_node
+    gone = {name for name, _ in node.dead_processes()} if node else set()
+    for name in ESSENTIAL:
+        if name in gone:
+            raise ClusterError(
+                f"Ray's own process {name} has ended (was it killed, or out of memory?): the same command goes on from "
+                f"what is there; its logs are in {node.get_logs_dir_path()}"
+            )
+
+
+def gcs_address() -> str | None:
+    """Where the connected cluster's GCS answers, None for a Ray Client, which does not see it."""
+    node = ray._private.worker._global_node
+    return node.gcs_address if node else None
+
+
+class GcsWatch:
+    """Notices that a cluster elsewhere is lost: its GCS, which holds it together, has stopped to answer.
+
+    Ray itself says nothing for a minute, and then ends this process with exit code 1.
+    """
+
+    def __init__(self, address: str | None):
+        self._address = address
+        self._answered_at = self._asked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raises ClusterError after LOST_AFTER_S without an answer. Asks every ASK_GCS_EVERY_S."""
+        if self._address is None or time.monotonic() - self._asked_at < ASK_GCS_EVERY_S:
+            return
+        self._asked_at = time.monotonic()
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
+            self._answered_at = time.monotonic()
+        except OSError as error:
+            if time.monotonic() - self._answered_at > LOST_AFTER_S:
+                raise ClusterError(
+                    f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
+                    f"({error}). Run the same command again to resume, on this cluster or another."
+                ) from None
+
+
+def plan_workers(
+    execution: ExecutionConfig,
+    device: str,
+    nodes: Sequence[Mapping[str, float]],
+    num_rows: int,
+    most_threads: int | None = None,
+) -> WorkerPlan:
+    """The cores are shared out among the workers.
+
+    num_rows: more actors than rows would be idle. most_threads: of one worker, where the user set it. Raises
+    ClusterUnfit if no node has such GPUs at all, ClusterError if they are too few: a lost node may come back.
+    """
+    cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
+    gpus = [node.get("GPU", 0) for node in nodes]
+    num_gpus = _gpus_per_worker(execution, device, sum(gpus))
+    room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
+    fewest, most = _range_of(execution, room, cpus)
+    if room is not None and fewest > room:
+        kind = ClusterError if room else ClusterUnfit
+        raise kind(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
+    share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
+    most = max(1, min(most, num_rows))
+    return WorkerPlan(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
+
+
+def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: float, room: int, fewest: int) -> str:
+    """What is wanted, what is there, and the settings or the machine with which it would do."""
+    if not sum(gpus):
+        wanted = f"execution.gpus_per_actor is {num_gpus:g}, but the cluster has no GPU"
+        return f"{wanted}: run it on a machine with a GPU, or set execution.gpus_per_actor to 0 to run on CPUs"
+    by_node = f"GPUs by node: {', '.join(f'{of_node:g}' for of_node in gpus)}"
+    if room:
+        field = "execution.actors.min" if isinstance(execution.actors, ActorRange) else "execution.actors"
+        each = f"with {num_gpus:g} GPU{'' if num_gpus == 1 else 's'} of one node each"
+        return f"{fewest} actors {each} are wanted, and there is room for {room} ({by_node}): set {field} to {room}"
+    return (
+        f"an actor takes {num_gpus:g} GPUs of one node, and no node has as many ({by_node}): set "
+        f"execution.gpus_per_actor to {max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs"
+    )
+
+
+def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[int, int]:
+    """The fewest actors and the most. room: how many the GPUs carry, None where they need none."""
+    if isinstance(execution.actors, ActorRange):
+        return execution.actors.min, execution.actors.max
+    if execution.actors != "auto":
+        return execution.actors, execution.actors
+    if room is None:
+        return (min(max(1, cpus // 2), MOST_CPU_WORKERS),) * 2
+    return max(1, room), GROWTH * max(1, room)
+
+
+def threads_wanted(environ: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS where the user set it; a Ray job's driver finds Ray's own 1 there, whatever was wanted."""
+    wanted = environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB not in environ else None
+
+
+def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
+    """auto: one, or an equal share of one where the job names more actors than there are GPUs."""
+    if device == "cuda" and not gpus:
+        raise ClusterUnfit(
+            "model.device is cuda, but the cluster has no GPU: run it on a machine with one, or set it to auto"
+        )
+    if execution.gpus_per_actor != "auto":
+        return execution.gpus_per_actor
+    if not gpus or device == "cpu":
+        return 0
+    return 1 / math.ceil(max(1, execution.actors / gpus)) if isinstance(execution.actors, int) else 1

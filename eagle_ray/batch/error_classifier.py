@@ -1,0 +1,78 @@
+"""What a worker that fails has to say: which part of the trouble is its own, and what to do about it.
+
+A fault of the device or its memory is one worker's: its process ends, Ray starts another and the rows go there. What
+any worker would meet, a model that is not there, ends the job. Knows errors by name and text, so that the driver can
+read them without torch.
+
+    >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_own=True)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from eagle_ray.batch.job_errors import outcome_of
+from eagle_ray.errors import EngineError
+from eagle_ray.storage.storage_errors import StorageError
+
+SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
+LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
+# torch says either, of a device or of the host, in a RuntimeError of one class or another
+OUT_OF_MEMORY = re.compile(r"out of memory|alloc\w* .*memory|OutOfMemoryError|MemoryError|_ALLOC_FAILED", re.IGNORECASE)
+DEVICE = re.compile(
+    r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a worker's failure comes from.
+
+    Attributes:
+        line: what happened, and what to do where that is known.
+        is_own: whether another worker may be spared it.
+        is_transient: whether the same command may succeed later.
+    """
+
+    line: str
+    is_own: bool
+    is_transient: bool = False
+
+
+class WorkerError(EngineError):
+    """A fault as the worker's own process tells it, which saw what it comes from."""
+
+    def __init__(self, fault: Fault):
+        super().__init__(fault.line)
+        self.fault = fault
+
+    def __reduce__(self):
+        return type(self), (self.fault,)
+
+
+def classify_error(error: Exception) -> Fault:
+    """From whatever a worker's start or its engine raised; a device speaks in the cause of the engine's own error."""
+    if isinstance(error, WorkerError):
+        return error.fault
+    cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
+    told = _told(cause)
+    if OUT_OF_MEMORY.search(told):
+        return Fault(f"its memory is too small ({told}): {SMALLER}", is_own=True, is_transient=True)
+    if DEVICE.search(told):
+        return Fault(f"device fault ({told}): {LOOK}", is_own=True, is_transient=True)
+    return Fault(_told(error), is_own=False, is_transient=_may_pass(cause))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether storage or network failed for now. A bare OSError, as of a missing model, has no errno."""
+    if isinstance(error, (ConnectionError, TimeoutError, StorageError)):
+        return outcome_of(error).is_transient
+    return isinstance(error, OSError) and error.errno is not None and outcome_of(error).is_transient
+
+
+def _told(error: BaseException) -> str:
+    """The first line; of somebody else's error with its name."""
+    reason = str(error).strip().partition("\n")[0]
+    return reason if isinstance(error, EngineError) else f"{type(error).__name__}: {reason}".rstrip(": ")

@@ -1,0 +1,73 @@
+"""Asked: what the input asks for, by id. An id asks for n rows, which stand in one file once they are done.
+
+Does not know files, rows or what became of an id.
+
+    >>> asked = asked_of(plan_input(config), config)     # doctest: +SKIP
+    >>> len(asked), asked.num_rows                       # doctest: +SKIP
+    (480, 1920)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eagle_ray.batch.id_digests import Digests, digests, index_of, isin
+from eagle_ray.batch.input.plan import InputPlan, ids_in, tables_in
+from eagle_ray.config import JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """ids: sorted. samples: of each id. others: of ids that the input does not have, whose rows another input left."""
+
+    ids: Digests
+    samples: np.ndarray
+    default_n: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.samples.sum())
+
+    def samples_of(self, ids: Digests) -> np.ndarray:
+        """How many rows each of these ids is to have."""
+        return np.append(self.samples, np.int32(self.default_n))[
+            index_of(ids, self.ids)
+        ]  # -1, of no place, is the last
+
+    def without(self, done: Digests) -> ExpectedRows:
+        """What is left once `done`, sorted, is taken out."""
+        left = ~isin(self.ids, done)
+        return ExpectedRows(self.ids[left], self.samples[left], self.default_n)
+
+
+def expected_rows_of(plan: InputPlan, config: JobConfig) -> ExpectedRows:
+    """Reads the rows again only where they may say themselves how many samples they want."""
+    others = config.sampling.n
+    if not plan.has_own_samples:
+        return ExpectedRows(plan.ids, np.broadcast_to(np.int32(others), len(plan.ids)), others)
+    samples = np.empty(len(plan.ids), np.int32)
+    for table in tables_in(plan):
+        own = [num_samples(row, config) for row in table.select(["n"]).to_pylist()]
+        samples[index_of(digests(table["request_id"].to_pylist()), plan.ids)] = own
+    return ExpectedRows(plan.ids, samples, others)
+
+
+def num_samples(row: dict[str, Any], config: JobConfig) -> int:
+    """How many output rows a request row is to have, good or bad."""
+    return row["n"] or config.sampling.n
+
+
+def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+    """The first of these ids as the input has them, for a message; ids are sorted."""
+    names = []
+    for name, _ in ids_in(plan, ids):
+        if len(names) == most:
+            return ", ".join([*names, "..."])
+        names.append(name)
+    return ", ".join(names)

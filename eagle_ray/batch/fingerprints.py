@@ -1,0 +1,86 @@
+"""Fingerprints: what ``_run.json`` notes of every input file, so that a resume knows it again.
+
+S3's ETag stands for an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it and
+nothing else. So each local file is read once more, when a run first meets it, for a digest of its content, and again
+only where its time has changed and its size has not. An input of more than MOST_BYTES is not: its files are known by
+size and time alone, since nobody should wait for terabytes at every start to be forgiven a ``touch``.
+
+    >>> fingerprints(plan.files, known={})
+    {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'digest': '0a2f...'}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from eagle_ray.batch.input.files import InputFile
+from eagle_ray.storage.path import StoragePath
+
+MOST_BYTES = 16 << 30  # about half a minute
+PIECE = 1 << 20
+
+Fingerprint = dict[str, Any]
+
+
+def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
+    """By path. known: those noted before; of a file with the noted stamp it is the noted one, and nothing is read."""
+    files = list(files)
+    found = {file.path: _noted(file, known) or file.stamp.as_json() for file in files}
+    unread = [file for file in files if file.location.is_local and "digest" not in found[file.path]]
+    if sum(file.stamp.size for file in unread) <= MOST_BYTES:
+        for file in unread:
+            found[file.path]["digest"] = _digest(file.location)
+    return found
+
+
+def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
+    """None where it is the same file."""
+    if was["size"] != now["size"]:
+        return f"{was['size']:,} bytes then, {now['size']:,} now"
+    if "digest" in was and "digest" in now:
+        return None if was["digest"] == now["digest"] else "its content"
+    stamps = [{key: value for key, value in each.items() if key != "digest"} for each in (was, now)]
+    return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
+
+
+def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:
+    """Raises InputChanged if a local file is no longer the one that was scanned.
+
+    noted: by path. A file whose time alone changed is read again if its digest is noted. Readers check objects of S3
+    themselves: an ETag stands for the content everywhere, a local time only on this machine.
+    """
+    for file in files:
+        if file.location.is_local and (difference := _difference(file, noted.get(file.path, {}))):
+            raise file.changed(difference)
+
+
+def _difference(file: InputFile, noted: Fingerprint) -> str | None:
+    with file.watching():
+        stamp = file.location.stat()
+        if stamp == file.stamp:
+            return None
+        now = stamp.as_json()
+        if "digest" in noted and stamp.size == file.stamp.size:
+            now["digest"] = _digest(file.location)
+    return what_changed(noted | file.stamp.as_json(), now)
+
+
+def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
+    """Whether two paths may hold one file, moved or copied: by content where that is noted of both, else by size."""
+    alike = (was[key] == now[key] for key in ("digest", "etag") if key in was and key in now)
+    return was["size"] == now["size"] and all(alike)
+
+
+def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | None:
+    noted = known.get(file.path, {})
+    return dict(noted) if noted.items() >= file.stamp.as_json().items() else None
+
+
+def _digest(location: StoragePath) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    with location.open() as stream:
+        while piece := stream.read(PIECE):
+            content.update(piece)
+    return content.hexdigest()

@@ -1,0 +1,162 @@
+"""Rows of a CSV file (RFC 4180): a header, then a record a row, whose quoted values may hold newlines.
+
+Values are texts and an empty one is null, but for sampling columns, which are numbers. A record that is not CSV is one
+bad row of its first line: reading goes on at the line after it, so that a quote that nobody closes costs one row and
+not the rest of the file. Memory is bounded by LONGEST_RECORD. Does not know shards or what the other columns mean.
+
+    >>> [row for _, _, row in rows_in_csv(io.BytesIO(b'id,prompt\n7,"Hi,\nyou"\n'), "a.csv")]
+    [{'id': '7', 'prompt': 'Hi,\nyou'}]
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
+from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.row_location import FIRST, RowPosition
+from eagle_ray.batch.input.strict_json import value_of
+from eagle_ray.batch.output.schema import SAMPLING_FIELDS
+from eagle_ray.config import ConfigError
+from eagle_ray.errors import RequestError
+
+LONGEST_RECORD = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
+INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is somebody's code and not the number 7
+FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_SAMPLING = {field.name: field.type for field in SAMPLING_FIELDS}
+
+
+def rows_in_csv(
+    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, Row]]:
+    """Byte offset, place and values of every record from byte `start` on, which is the place `at`; 0: all of them.
+
+    Blank lines are no rows, but are counted. Raises ConfigError where the header cannot be one.
+    """
+    header, lines = _header(stream, path)
+    if start:
+        lines = _Lines(stream, start, at.line)
+    for index, (offset, line, values) in enumerate(_records(lines), at.row):
+        if values:
+            yield offset, RowPosition(index, line), _row(header, values)
+
+
+def type_of_cell(value: Any) -> pa.DataType:
+    """The type of one value: an integer, a float, a boolean, or CELLS, which holds any text."""
+    if not isinstance(text := value, str):
+        return type_of(value)
+    if INTEGER.fullmatch(text):
+        return pa.int64() if len(text) <= 20 and -(2**63) <= int(text) < 2**63 else CSV_TEXT
+    if FLOAT.fullmatch(text):
+        return pa.float64()
+    return pa.bool_() if text.lower() in ("true", "false") else CSV_TEXT
+
+
+def _header(stream: BinaryIO, path: str) -> tuple[list[str], _Lines]:
+    """The columns' names and the lines that follow them; no names for a file of no bytes."""
+    lines = _Lines(stream, 0, FIRST.line)
+    try:
+        names = next(filter(None, csv.reader(lines, strict=True)), [])
+        "".join(names).encode()
+    except csv.Error as error:
+        raise ConfigError(f"cannot read {path} as csv: its first line is not CSV ({error}): write a header") from None
+    except UnicodeError:
+        raise ConfigError(f"cannot read {path} as csv: its first line is not UTF-8: write the file as UTF-8") from None
+    if "" in names and len(names) > 1:
+        raise ConfigError(
+            f"{path}: column {names.index('') + 1} has no name: name it in the first line, or leave it out "
+            "(pandas: index=False)"
+        )
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{path} has more than one column {twice[0]!r}: rename or drop all but one of them")
+    return names, lines
+
+
+def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError]]:
+    """Byte offset, line number and values of every record, blank ones (no values) included."""
+    csv.field_size_limit(sys.maxsize)  # the process's, 128 KiB at first: LONGEST_RECORD bounds ours
+    reader = csv.reader(lines, strict=True)
+    while True:
+        offset, line = lines.begin_record()
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            values = RequestError(
+                "bad_csv", f"the row is not CSV ({error}): quote its texts, and double quotes in them"
+            )
+            lines.return_to_second_line()
+        if values is None:
+            return
+        yield offset, line, values
+
+
+class _Lines:
+    """A stream's lines as csv reads them; bytes that are no UTF-8 become lone surrogates.
+
+    offset, number: of the line that comes next.
+    """
+
+    def __init__(self, stream: BinaryIO, offset: int, number: int):
+        self._stream, self.offset, self.number = stream, offset, number
+        self._stream.seek(offset)
+        self.begin_record()
+
+    def begin_record(self) -> tuple[int, int]:
+        """The next line is a record's first one; returns its offset and number."""
+        self._first_line, self._second_line = (self.offset, self.number), None
+        return self._first_line
+
+    def return_to_second_line(self) -> None:
+        """What followed the record's first line is read again."""
+        self.offset, self.number = self._second_line, self._first_line[1] + 1
+        self._stream.seek(self.offset)
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        if self._second_line is not None and self.offset - self._first_line[0] > LONGEST_RECORD:
+            raise csv.Error(f"a quote is open for more than {LONGEST_RECORD >> 20} MiB")
+        line = self._stream.readline()
+        if not line:
+            raise StopIteration
+        text = line.removeprefix(codecs.BOM_UTF8) if self.offset == 0 else line
+        self.offset, self.number = self.offset + len(line), self.number + 1
+        self._second_line = self._second_line or self.offset
+        return text.decode("utf-8", "surrogateescape")
+
+
+def _row(header: list[str], values: list[str] | RequestError) -> Row:
+    if isinstance(values, RequestError):
+        return values
+    if len(values) != len(header):
+        return RequestError(
+            "bad_csv",
+            f"the row has {len(values)} values and the first line names {len(header)} columns: give each column one "
+            "value, and quote texts that hold commas or newlines",
+        )
+    return {name: _value(name, text) for name, text in zip(header, values, strict=True)}
+
+
+def _value(column: str, text: str) -> Any:
+    """The text, null where it is empty; of a sampling column what it says, or the text where that is nothing."""
+    try:
+        text.encode()
+    except UnicodeError:
+        return RequestError("bad_encoding", f"column {column!r} is not UTF-8 text: write it as UTF-8")
+    if text == "" or column not in _SAMPLING:
+        return text or None
+    is_list = pa.types.is_list(_SAMPLING[column])
+    try:
+        value = value_of(text if is_list else text.lower())
+    except ValueError:
+        return text
+    return value if isinstance(value, list if is_list else int | float) else text

@@ -1,0 +1,171 @@
+"""Input files: from a glob, a directory or a list of them to files in a fixed order, each with its format.
+
+Does not know what the files hold.
+
+    >>> [file.format for file in find_files("data/*.parquet", "auto")]  # doctest: +SKIP
+    ['parquet', 'parquet']
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from eagle_ray.batch.job_errors import InputChanged
+from eagle_ray.config import ConfigError
+from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
+from eagle_ray.storage.storage_errors import Changed
+
+log = logging.getLogger("eagle_ray")
+FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_READ = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
+PUT_BACK = (
+    "Put the file back as it was and run the same command again to resume, or run it with another output.path or "
+    "--overwrite to answer the file as it is now."
+)
+EMBEDDED = {"embedded:prompts": StoragePath.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file. name: its path below the glob's root, part of the ids made for rows without one.
+
+    format: parquet, jsonl, csv or openai_batch. stamp: what tells its contents from others.
+    """
+
+    location: StoragePath
+    name: str
+    format: str
+    stamp: FileVersion
+
+    @property
+    def path(self) -> str:
+        """As it stands in messages and in the rows' source_file."""
+        return str(self.location)
+
+    def check_unchanged(self) -> None:
+        """Raises InputChanged if the file is no longer the one that was planned.
+
+        A local file is compared by its size only, since another node's copy may have another time; the driver compares
+        the rest (``fingerprints.check_unchanged``).
+        """
+        with self.watching():
+            now = self.location.stat()
+        if now.size != self.stamp.size:
+            raise self.changed(f"{self.stamp.size:,} bytes then, {now.size:,} now")
+        if not self.location.is_local and now != self.stamp:
+            raise self.changed("its content")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turn what reading a file meets that was replaced or removed into InputChanged."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise self.changed("it is gone") from None
+        except Changed:
+            raise self.changed("its content") from None
+
+    def changed(self, difference: str) -> InputChanged:
+        return InputChanged(f"{self.path} changed while the job read it ({difference}). {PUT_BACK}")
+
+
+def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]:
+    """Every file the patterns name: patterns in order, each one's files sorted, none twice. Raises ConfigError."""
+    found: dict[StoragePath, InputFile] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            root, files = _expand(pattern)
+        except NotFound as error:  # the bucket
+            raise ConfigError(f"input.path: {error}") from None
+        if not files:
+            raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
+        for location, stamp in files.items():
+            found.setdefault(location, _input_file(location, stamp, root, format_))
+    return tuple(found.values())
+
+
+def location_of(pattern: str) -> StoragePath:
+    """The pattern as a location, absolute, its wildcards as they are. Raises ConfigError where it can be none."""
+    if pattern.startswith("embedded:"):
+        if pattern not in EMBEDDED:
+            raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
+        return EMBEDDED[pattern]
+    try:
+        return StoragePath.of(pattern)
+    except ValueError as error:
+        raise ConfigError(f"input.path: {error}") from None
+
+
+def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
+    """The glob's root (the directory before the first wildcard) and the sorted files below it."""
+    path = location_of(pattern)
+    if path.exists():
+        return path.parent, {path: path.stat()}
+    if path.is_directory():
+        shown = {file: stamp for file, stamp in path.stamps().items() if not _is_hidden(file, path)}
+        _say_skipped(path, [file for file in shown if _suffix(file) not in FORMATS])
+        return path, {file: stamp for file, stamp in shown.items() if _suffix(file) in FORMATS}
+    root, below = until_wildcard(path)
+    return root, root.stamps(below)
+
+
+def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
+    """Names that begin with a dot or an underscore, and whatever is below such a directory."""
+    return any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
+
+
+def _say_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
+    """A file that somebody took for input, a.jsonl.gz, is not left out without a word."""
+    if files:
+        names = ", ".join(_name_below(file, directory) for file in files[:3])
+        others = f" and {len(files) - 3} others" if len(files) > 3 else ""
+        log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _READ)
+
+
+def until_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
+    """The directory before the first wildcard, and the pattern below it."""
+    root, parts = path.parent, [path.name]
+    while glob.has_magic(root.text) and root != root.parent:
+        root, parts = root.parent, [root.name, *parts]
+    return root, "/".join(parts)
+
+
+def _input_file(location: StoragePath, stamp: FileVersion, root: StoragePath, format_: str) -> InputFile:
+    if _suffix(location) in PACKED:
+        raise ConfigError(f"input.path: {location} is compressed: unpack it first, or write its rows as Parquet")
+    chosen = FORMATS.get(_suffix(location)) if format_ == "auto" else format_
+    if chosen is None:
+        raise ConfigError(
+            f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
+            "set input.format to parquet, jsonl, csv or openai_batch"
+        )
+    return InputFile(location, _name_below(location, root), chosen, stamp)
+
+
+def _suffix(location: StoragePath) -> str:
+    return os.path.splitext(location.name)[1]
+
+
+def _name_below(location: StoragePath, directory: StoragePath) -> str:
+    return location.text.removeprefix(directory.text).lstrip("/")
+
+
+def _hint(pattern: str) -> str:
+    """What stands there instead, or where was looked and the nearest name there."""
+    path = location_of(pattern)
+    if path.is_directory():
+        return f": {_READ}, such as {pattern}/*"
+    root, _ = until_wildcard(path)
+    if not root.is_directory():
+        return f": there is no directory {root}"
+    if path.name in (names := root.names()):
+        return f" in {root}: it is a pipe or the like, or a link to nowhere"
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f" in {root}" + (f"; did you mean {near[0]}?" if near else "")

@@ -1,0 +1,155 @@
+"""A line of an OpenAI batch file as a row of ours: ``{"custom_id", "method", "url", "body"}``.
+
+custom_id becomes id, the body's messages or prompt the prompt, its parameters the sampling columns; url and model are
+carried through, the job's own target answers. A parameter that this system does not have is refused by name unless its
+value asks for nothing; it is never ignored. Does not know files; prompts and values are looked at as in any other row.
+
+    >>> row_of({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
+    {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+from eagle_ray.batch.input.columns import describe_column
+from eagle_ray.batch.input.jsonl import rows_in_jsonl
+from eagle_ray.batch.input.parameters import PARAMETERS, asks_for_something
+from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.row_location import FIRST, RowPosition
+from eagle_ray.errors import RequestError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt"}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
+LENGTHS = ("max_tokens", "max_completion_tokens")
+IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
+KNOWN = {"model", "logprobs", *SAMPLING, *LENGTHS, *IGNORED}
+# Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
+OFF_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
+
+
+def rows_in_batch(
+    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, Row]]:
+    """Byte offset, place and columns of every line, as of a JSONL file."""
+    return ((offset, at, row_of(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
+
+
+def row_of(line: Row) -> Row:
+    """The columns of one parsed line. A bad line keeps its id: what is wrong stands in the prompt's place."""
+    if isinstance(line, RequestError):
+        return line
+    row: Row = {"id": _id_of(line), "url": None, "model": None}
+    try:
+        row["url"] = url = _url_of(line)
+        body = _body_of(line, url)
+        row["model"] = _model_of(body)
+        return row | _prompt_of(body, PROMPTS[url]) | _sampling_of(body, url)
+    except RequestError as error:
+        return row | {"prompt": error}
+
+
+def _id_of(line: Mapping[str, Any]) -> Any:
+    custom_id = line.get("custom_id")
+    if isinstance(custom_id, str) and not custom_id.strip():
+        return RequestError("empty_id", "custom_id is an empty text. Give each line an id of its own.")
+    return custom_id
+
+
+def _url_of(line: Mapping[str, Any]) -> str:
+    if strange := line.keys() - {"custom_id", "method", "url", "body"}:
+        raise _unsupported(min(strange), "a line holds custom_id, method, url and body")
+    if line.get("method") != "POST":
+        raise RequestError("bad_type", f"method must be POST, got {describe_column(line.get('method'))}")
+    if (url := line.get("url")) not in list(PROMPTS):
+        raise RequestError("bad_type", f"url must be {CHAT} or {COMPLETIONS}, got {describe_column(url)}")
+    return url
+
+
+def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
+    """The body, once it holds nothing that would have to be ignored."""
+    body = line.get("body")
+    if not isinstance(body, Mapping):
+        raise RequestError("bad_type", f"body must be an object, got {describe_column(body)}")
+    for name, value in body.items():
+        if name in (*KNOWN, PROMPTS[url]) or value is None:
+            continue
+        is_off = (
+            value == OFF_VALUES[name]
+            if name in OFF_VALUES
+            else name in PARAMETERS and not asks_for_something(name, value)
+        )
+        if not is_off:
+            raise _unsupported(
+                f"body.{name}", f"{describe_column(value)} asks for what this system does not do; leave it out"
+            )
+    return body
+
+
+def _model_of(body: Mapping[str, Any]) -> str | None:
+    if not isinstance(model := body.get("model"), str | None):
+        raise RequestError("bad_type", f"body.model must be a text, got {describe_column(model)}")
+    return model
+
+
+def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name)
+    if value is None:
+        raise RequestError("prompt_missing", f"body.{name} is absent or null: give it")
+    if name == "messages":
+        return {name: _with_plain_texts(value)}
+    if not isinstance(value, str | list) or (
+        isinstance(value, list) and any(type(token) is not int for token in value)
+    ):
+        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_column(value)}")
+    return {name if isinstance(value, str) else "prompt_token_ids": value}
+
+
+def _with_plain_texts(messages: Any) -> list[Any]:
+    """Messages whose contents are texts, where the batch has them as lists of text parts."""
+    if not isinstance(messages, list):
+        raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_column(messages)}")
+    return [
+        message | {"content": _joined(message["content"], f"body.messages[{i}].content")}
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def _joined(parts: Iterable[Any], where: str) -> str:
+    texts = []
+    for i, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise _unsupported(f"{where}[{i}]", f"only parts of type text are read, got {describe_column(part)}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    lengths = [body[name] for name in LENGTHS if body.get(name) is not None]
+    if len(lengths) == 2 and lengths[0] != lengths[1]:
+        raise RequestError("bad_sampling", f"body.{LENGTHS[0]} and body.{LENGTHS[1]} differ: give one of them")
+    if lengths:
+        found["max_tokens"] = lengths[0]
+    if body.get("logprobs") is not None:
+        found["logprobs"] = _logprobs(body["logprobs"], url)
+    return found
+
+
+def _logprobs(value: Any, url: str) -> bool:
+    """Chat asks with true or false, completions with the number of alternatives beside the token's own."""
+    if url == CHAT and isinstance(value, bool):
+        return value
+    if url == COMPLETIONS and type(value) is int and value == 0:
+        return True
+    wanted = "true or false" if url == CHAT else "0 (the token's own, no alternatives)"
+    raise _unsupported("body.logprobs", f"it must be {wanted}, got {describe_column(value)}")
+
+
+def _unsupported(parameter: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{parameter} is not supported: {fix}")

@@ -1,0 +1,83 @@
+"""Rows of a Parquet file as Python values, a batch in memory at a time.
+
+Does not know what the columns mean, or which of them are needed.
+
+    >>> with pq.ParquetFile("a.parquet") as parquet:                        # doctest: +SKIP
+    ...     list(dicts_in(parquet, file, needed=["prompt"], groups=[0]))
+    [{'prompt': 'Hi'}]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle_ray.batch.input.files import InputFile
+from eagle_ray.batch.input.passthrough import NANOSECONDS
+from eagle_ray.batch.input.request import Row
+from eagle_ray.config import ConfigError
+from eagle_ray.errors import RequestError
+
+BATCH_ROWS = 256
+UNHOLDABLE = (pa.ArrowException, OverflowError, ValueError, KeyError)  # dates beyond Python's years, unknown time zones
+
+
+def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
+    """Raises ConfigError where two columns have the same name: a row could hold only one of them."""
+    names = parquet.schema_arrow.names
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{file.path} has more than one column {twice[0]!r}: rename or drop all but one of them")
+
+
+def dicts_in(parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int]) -> Iterator[Row]:
+    """The rows of some row groups, their needed columns only; a text that is not UTF-8 makes its row a bad one.
+
+    Raises ConfigError naming a column whose values Python cannot hold.
+    """
+    names = parquet.schema_arrow.names
+    columns = [name for name in dict.fromkeys(needed) if name in names]
+    if not columns:  # pyarrow reads no rows of no columns
+        yield from ({} for i in groups for _ in range(parquet.metadata.row_group(i).num_rows))
+        return
+    for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
+        yield from _dicts(_with_whole_times(batch), file)
+
+
+def _with_whole_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Times in nanoseconds as text: Python's end at microseconds."""
+    columns = [column.cast(pa.string()) if column.type == NANOSECONDS else column for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _dicts(batch: pa.RecordBatch, file: InputFile) -> list[Row]:
+    try:
+        return batch.to_pylist(maps_as_pydicts="lossy")
+    except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
+        if batch.num_rows == 1:
+            return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]
+        half = batch.num_rows // 2
+        return _dicts(batch.slice(0, half), file) + _dicts(batch.slice(half), file)
+    except UNHOLDABLE as error:
+        raise _cannot_hold(batch, file, error) from None
+
+
+def _cannot_hold(batch: pa.RecordBatch, file: InputFile, error: Exception) -> ConfigError:
+    """Names the column whose values Python cannot hold."""
+    column = next((name for name in batch.schema.names if not _can_hold(batch.column(name))), "?")
+    return ConfigError(
+        f"{file.path}: column {column!r} ({batch.schema.field(column).type}) holds values that cannot be read "
+        f"({error}): cast it, for example to a string, or leave it out with input.passthrough"
+    )
+
+
+def _can_hold(column: pa.Array) -> bool:
+    try:
+        column.to_pylist(maps_as_pydicts="lossy")
+    except UnicodeError:  # a bad row of its own
+        return True
+    except UNHOLDABLE:
+        return False
+    return True

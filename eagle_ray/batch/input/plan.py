@@ -1,0 +1,265 @@
+"""InputPlan: the whole input, looked at once before anything starts.
+
+Fixes what must not change on the way: files and shards in order, the columns that are read, the types of the columns
+that are carried; and finds ids that occur twice. Does not know Ray, tokenizers or outputs.
+
+    >>> plan = plan_input(config)                            # doctest: +SKIP
+    >>> [row["request_id"] for row in requests_of(plan)]     # doctest: +SKIP
+    ['q-1', 'q-2']
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from eagle_ray.batch.id_digests import EMPTY, DigestBuffer, Digests, digests, duplicates, isin
+from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
+from eagle_ray.batch.input.files import InputFile, find_files
+from eagle_ray.batch.input.passthrough import column_of, field_of, join_into
+from eagle_ray.batch.input.request import Row, id_of, parse_row
+from eagle_ray.batch.input.row_location import RowLocation, RowPosition
+from eagle_ray.batch.input.shards import SeeRow, Shard, rows_in, scan
+from eagle_ray.batch.input.unread import check_unread
+from eagle_ray.batch.output.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
+from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
+
+PROMPTS = ("prompt", "messages", "prompt_token_ids")
+TABLE_ROWS = 256
+
+SETTINGS = frozenset(field.name for field in SAMPLING_FIELDS)  # columns that set a row's sampling
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlan:
+    """The input as it was scanned.
+
+    Attributes:
+        carried: input columns to pass through and the types under which they are read, in order.
+        row_settings: sampling columns with which rows may override `sampling` and `seed`.
+        ids: of all rows, sorted.
+    """
+
+    files: tuple[InputFile, ...]
+    shards: tuple[Shard, ...]
+    columns: RequestColumns
+    carried: tuple[tuple[str, pa.DataType], ...]
+    row_settings: frozenset[str]
+    ids: Digests = field(compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def has_own_samples(self) -> bool:
+        """Return whether rows may set how many samples they get."""
+        return "n" in self.row_settings
+
+    @property
+    def for_readers(self) -> InputPlan:
+        """What it takes to read a shard of it."""
+        return replace(self, shards=(), ids=EMPTY)
+
+    @property
+    def needed(self) -> list[str]:
+        """The input columns that are read at all: those of requests, and those that are carried."""
+        paths = (self.columns.id, *self.columns.prompts.values())
+        read = [name for path in paths for name in path.names]
+        return read + [field.name for field in SAMPLING_FIELDS] + [name for name, _ in self.carried]
+
+    @property
+    def passthrough(self) -> list[pa.Field]:
+        """The output columns of what is carried."""
+        return [field_of(name, type_) for name, type_ in self.carried]
+
+
+def plan_input(config: JobConfig) -> InputPlan:
+    """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
+
+    With input.on_bad_row fail it raises for the first bad row, too. With input.on_unknown refuse it raises for columns
+    that are request parameters which rows cannot set.
+    """
+    files = find_files(config.input.path, config.input.format)
+    columns = _columns(config.input.columns)
+    noted = DigestBuffer()
+    types: dict[str, pa.DataType] = {}
+    shards: list[Shard] = []
+    for file in files:
+        found = scan(file, columns.id.names, _noting_ids(noted, columns, file))
+        join_into(types, found.types)
+        shards += found.shards
+    if types:
+        _check_columns(config.input.columns, columns, types)
+    limited = _limited(shards, config.input.limit)
+    set_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
+    mapped = (columns.id, *columns.prompts.values())
+    check_unread(limited, _not_mapped(set_columns, columns), mapped, config.input.on_unknown)
+    carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
+    ids = noted.sorted(sum(shard.num_rows for shard in limited))
+    row_settings = SETTINGS & frozenset(set_columns)
+    plan = InputPlan(files, limited, columns, carried, row_settings, ids)
+    request_schema(plan.passthrough)
+    _check_ids(plan, duplicates(ids))
+    _check_rows(plan, config.input.on_bad_row)
+    return plan
+
+
+def check_not_empty(plan: InputPlan, config: JobConfig) -> None:
+    """Raises ConfigError if there is no row to answer and input.allow_empty is not set."""
+    if plan.num_rows == 0 and not config.input.allow_empty:
+        raise ConfigError(
+            f"input.path: there is no row in {_files(plan)}. Give an input with rows, or --allow-empty "
+            "(input.allow_empty: true) if that is as it should be."
+        )
+
+
+def _files(plan: InputPlan) -> str:
+    others = f" and {len(plan.files) - 1} other files" if len(plan.files) > 1 else ""
+    return f"{plan.files[0].path}{others}"
+
+
+def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
+    """Every row of the input in order, good or bad, as REQUEST columns and carried ones."""
+    for table in tables_in(plan):
+        yield from table.to_pylist()
+
+
+def tables_in(plan: InputPlan) -> Iterator[pa.Table]:
+    """The same in tables of at most TABLE_ROWS rows."""
+    for shard in plan.shards:
+        yield from tables_of(plan, shard)
+
+
+def tables_of(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
+    """The requests of one shard, in tables of at most TABLE_ROWS rows."""
+    rows = rows_in(shard, plan.needed)
+    while chunk := list(islice(rows, TABLE_ROWS)):
+        requests = [parse_row(row, plan.columns, _place(shard.file, at)) for at, row in chunk]
+        table = table_of(requests, REQUEST)
+        for name, type_ in plan.carried:
+            values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
+            table = table.append_column(field_of(name, type_), _carried_column(values, name, type_, shard.file))
+        yield table
+
+
+def _carried_column(values: list[Any], name: str, type_: pa.DataType, file: InputFile) -> pa.Array:
+    try:
+        return column_of(values, type_)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file.path}: column {name!r} cannot be carried through as {type_} ({error}): cast it, for example to a "
+            "string, or leave it out with input.passthrough"
+        ) from None
+
+
+def _noting_ids(noted: DigestBuffer, columns: RequestColumns, file: InputFile) -> SeeRow:
+    return lambda at, row: noted.add(id_of(row, columns, _place(file, at)))
+
+
+def _place(file: InputFile, at: RowPosition) -> RowLocation:
+    return RowLocation(file.name, file.path, at)
+
+
+def _columns(config: ColumnsConfig) -> RequestColumns:
+    """The configured paths. Where no prompt column is configured, every default that the rows set is read."""
+    configured = {name: _path(name, text) for name in PROMPTS if (text := getattr(config, name)) is not None}
+    return RequestColumns(_path("id", config.id or "id"), configured or {name: _path(name, name) for name in PROMPTS})
+
+
+def _path(name: str, text: str) -> ColumnPath:
+    try:
+        return ColumnPath.of(text)
+    except ValueError as error:
+        raise ConfigError(f"input.columns.{name}: {error}") from None
+
+
+def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
+    """Configured columns exist in some file, and there is a prompt."""
+    for name, path in [("id", columns.id), *columns.prompts.items()]:
+        if path.text in SETTINGS:
+            raise ConfigError(
+                f"input.columns.{name}: column {path.text!r} is a setting of its row. Rename the column, and the key."
+            )
+        if getattr(config, name) is not None and path.column_in(types) is None:
+            raise ConfigError(f"input.columns.{name}: no file has a column {path.text!r}{_near(path.text, types)}")
+    if not any(path.column_in(types) for path in columns.prompts.values()):
+        raise ConfigError(
+            f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
+            f"input.columns.prompt, .messages or .prompt_token_ids; columns: {', '.join(types)}"
+        )
+
+
+def _not_mapped(names: Iterable[str], columns: RequestColumns) -> list[str]:
+    """Return the columns that are neither the id nor a prompt: input.columns says what those are."""
+    paths = (columns.id, *columns.prompts.values())
+    mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
+    return [name for name in names if name not in mapped]
+
+
+def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
+    if config.passthrough == "none":
+        return []
+    if config.passthrough == "all":
+        return [name for name in types if name not in columns.used_whole]
+    for name in config.passthrough:
+        if types and name not in types:
+            raise ConfigError(f"input.passthrough: no file has a column {name!r}{_near(name, types)}")
+    return list(dict.fromkeys(config.passthrough))
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]}?" if near else f"; columns: {', '.join(names)}"
+
+
+def _limited(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
+    """The first rows of the input, in file order."""
+    kept, room = [], sum(shard.num_rows for shard in shards) if limit is None else limit
+    for shard in shards:
+        if room > 0:
+            kept.append(shard.cut(min(shard.num_rows, room)))
+            room -= shard.num_rows
+    return tuple(kept)
+
+
+def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
+    """These ids, sorted as digests, and where they stand, in the order of the input."""
+    for row, place in _rows(plan) if len(wanted) else ():
+        request_id = id_of(row, plan.columns, place)
+        if isin(digests([request_id]), wanted):
+            yield request_id, place
+
+
+def _check_ids(plan: InputPlan, twice: Digests) -> None:
+    """Raises ConfigError naming both places of an id that occurs twice."""
+    places: dict[str, RowLocation] = {}
+    for request_id, place in ids_in(plan, twice):
+        if request_id in places:
+            raise _twice(request_id, places[request_id], place)
+        places[request_id] = place
+
+
+def _twice(request_id: str, first: RowLocation, second: RowLocation) -> ConfigError:
+    fix = "make the ids unique"
+    if request_id == first.id == second.id:
+        fix = "their files have the same name below their roots: use one glob or a parent directory, or an id column"
+    return ConfigError(f"id {request_id!r} occurs twice: {first} and {second}; {fix}")
+
+
+def _rows(plan: InputPlan) -> Iterator[tuple[Row, RowLocation]]:
+    for shard in plan.shards:
+        for at, row in rows_in(shard, plan.needed):
+            yield row, _place(shard.file, at)
+
+
+def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
+    for row, place in _rows(plan) if on_bad_row == "fail" else ():
+        request = parse_row(row, plan.columns, place)
+        if request.get("error_code"):
+            raise ConfigError(f"{request['error_message']} (input.on_bad_row is fail)")

@@ -1,0 +1,178 @@
+"""One input row becomes one request: its id, its prompt, its own sampling values, or the reason why it is bad.
+
+Never raises for what a row holds: a bad row is a request with error_code and error_message, which name file, row,
+column and the fix. Does not know where rows come from, tokenizers or Ray.
+
+    >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
+    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", FIRST))["request_id"]
+    '7'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_ray.batch.input.columns import ColumnPath, RequestColumns, describe_column
+from eagle_ray.batch.input.row_location import RowLocation
+from eagle_ray.batch.input.strict_json import value_of
+from eagle_ray.batch.output.schema import SAMPLING_FIELDS
+from eagle_ray.config import check_row_sampling
+from eagle_ray.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_LIKE_MESSAGES = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
+
+Row = dict[str, Any] | RequestError
+"""A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
+
+
+def parse_row(row: Row, columns: RequestColumns, place: RowLocation) -> dict[str, Any]:
+    """The REQUEST columns of one row, carried columns not included; absent ones are null."""
+    request = {
+        "request_id": id_of(row, columns, place),
+        "row_index": place.at.row,
+        "source_file": place.path,
+        "source_line": place.at.line,
+    }
+    try:
+        _check_read(row)
+        _given_id(row, columns.id)
+        return request | _prompt_of(row, columns) | _sampling_of(row)
+    except RequestError as error:
+        return request | {"error_code": error.code, "error_message": f"{place}: {error}"}
+
+
+def _check_read(row: Row) -> None:
+    for value in (row,) if isinstance(row, RequestError) else row.values():
+        if isinstance(value, RequestError):
+            raise value
+
+
+def id_of(row: Row, columns: RequestColumns, place: RowLocation) -> str:
+    """The row's id as a string; its place where the id is absent, null, empty or unusable."""
+    try:
+        given = None if isinstance(row, RequestError) else _given_id(row, columns.id)
+    except RequestError:
+        given = None
+    return place.id if given is None else given
+
+
+def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
+    value = path.value_in(row)
+    if isinstance(value, RequestError):
+        raise value
+    if isinstance(value, list | dict | bytes) or value != value:  # NaN is nobody
+        raise RequestError(
+            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_column(value)}"
+        )
+    if isinstance(value, str) and not value.strip():
+        raise RequestError(
+            "empty_id",
+            f"column {path.text!r} is an empty text ({describe_column(value)}). Give the row an id of its own, or "
+            "null, which makes one from its file and row.",
+        )
+    return None if value is None else str(_as_int(value))
+
+
+def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
+    found = {name: path.value_in(row) for name, path in columns.prompts.items()}
+    found = {name: value for name, value in found.items() if value is not None}
+    if not found:
+        names = " or ".join(_column_and_key(name, path) for name, path in columns.prompts.items())
+        raise RequestError("prompt_missing", f"column {names} is absent or null: give the row exactly one prompt")
+    if len(found) > 1:
+        both = " and ".join(repr(columns.prompts[name].text) for name in found)
+        raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
+    [(name, value)] = found.items()
+    parse = {"prompt": _text, "messages": _messages, "prompt_token_ids": _token_ids}[name]
+    return {name: parse(value, columns.prompts[name].text)}
+
+
+def _column_and_key(name: str, path: ColumnPath) -> str:
+    """The column in quotes, with the key that names it if that is configured."""
+    return repr(path.text) if path.text == name else f"{path.text!r} (input.columns.{name})"
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_column(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
+    return value
+
+
+def _messages(value: Any, column: str) -> str:
+    """The messages as JSON. A text that does not begin like a JSON list of messages is one user message."""
+    if isinstance(value, str):
+        value = _messages_in(value, column)
+    if not isinstance(value, list):
+        raise RequestError(
+            "bad_type", f"column {column!r} must be a list of messages or a text, got {describe_column(value)}"
+        )
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
+    return json.dumps([_message(m, f"{column}[{i}]") for i, m in enumerate(value)], ensure_ascii=False)
+
+
+def _messages_in(text: str, column: str) -> list[dict]:
+    if not _LIKE_MESSAGES.match(_text(text, column)[:4096]):
+        return [{"role": "user", "content": text}]
+    try:
+        return value_of(text)
+    except ValueError as error:
+        raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            "bad_type", f"{where} must be an object with role and content, got {describe_column(message)}"
+        )
+    if message.get("role") not in ROLES:
+        raise RequestError(
+            "bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_column(message.get('role'))}"
+        )
+    if not isinstance(message.get("content"), str):
+        raise RequestError("bad_type", f"{where}.content must be a text, got {describe_column(message.get('content'))}")
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _token_ids(value: Any, column: str) -> list[int]:
+    value = _json_in(value) if isinstance(value, str) else value
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_column(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**63:
+            raise RequestError(
+                "bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {describe_column(token)}"
+            )
+    return value
+
+
+def _json_in(text: str) -> Any:
+    """What a text of JSON holds; any other text is itself."""
+    try:
+        return value_of(text)
+    except ValueError:
+        return text
+
+
+def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in SAMPLING_FIELDS]
+    try:
+        values = check_row_sampling({name: _as_int(row[name]) for name in names if row.get(name) is not None})
+    except ValueError as error:
+        raise RequestError("bad_sampling", str(error)) from None
+    if "seed" in values:
+        values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
+    return values
+
+
+def _as_int(value: Any) -> Any:
+    """3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
+    return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value

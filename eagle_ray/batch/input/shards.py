@@ -1,0 +1,148 @@
+"""Shards: small consecutive parts of input files that can be read on their own, whatever the format.
+
+Parquet is cut at row groups, every other format at the ends of its records, which are lines in JSONL and OpenAI batch
+files; a malformed record is one bad row. Memory is bounded by a record or a batch. Does not know what the columns mean.
+
+    >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
+    [{'prompt': 'Hi'}]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
+import pyarrow as pa
+
+from eagle_ray.batch.input.csv import rows_in_csv, type_of_cell
+from eagle_ray.batch.input.files import InputFile
+from eagle_ray.batch.input.jsonl import rows_in_jsonl
+from eagle_ray.batch.input.openai_batch import rows_in_batch
+from eagle_ray.batch.input.parquet import check_unique, dicts_in
+from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, join_into, type_in_parquet, type_of
+from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.row_location import FIRST, RowPosition
+from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.config import ConfigError
+from eagle_ray.storage.path import StorageError
+
+SHARD_ROWS = 512
+RECORDS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
+UNREADABLE = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
+
+SeeRow = Callable[[RowPosition, Row], None]  # told of every row: its place in the file, and what is needed of it
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Consecutive rows of one file. start: row group (Parquet) or byte offset. first: its first row.
+
+    Blank lines are no rows, but are counted by row indices.
+    """
+
+    file: InputFile
+    start: int
+    first: RowPosition
+    num_rows: int
+
+    def cut(self, num_rows: int) -> Shard:
+        """Its first rows only."""
+        return dataclasses.replace(self, num_rows=num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class FileScan:
+    """What a file holds: its columns with the types to carry them under, in order, and its shards."""
+
+    types: dict[str, pa.DataType]
+    shards: tuple[Shard, ...]
+
+
+def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+    """Look through one file once, telling see of every row (of Parquet, its needed columns only).
+
+    Raises ConfigError where the file cannot be read at all.
+    """
+    read = _scan_parquet if file.format == "parquet" else _scan_records
+    try:
+        return read(file, needed, see)
+    except StorageError:  # the storage is at fault, not the file
+        raise
+    except UNREADABLE as error:
+        raise _cannot_read(file, error) from None
+
+
+def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
+    """Each row's place in its file, and the row (of Parquet, its needed columns only).
+
+    Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read after all.
+    """
+    shard.file.check_unchanged()
+    read = _parquet_rows if shard.file.format == "parquet" else _record_rows
+    return _watched(shard.file, islice(read(shard, needed), shard.num_rows))
+
+
+def _watched(file: InputFile, rows: Iterator[tuple[RowPosition, Row]]) -> Iterator[tuple[RowPosition, Row]]:
+    """A file that cannot be read after all has changed if its size says so."""
+    try:
+        with file.watching():
+            yield from rows
+    except ConfigError:
+        file.check_unchanged()
+        raise
+
+
+def _cannot_read(file: InputFile, error: Exception) -> ConfigError:
+    fix = "delete it" if file.stamp.size == 0 else "write it again, leave it out of input.path, or set input.format"
+    return ConfigError(f"cannot read {file.path} as {file.format} ({error}): {fix}")
+
+
+def _scan_records(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+    types: dict[str, pa.DataType] = {}
+    shards: list[Shard] = []
+    of_value, mixed = (type_of_cell, CSV_TEXT) if file.format == "csv" else (type_of, JSON)
+    for offset, at, row in _records(file, 0, FIRST):
+        if not shards or shards[-1].num_rows == SHARD_ROWS:
+            shards.append(Shard(file, offset, at, 0))
+        shards[-1] = shards[-1].cut(shards[-1].num_rows + 1)
+        if isinstance(row, dict):
+            join_into(types, {name: of_value(value) for name, value in row.items()})
+        see(at, row)
+    return FileScan({name: mixed if type_ == JSON else type_ for name, type_ in types.items()}, tuple(shards))
+
+
+def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
+    for _, at, row in _records(shard.file, shard.start, shard.first):
+        yield at, row
+
+
+def _records(file: InputFile, start: int, at: RowPosition) -> Iterator[tuple[int, RowPosition, Row]]:
+    """Byte offset, place and columns of every record from byte `start` on, which is the place `at`."""
+    with file.location.open() as stream:
+        yield from RECORDS[file.format](stream, file.path, start, at)
+
+
+def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+    with open_parquet(file.location) as parquet:
+        types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
+        check_unique(parquet, file)
+        sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+        for index, row in enumerate(dicts_in(parquet, file, needed, list(range(len(sizes))))):
+            see(RowPosition(index, None), row)
+    starts = list(accumulate(sizes, initial=0))
+    return FileScan(
+        types, tuple(Shard(file, i, RowPosition(starts[i], None), size) for i, size in enumerate(sizes) if size)
+    )
+
+
+def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
+    try:
+        with open_parquet(shard.file.location) as parquet:
+            for index, row in enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first.row):
+                yield RowPosition(index, None), row
+    except StorageError:
+        raise
+    except UNREADABLE as error:
+        raise _cannot_read(shard.file, error) from None

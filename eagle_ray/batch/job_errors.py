@@ -1,0 +1,173 @@
+"""How a command can end: one table of outcomes, exit codes and the exceptions that lead to them.
+
+A wrong configuration is a ConfigError; a row that cannot be answered is an error row and stops nothing. The command
+line and the job both take their exit code from ``outcome_of``.
+
+    >>> outcome_of(OutputLocked("runs/a is being written by process 7"))
+    Outcome(code=7, name='busy', meaning='another live driver writes this output', is_transient=False)
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.config import ConfigError
+from eagle_ray.storage.storage_errors import NotSupported
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One way to end.
+
+    Attributes:
+        code: the exit code.
+        name: one stable word for programs (EAGLE_RAY_OUTCOME).
+        meaning: the same for people.
+        is_transient: whether the same command may succeed later without a change; ``--keep-going`` restarts these.
+    """
+
+    code: int
+    name: str
+    meaning: str
+    is_transient: bool = False
+
+
+DONE = Outcome(0, "done", "every row of the input is in the output, error rows included")
+DEFECT = Outcome(1, "defect", "an error that eagle-ray does not know; the log has its traceback")
+CONFIGURATION = Outcome(2, "configuration", "usage or configuration, or an output that may not be written")
+ROW_ERRORS = Outcome(3, "row_errors", "rows ended in errors, and --fail-on-row-errors was given")
+TOO_MANY_ERRORS = Outcome(4, "too_many_errors", "more error rows than execution.max_error_rate, or only error rows")
+TRANSIENT = Outcome(5, "transient", "storage, cluster, workers or a device failed for now", is_transient=True)
+MISMATCH = Outcome(6, "mismatch", "the output belongs to another job or is damaged, or the input changed")
+BUSY = Outcome(7, "busy", "another live driver writes this output")
+INTERRUPTED = Outcome(130, "interrupted", "SIGINT, SIGTERM or SIGHUP; the same command resumes")
+OUTCOMES = (DONE, DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, TRANSIENT, MISMATCH, BUSY, INTERRUPTED)
+
+
+class JobError(Exception):
+    """The job ends before it is done. Only subclasses are raised; each has its outcome in OUTCOME_OF."""
+
+
+class TooManyErrors(JobError):
+    """More error rows than execution.max_error_rate allows, or no row without an error."""
+
+
+class ClusterError(JobError):
+    """The cluster, a device or a worker failed, or cannot start for now."""
+
+
+class ClusterUnfit(ClusterError):
+    """The cluster has nothing of the kind that the configuration asks for, such as a GPU."""
+
+
+class ModelUnusable(ClusterError):
+    """No worker can load or run the configured model."""
+
+
+class WorkerDefect(ClusterError):
+    """A worker raised an error that is neither the device's, the storage's nor the configuration's."""
+
+
+class StorageUnavailable(JobError):
+    """The storage of the output does not answer or has no space, for now."""
+
+
+class OutputLocked(JobError):
+    """Another live driver holds the output directory: the same command works once it has ended."""
+
+
+class FencedError(JobError):
+    """A newer attempt owns the output directory now: this writer must publish nothing more."""
+
+
+class Incomplete(JobError):
+    """The files do not hold every id that the input has."""
+
+
+class OutputMismatch(JobError):
+    """The output directory belongs to another configuration or input."""
+
+
+class OutputDamaged(OutputMismatch):
+    """A file of the output cannot be read back."""
+
+
+class InputChanged(JobError):
+    """An input file is no longer the one that was scanned when the job started."""
+
+
+OUTCOME_OF: dict[type[BaseException], Outcome] = {
+    ConfigError: CONFIGURATION,
+    TooManyErrors: TOO_MANY_ERRORS,
+    ClusterError: TRANSIENT,
+    ClusterUnfit: CONFIGURATION,
+    ModelUnusable: CONFIGURATION,
+    WorkerDefect: DEFECT,
+    StorageUnavailable: TRANSIENT,
+    OutputLocked: BUSY,
+    FencedError: BUSY,
+    Incomplete: TRANSIENT,
+    OutputMismatch: MISMATCH,
+    OutputDamaged: MISMATCH,
+    InputChanged: MISMATCH,
+    PermissionError: CONFIGURATION,
+    FileNotFoundError: CONFIGURATION,  # such as a bucket that does not exist
+    NotADirectoryError: CONFIGURATION,
+    IsADirectoryError: CONFIGURATION,
+    FileExistsError: CONFIGURATION,  # a file where a directory is needed
+    NotSupported: CONFIGURATION,
+    OSError: TRANSIENT,
+    KeyboardInterrupt: INTERRUPTED,
+}
+STOPS = (ConfigError, JobError, OSError, KeyboardInterrupt)  # every other exception is a defect
+PERMANENT_ERRNOS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}  # those without a class of their own
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Return how a command ends that raised this error."""
+    if isinstance(error, OSError) and error.errno in PERMANENT_ERRNOS:
+        return CONFIGURATION
+    return next((OUTCOME_OF[cls] for cls in type(error).__mro__ if cls in OUTCOME_OF), DEFECT)
+
+
+def with_code(code: int) -> Outcome:
+    """Return the outcome that has this exit code; a code that none has is a defect."""
+    return next((outcome for outcome in OUTCOMES if outcome.code == code), DEFECT)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one run ended.
+
+    Attributes:
+        outcome: its row of the table above.
+        reason: one line; "" if the run is done.
+        rows: output rows in files, None if they were not counted.
+        errors: how many of them are error rows, None if they were not counted.
+        restarts: how often ``--keep-going`` started it again.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    rows: int | None = None
+    errors: int | None = None
+    restarts: int = 0
+
+    @classmethod
+    def of(cls, error: BaseException) -> Ending:
+        """Return the ending of a run that raised this error."""
+        outcome = outcome_of(error)
+        text = " ".join(str(error).split()) or type(error).__name__
+        return cls(outcome, outcome.name if outcome is INTERRUPTED else text)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "exit_code": self.outcome.code,
+            "outcome": self.outcome.name,
+            "reason": self.reason,
+            "rows": self.rows,
+            "errors": self.errors,
+            "restarts": self.restarts,
+        }

@@ -1,0 +1,53 @@
+"""Zombies: writers of an attempt that is over, which live on for seconds after their driver was killed.
+
+Every writer reads ``_run.json`` right before it publishes, so a zombie can only do harm between that look and the end
+of its one rename or PUT. What is left of it there:
+- It overwrites nothing. A part file is created where there is none, named after its attempt and task; ``_run.json``
+  and rewritten part files are replaced by compare-and-swap. So nothing of a newer attempt is lost.
+- A late file of the same run holds ids that stand elsewhere by then, with the same tokens, since sampling is keyed. The
+  recount before ``_SUCCESS`` writes them down to one; on S3, where a PUT takes time, the recount waits until the PUTs
+  that were under way when this attempt began are over. (A rename takes no time: locally nothing waits.)
+- A late file of a run that was overwritten would be another configuration's answer. Attempts go on counting, so its
+  name is below this run's first attempt: it is deleted before each count.
+What stays open: a zombie that is frozen in that gap for longer than LONGEST_PUT_S and thawed after ``_SUCCESS`` may add
+a file. The next start of the same command finds it and writes it down; nothing is lost or wrong, only twice.
+Does not know rows.
+
+    >>> remove_stale_files(run)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import datetime, timezone
+from itertools import pairwise
+
+from eagle_ray.batch.output.manifest import RunHandle, read_manifest
+from eagle_ray.batch.output.part_files import attempt_of, part_files
+
+log = logging.getLogger("eagle_ray")
+LONGEST_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
+
+
+def remove_stale_files(run: RunHandle) -> None:
+    """Delete what writers of an overwritten run published after it was deleted."""
+    first = read_manifest(run.output)["attempts"][0]["attempt"]
+    for file in part_files(run.data):
+        attempt = attempt_of(file)
+        if attempt is not None and attempt < first:
+            log.warning("%s is a late file of a run that was overwritten: deleted", file)
+            file.remove()
+
+
+def wait_for_stale_writers(run: RunHandle) -> None:
+    """Wait until no PUT of an attempt that was killed can be under way, and delete strays: then counting is final."""
+    attempts = read_manifest(run.output)["attempts"]
+    fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
+    if fenced and not run.output.is_local:
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(fenced[-1])
+        left = min(LONGEST_PUT_S, LONGEST_PUT_S - age.total_seconds())
+        if left > 0:
+            log.info("waiting %.0f s for writers of a killed attempt to end", left)
+            time.sleep(left)
+    remove_stale_files(run)

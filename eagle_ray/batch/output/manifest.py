@@ -1,0 +1,298 @@
+"""What an output directory says about the run it belongs to: ``_run.json`` and its attempts.
+
+Each start is an attempt with a number of its own; a writer that finds another
+number in ``_run.json`` has been overtaken and publishes nothing more. Does not know Ray, rows or models.
+
+    >>> with lock_output(output):
+    ...     run = open_run(config, plan.files)
+    ...     with record_outcome(run):
+    ...         generate(...)
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from eagle_ray.batch.fingerprints import fingerprints, what_changed
+from eagle_ray.batch.input.files import InputFile
+from eagle_ray.batch.job_errors import (
+    FencedError,
+    JobError,
+    OutputDamaged,
+    OutputLocked,
+    OutputMismatch,
+    StorageUnavailable,
+    outcome_of,
+)
+from eagle_ray.batch.output.output_index import own_files
+from eagle_ray.batch.output.part_files import attempt_of, part_files
+from eagle_ray.batch.process_id import Process
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.storage.path import StoragePath, json_bytes, read_json
+from eagle_ray.storage.storage_errors import remedy_of
+
+RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
+SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
+FORMAT_VERSION = 1  # of _run.json
+KEYS = {"run_id", "attempt", "config", "inputs", "attempts"}  # of _run.json, without which it cannot be gone on from
+REMEDY = "choose another output.path, or --overwrite"
+CHOOSE = "Choose another output.path, or --resume or --overwrite"
+PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
+
+
+@dataclass(frozen=True, slots=True)
+class RunHandle:
+    """One attempt at one output directory; pickled into every writer.
+
+    Attributes:
+        attempt: 1 for the first start; each resume, and each overwrite, adds one.
+        check_lock: in the driver, what the lock asks for before each publish; writers in other processes do without
+            (``batch/output/lock.py`` says why that is enough).
+    """
+
+    output: StoragePath
+    run_id: str
+    attempt: int
+    config_hash: str
+    check_lock: Callable[[], None] | None = field(default=None, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunHandle, (self.output, self.run_id, self.attempt, self.config_hash)
+
+    @property
+    def data(self) -> StoragePath:
+        return self.output / DATA
+
+    def check_current(self) -> None:
+        """Check that ``_run.json`` still names this attempt. Waits while a lease is in doubt.
+
+        Raises OutputDamaged if the file is gone, Overtaken if it names another attempt.
+        """
+        if self.check_lock is not None:
+            self.check_lock()
+        record = read_manifest(self.output)
+        if record is None:
+            raise OutputDamaged(
+                f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
+                "run the command again to start from the first row."
+            )
+        if (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
+            found = f"run {record['run_id']} attempt {record['attempt']}"
+            raise FencedError(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
+
+
+def output_of(config: JobConfig) -> StoragePath:
+    """The output directory, absolute: workers run in another working directory."""
+    try:
+        return StoragePath.of(config.output.path)
+    except ValueError as error:
+        raise ConfigError(f"output.path: {error}") from None
+
+
+def read_manifest(output: StoragePath) -> dict[str, Any] | None:
+    """What ``_run.json`` says, or None where there is none. Raises OutputDamaged where it cannot be read."""
+    remedy = f"put it back from a copy, choose another output.path, or start anew with --overwrite (deletes {DATA}/)"
+    try:
+        record = read_json(output / RUN)
+    except ValueError as error:
+        raise OutputDamaged(f"{output / RUN} is damaged ({error}): {remedy}") from None
+    if record is not None and not (isinstance(record, dict) and record.keys() >= KEYS):
+        raise OutputDamaged(f"{output / RUN} is damaged (not a run's record): {remedy}")
+    return record
+
+
+@contextmanager
+def wrap_os_errors(output: StoragePath) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
+    try:
+        yield
+    except OSError as error:
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        problem = f"output.path: cannot write to {error.filename or output}: {reason}"
+        if outcome_of(error).is_transient:
+            raise StorageUnavailable(f"{problem}. {remedy_of(error)}") from error
+        raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
+
+
+def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
+    """Start an attempt at config.output.path, whose lock the caller holds.
+
+    Raises ConfigError where there is output and if_exists is fail, or where it may not be written, StorageUnavailable
+    where it cannot be written for now, OutputMismatch where it is not this job's.
+    """
+    with wrap_os_errors(output := output_of(config)):
+        return _open_run(output, config, input_files)
+
+
+def _open_run(output: StoragePath, config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
+    before = _version_of(output / RUN)  # what another driver writes after this look is not written over
+    if config.output.if_exists == "overwrite":
+        return _begin_attempt(_replacing_record(output, config), before, config, fingerprints(input_files, {}))
+    old = read_manifest(output)
+    if old is None:
+        check_no_foreign_data(output)
+        record = _new_record(config, attempt=0)
+    elif config.output.if_exists == "fail":
+        raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {CHOOSE}.")
+    else:
+        _check_same_job(output, old, config)
+        record = old
+    files = fingerprints(input_files, record["inputs"])
+    _check_same_files(output, record["inputs"], files)
+    return _begin_attempt(record, before, config, files)
+
+
+@contextmanager
+def record_outcome(run: RunHandle) -> Iterator[None]:
+    """Note in ``_run.json`` how and when this attempt ended."""
+    outcome = "done"
+    try:
+        yield
+    except BaseException as error:
+        outcome = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise
+    finally:
+        _note(run, {"finished_at": _now(), "outcome": outcome})
+
+
+def _note(run: RunHandle, facts: dict[str, str]) -> None:
+    """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
+    with suppress(JobError, OSError):
+        before = _version_of(run.output / RUN)
+        replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
+        record = read_manifest(run.output)
+        record["attempts"][-1] |= facts
+        _write_record(run.output, record, before)
+
+
+def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "run_id": uuid4().hex[:12],
+        "name": config.name,
+        "created_at": _now(),
+        "attempt": attempt,
+        "inputs": {},
+        "attempts": [],
+    }
+
+
+def _replacing_record(output: StoragePath, config: JobConfig) -> dict[str, Any]:
+    """A new run's record, once what the old run wrote is deleted."""
+    try:
+        old = read_manifest(output)
+    except OutputDamaged:
+        old = None
+    made = [attempt_of(file) or 0 for file in part_files(output / DATA)]
+    _remove_run(output)
+    return _new_record(config, attempt=old["attempt"] if old else max(made, default=0))
+
+
+def _begin_attempt(
+    record: dict[str, Any], before: int | str | None, config: JobConfig, files: dict[str, Any]
+) -> RunHandle:
+    """The number goes up before anything is read: from here on no earlier writer publishes.
+
+    before: the version of ``_run.json`` that the record comes from, None where there was none.
+    """
+    output = output_of(config)
+    record["attempt"] += 1
+    record["config"] = recorded(config)
+    record["config_hash"] = config_hash(config)
+    record["inputs"] |= files
+    record["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
+    record["versions"], record["hardware"] = _versions(), _hardware()
+    (output / SUCCESS).remove()  # first: one that is missing is made again, one that is no longer true is believed
+    mark = uuid4().hex[:12]  # no two drivers ever write the same bytes
+    record["attempts"].append(
+        {"attempt": record["attempt"], "started_at": _now(), "process": asdict(Process.this()), "driver": mark}
+    )
+    _write_record(output, record, before)
+    (output / DATA).make_directory()
+    output.remove_temporary()
+    return RunHandle(output, record["run_id"], record["attempt"], record["config_hash"])
+
+
+def _write_record(output: StoragePath, record: dict[str, Any], before: int | str | None) -> None:
+    """Raises OutputLocked where it is not the version any more that was there before."""
+    file, data = output / RUN, json_bytes(record)
+    if (file.create(data) if before is None else file.replace(data, before)) is None:
+        raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
+
+
+def _version_of(file: StoragePath) -> int | str | None:
+    try:
+        return file.stat().version
+    except FileNotFoundError:
+        return None
+
+
+def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig) -> None:
+    """A resume must ask for the same completions."""
+    if (found := old.get("format_version")) != FORMAT_VERSION:
+        raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
+    before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
+    if keys := changed_keys(before, new):
+        changes = "".join(f"\n  {key}: was {_at(before, key)!r}, now {_at(new, key)!r}" for key in keys)
+        raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
+
+
+def _check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """A resume must ask of the same rows; a file that is new is added."""
+    changes = {path: what_changed(old.get(path, found), found) for path, found in new.items()}
+    if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
+        raise OutputMismatch(f"input changed since {output} was made from it: {changed}: put it back, {REMEDY}")
+
+
+def check_no_foreign_data(output: StoragePath) -> None:
+    """Parquet files that no record explains are somebody's: neither read as ours nor mixed with ours."""
+    if foreign := part_files(output / DATA):
+        raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
+
+
+def _remove_run(output: StoragePath) -> None:
+    """Delete what a run writes, _SUCCESS first, and nothing else; ``_run.json`` is replaced by the next attempt's."""
+    rows = own_files(output / DATA)
+    for path in [*(output / name for name in (SUCCESS, SUMMARY, PROGRESS, REPORT)), *rows]:
+        path.remove()
+
+
+def _at(tree: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _model_files(name: str) -> dict[str, dict[str, int]]:
+    """Size and time of a local model's files: what stood under that name. An embedded one comes with the version."""
+    files = sorted(file for file in Path(name).glob("*") if file.is_file())
+    return {file.name: {"size": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns} for file in files}
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "not installed"
+
+
+def _hardware() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "platform": platform.platform(), "cpus": os.cpu_count()}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

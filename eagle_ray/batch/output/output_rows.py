@@ -1,0 +1,143 @@
+"""From finished sequences to output rows: the words of ``schema.output_schema``.
+
+Rows are dictionaries; a column that is not mentioned is null. Does not know engines' insides, Ray or files.
+
+    >>> rows.of(request, sequences)
+    [{'request_id': 'q1', 'sample_index': 0, 'status': 'ok', 'text': 'Paris.', ...}]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from eagle_ray.batch.expected_rows import num_samples
+from eagle_ray.batch.sequences import Row, message_of, prompt_text_of, stops_of
+from eagle_ray.config import JobConfig
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.errors import RequestError
+from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.tree.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
+
+IDENTITY = ("request_id", "row_index", "source_file")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """What the rows of one worker share.
+
+    constants: columns that are the same in each of its rows, such as run_id. passthrough: input columns to carry.
+    clock_offset: seconds from the engine's monotonic clock to Unix time.
+    """
+
+    config: JobConfig
+    text: Tokenizer | None
+    constants: dict[str, Any]
+    passthrough: list[str]
+    clock_offset: float
+
+    def of(self, request: Row, sequences: list[Sequence]) -> list[Row]:
+        """One row per finished sample."""
+        prompt = prompt_text_of(request, self.text) if self.config.output.store_prompt else None
+        shared = self._shared(request) | {"status": "ok", "prompt": prompt}
+        return [
+            shared
+            | {"sample_index": j, "text": self._text(request, sequence)}
+            | self._tokens(sequence)
+            | _sampled(sequence)
+            | _acceptance(sequence)
+            | self._per_step(sequence)
+            | self._times(sequence)
+            for j, sequence in enumerate(sequences)
+        ]
+
+    def of_error(self, request: Row, error: RequestError) -> list[Row]:
+        """One row per sample that was asked for, so that a bad row's id is as done as a good one's."""
+        prompt = request["prompt"] if self.config.output.store_prompt else None
+        shared = self._shared(request) | {"status": "error", "prompt": prompt}
+        shared |= {"error_code": error.code, "error_message": message_of(request, error)}
+        return [shared | {"sample_index": j} for j in range(num_samples(request, self.config))]
+
+    def _shared(self, request: Row) -> Row:
+        return self.constants | {name: request[name] for name in (*IDENTITY, *self.passthrough)}
+
+    def _text(self, request: Row, sequence: Sequence) -> str | None:
+        return self.text and self.text.text_of(sequence.output_ids, stops_of(request, self.config))
+
+    def _tokens(self, sequence: Sequence) -> Row:
+        logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None
+        return {
+            "finish_reason": sequence.finish_reason,
+            "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
+            "token_logprobs": logprobs,
+            "cumulative_logprob": None if logprobs is None else sum(logprobs),
+            "prompt_tokens": len(sequence.prompt_ids),
+            "completion_tokens": len(sequence.output_ids),
+        }
+
+    def _per_step(self, sequence: Sequence) -> Row:
+        if self.config.speculative.stats != "detailed":
+            return {}
+        stats = sequence.stats
+        return {"per_step_budget": stats.per_step_budget, "per_step_accepted": stats.per_step_accepted}
+
+    def _times(self, sequence: Sequence) -> Row:
+        """Seconds between the engine's own moments; started_at is when the engine took the request."""
+        arrived, admitted = sequence.arrived_at, sequence.admitted_at
+        first_token, finished = sequence.first_token_at, sequence.finished_at
+        return {
+            "queue_s": admitted - arrived,
+            "prefill_s": first_token - admitted,
+            "decode_s": finished - first_token,
+            "ttft_s": first_token - arrived,
+            "e2e_s": finished - arrived,
+            "started_at": self._utc(arrived),
+            "finished_at": self._utc(finished),
+        }
+
+    def _utc(self, seconds: float) -> datetime:
+        return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
+
+
+def _sampled(sequence: Sequence) -> Row:
+    """What was in force: max_tokens after the cut to the model's room, the seed of this sample."""
+    sampling = sequence.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sequence.max_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+    }
+
+
+def _acceptance(sequence: Sequence) -> Row:
+    stats = sequence.stats
+    return {
+        "num_spec_steps": stats.num_steps,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+        "num_spec_tokens": stats.num_spec_tokens,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": stats.histogram,
+        "num_plain_steps": stats.num_plain_steps,
+        "num_discarded_tokens": stats.num_discarded_tokens,
+        "target_forwards": sequence.target_forwards,
+        "draft_forwards": sequence.draft_forwards,
+        "proposed_by_depth": stats.proposed_by_depth,
+        "accepted_by_depth": stats.accepted_by_depth,
+        **_confidences("confidence", stats.drafted),
+        **_confidences("calibrated", stats.calibrated),
+    }
+
+
+def _confidences(name: str, counts: ConfidenceCounts) -> Row:
+    return {
+        f"{name}_nodes": counts.nodes,
+        f"{name}_accepted": counts.accepted,
+        f"{name}_expected": [units * CONFIDENCE_UNIT for units in counts.expected],
+    }

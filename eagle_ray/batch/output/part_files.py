@@ -1,0 +1,73 @@
+"""The part files of an output: their names, and their columns read back, a file in memory at a time.
+
+A file is named after the attempt and the task that made it, and may stand in directories that name values of columns
+(``partitions``). Does not know what the rows mean or who asks.
+
+    >>> for table in tables(run.data, ["request_id", "text"]):
+    ...     print(table["text"][0])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.batch.output.partitions import types_in, with_columns
+from eagle_ray.batch.output.schema import lacking, output_schema
+from eagle_ray.storage.path import StoragePath, parquet_bytes
+
+PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
+
+
+def part_name(attempt: int, task: int) -> str:
+    return f"part-{attempt:03d}-{task:06d}.parquet"
+
+
+def attempt_of(file: StoragePath) -> int | None:
+    """The attempt that made a file, None where the name is none of ours."""
+    match = PART.fullmatch(file.name)
+    return int(match.group(1)) if match else None
+
+
+def part_files(data: StoragePath) -> list[StoragePath]:
+    """Every Parquet file below, in the order in which they were made."""
+    return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
+
+
+def tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
+    """These columns of every file, one file after the other; those that its directories name included."""
+    for file in part_files(data):
+        with open_parquet(file) as parquet:
+            named = types_in(parquet.schema_arrow)
+            kept = parquet.read(columns=[name for name in columns if name not in named.names])
+        whole = with_columns(kept, pa.schema([named.field(n) for n in columns if n in named.names]), file.text)
+        yield whole.select(columns)
+
+
+def columns_of(data: StoragePath) -> pa.Schema:
+    """The columns of the files, those that their directories name at the end; every file of a run has the same."""
+    for file in part_files(data)[:1]:
+        with open_parquet(file) as parquet:
+            schema = parquet.schema_arrow
+        named = types_in(schema)
+        return pa.schema([*(field for field in schema if field.name not in named.names), *named])
+    return pa.schema([])
+
+
+def next_schema(data: StoragePath, passthrough: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
+    schema, absent = output_schema(passthrough), lacking(columns_of(data))
+    return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
+
+
+def as_stored(schema: pa.Schema) -> pa.Schema:
+    """The columns as they come back from a file: Parquet has names of its own for what lists hold, and coarse times."""
+    return pq.read_schema(pa.BufferReader(parquet_bytes(schema.empty_table(), "none")))
+
+
+def has_column(data: StoragePath, name: str) -> bool:
+    return name in columns_of(data).names

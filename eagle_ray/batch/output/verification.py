@@ -1,0 +1,116 @@
+"""Checks: what report.baseline_rows and report.verify_rows ask for, once the rows are made.
+
+Rows are chosen evenly by id from those that ended well, and decoded again in a worker of their own that has what every
+worker has: the drafts' gain is timed there, and stored outputs are held against plain decoding's. Nothing is kept on
+the way: a check that is lost is done again. Does not know how a summary is stored.
+
+    >>> checked(config, plan, run, ids, {"verify_rows": 100})["verify_rows"]["identical"]
+    100
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from eagle_ray.batch.baseline import BaselineComparison, ChosenRow
+from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
+from eagle_ray.batch.error_classifier import classify_error
+from eagle_ray.batch.id_digests import DIGEST, Digests, digests, isin
+from eagle_ray.batch.input.plan import InputPlan, requests_of
+from eagle_ray.batch.job_errors import ClusterError, WorkerDefect
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.output.part_files import tables
+from eagle_ray.config import JobConfig
+
+log = logging.getLogger("eagle_ray")
+RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
+
+KEY = np.dtype([("id", DIGEST), ("sample", np.int32)])
+Keys = np.ndarray  # one-dimensional, of KEY: which row
+
+
+def run_checks(
+    config: JobConfig, plan: InputPlan, run: RunHandle, ids: Digests, wanted: Mapping[str, int]
+) -> dict[str, Any]:
+    """What was found, by the name of the key that asked, with the number that it asked for.
+
+    ids: the job's own, sorted, of which rows are chosen. Ray is connected. Raises ClusterError where the worker cannot
+    do it.
+    """
+    finished = np.sort(_finished(run, ids))
+    if not len(finished):
+        return {name: {"asked": number, "rows": 0} for name, number in wanted.items()}
+    chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
+    rows = _rows(plan, run, np.unique(np.concatenate(list(chosen.values()))))
+    log.info("decoding %d rows once more (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
+    found = _in_a_worker(config, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
+    return {name: {"asked": number} | found[name] for name, number in wanted.items()}
+
+
+def _finished(run: RunHandle, ids: Digests) -> Keys:
+    """The rows of these ids that ended well."""
+    found = [np.empty(0, KEY)]
+    for table in tables(run.data, ["request_id", "sample_index", "status"]):
+        keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
+        found.append(keys[isin(keys["id"], ids)])
+    return np.concatenate(found)
+
+
+def _keys_of(table: pa.Table) -> Keys:
+    keys = np.empty(len(table), KEY)
+    keys["id"], keys["sample"] = digests(table["request_id"].to_pylist()), table["sample_index"].to_numpy()
+    return keys
+
+
+def _evenly(keys: Keys, number: int) -> Keys:
+    """number of them, or all, the same steps apart."""
+    number = min(number, len(keys))
+    return keys[np.arange(number) * len(keys) // number]
+
+
+def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[tuple[bytes, int], ChosenRow]:
+    """By their keys."""
+    outputs = dict(_outputs(run, keys))
+    ids = {request_id for request_id, _ in outputs.values()}
+    requests = {row["request_id"]: row for row in requests_of(plan) if row["request_id"] in ids}
+    return {key: ChosenRow(requests[id], key[1], output_ids) for key, (id, output_ids) in outputs.items()}
+
+
+def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
+    """The id and output ids of each wanted row, by its key."""
+    for table in tables(run.data, ["request_id", "sample_index", "output_token_ids"]):
+        keys = _keys_of(table)
+        here = np.isin(keys, wanted)
+        rows = table.filter(pa.array(here)).to_pylist()
+        for key, row in zip(keys[here], rows, strict=True):
+            yield key.item(), (row["request_id"], row["output_token_ids"])
+
+
+def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
+    """The checks in a process that has the GPUs and threads of any of the job's workers."""
+    execution, device = config.execution, config.model.device
+    workers = plan_workers(execution, device, nodes(), execution.slots, threads_wanted(os.environ))
+    task = ray.remote(num_gpus=workers.num_gpus, num_cpus=0, max_retries=RETRIES)(_check)
+    try:
+        return ray.get(task.remote(config, chosen, workers.threads))
+    except RayTaskError as error:
+        fault = classify_error(error.cause)
+        kind = ClusterError if fault.is_transient else WorkerDefect
+        raise kind(f"finished rows could not be checked: {fault.line}") from error
+    except RayError as error:
+        raise ClusterError(f"finished rows could not be checked: {type(error).__name__}: the worker died") from error
+
+
+def _check(config: JobConfig, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:
+    twin = BaselineComparison(config, threads)
+    checks = {"baseline_rows": twin.measure, "verify_rows": twin.verify}
+    return {name: checks[name](rows) for name, rows in chosen.items()}

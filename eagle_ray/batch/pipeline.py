@@ -1,0 +1,152 @@
+"""The pipeline: requests through a pool of engine actors into Parquet files, as one Ray Data stream.
+
+Does not know configuration files, exit codes or what stood there before; ``eagle_ray.batch.run`` does.
+
+    >>> generate(config, plan, run, skip=done, num_rows=80)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
+
+from eagle_ray.batch.actor import EngineActor
+from eagle_ray.batch.cluster import WorkerPlan, nodes, plan_workers, threads_wanted
+from eagle_ray.batch.id_digests import Digests
+from eagle_ray.batch.input.plan import InputPlan
+from eagle_ray.batch.input.source import read_requests
+from eagle_ray.batch.job_errors import ClusterError, JobError, WorkerDefect, outcome_of
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.output.part_files import next_schema
+from eagle_ray.batch.output.partitions import Partitions
+from eagle_ray.batch.output.sink import AtomicParquetSink
+from eagle_ray.batch.progress import start_progress
+from eagle_ray.batch.progress_monitor import Limits, ProgressMonitor
+from eagle_ray.config import ConfigError, JobConfig
+
+log = logging.getLogger("eagle_ray")
+
+CALLS_PER_ACTOR = 8  # batches in flight; with batches of half the slots, each slot has four rows to choose from
+BATCHES_PER_ACTOR = 64  # from then on batches grow: each costs Ray some milliseconds, and the engine's thread the GIL
+MOST_PER_SLOT = 4  # rows of a batch
+FEWEST_FILES = 8  # of a small job: what is done is on disk before all of it is
+RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
+STARTS_PER_WORKER = 4  # in a row, and no row answered well between them: more than this is a fault, not an accident
+STARTS_FOR_KILLERS = 32  # and so many more: rows that kill their workers may stand together
+FULL = 1.0  # the share of its calls in flight at which a pool that may grow does; Ray's own 1.75 is out of its reach
+
+
+def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, num_rows: int) -> None:
+    """Answer every request but those to skip, whose ids are sorted. Ray is connected.
+
+    num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or ConfigError for a missing model.
+    """
+    workers = plan_workers(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
+    progress = start_progress(workers.fewest)
+    max_starts = workers.most * STARTS_PER_WORKER + STARTS_FOR_KILLERS
+    limits = Limits(config.execution.max_error_rate, max_starts)
+    ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
+    partitions = Partitions.of(config.output.partition_by, plan.carried)
+    schema = next_schema(run.data, plan.passthrough)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions)
+    batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
+    _set_up_ray_data(config.execution.preserve_order, max_starts)
+    log.info(_loading(config.model.target, workers))
+    requests = read_requests(plan, skip, rows_per_block=batch_size)
+    answers = _answered(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
+    with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits):
+        _write(answers, sink)
+
+
+def _answered(requests: ray.data.Dataset, batch_size: int, workers: WorkerPlan, actor_args: tuple) -> ray.data.Dataset:
+    return requests.map_batches(
+        EngineActor,
+        fn_constructor_args=actor_args,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        udf_modifying_row_count=True,  # n samples of a row
+        compute=_pool(workers),
+        num_gpus=workers.num_gpus,
+        num_cpus=0,  # CPUs are for reading and writing; engines share theirs out by their threads
+    )
+
+
+def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
+    """Make it all happen. Ray wraps what a worker raised, and adds advice: the user gets the reason itself."""
+    try:
+        dataset.write_datasink(sink)
+    except RayError as error:
+        reason = _innermost(error)
+        if isinstance(reason, (JobError, ConfigError)):
+            raise type(reason)(str(reason).partition("\n")[0]) from None
+        raise _kind_of(reason)(f"a worker failed: {_what_happened(reason)}") from error
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    """Which exception stands for what a task raised. A RayError itself is a lost worker, node or object."""
+    if isinstance(error, OSError) and not outcome_of(error).is_transient:
+        return ConfigError
+    return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
+
+
+def _innermost(error: Exception) -> Exception:
+    """What was raised first: Ray wraps it once per hand that it goes through."""
+    while isinstance(cause := getattr(error, "cause", None), Exception):
+        error = cause
+    return error
+
+
+def _what_happened(error: Exception) -> str:
+    """The exception's own line in Ray's text, which is a whole traceback, often with advice on retries after it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not isinstance(error, RayError):
+        return f"{type(error).__name__}: {lines[0]}"
+    raised = [line for line in lines if RAISED.match(line)]
+    return raised[-1] if raised else lines[0]
+
+
+def _pool(workers: WorkerPlan) -> ActorPoolStrategy:
+    return ActorPoolStrategy(
+        min_size=workers.fewest,
+        max_size=workers.most,
+        initial_size=workers.fewest,
+        max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
+        max_tasks_in_flight_per_actor=CALLS_PER_ACTOR,
+    )
+
+
+def _batch_size(slots: int, actors: int, num_rows: int) -> int:
+    """Small batches, but for long jobs: a row leaves when its batch is done, and the last ones should spread."""
+    wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MOST_PER_SLOT * slots))
+    return max(1, min(wanted, num_rows // (2 * actors)))
+
+
+def _rows_per_file(wanted: int, num_rows: int) -> int:
+    return max(1, min(wanted, num_rows // FEWEST_FILES))
+
+
+def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
+    """Our own progress lines instead of Ray's; order kept where the job asks for it; workers may die as they load."""
+    context = DataContext.get_current()
+    context.max_consecutive_actor_init_deaths = max_starts
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = FULL
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options.preserve_order = preserve_order
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):  # its log file keeps everything
+            handler.setLevel(logging.CRITICAL)
+
+
+def _loading(target: str, workers: WorkerPlan) -> str:
+    threads = "1 CPU thread" if workers.threads == 1 else f"up to {workers.threads} CPU threads"
+    device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else threads
+    if workers.fewest == 1:
+        return f"loading {target} in one worker with {device}"
+    return f"loading {target} in {workers.fewest} workers with {device} each"

@@ -1,0 +1,217 @@
+"""Progress: what the workers have done so far, added up, and which of them died over what.
+
+Workers send a Report of all they did to one small Ray actor, again after every batch; whoever wants to know asks it for
+the sum. A report that is lost is made good by the next. Does not know files or how progress is shown.
+
+    >>> progress = start_progress(num_workers=2)
+    >>> ray.get(progress.snapshot.remote()).rows
+    40
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from eagle_ray.batch.crash_tracker import CrashRecord, CrashTracker
+from eagle_ray.engine.counters import EngineCounters
+
+# Of an engine's counters, those that add up over workers: its steps and what they were spent on.
+WORK = (
+    "num_steps",
+    "num_plain_steps",
+    "num_probes",
+    "num_verify_rows",
+    "num_prefill_tokens",
+    "num_reused_tokens",
+    "num_preemptions",
+)
+KILLED = "the process was killed"  # where a worker left no word
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What one worker did so far.
+
+    slot_steps of offered_steps: the engine's slots that were busy. engine_s: seconds inside its steps. work: WORK of
+    the engine.
+    """
+
+    worker_id: str
+    slot_steps: int
+    offered_steps: int
+    engine_s: float = 0.0
+    work: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    errors: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
+        """Of a worker that has answered nothing yet."""
+        offered = counters.num_steps * counters.num_slots
+        work = {name: getattr(counters, name) for name in WORK}
+        return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work)
+
+    def after(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
+        """With one batch's output rows more."""
+        return replace(
+            WorkerReport.of(self.worker_id, counters),
+            rows=self.rows + len(answers),
+            errors=self.errors + pc.sum(pc.equal(answers["status"], "error"), min_count=0).as_py(),
+            output_tokens=self.output_tokens + _sum(answers, "completion_tokens"),
+            steps=self.steps + _sum(answers, "num_spec_steps"),
+            accepted=self.accepted + _sum(answers, "num_accepted_draft_tokens"),
+        )
+
+
+@dataclass(slots=True)
+class Progress:
+    """Each worker's latest report, and their sums.
+
+    starts: workers that began to load, those that died since included. starts_in_a_row: since a row was last answered
+    well. ready_at: when the first worker could begin, on the monotonic clock of the driver's node. notes: lines that
+    workers want the user to read. start_lines: what workers logged while they started, with its level; a line that
+    several of them log is here once. fatal: why a worker cannot start, and so none can.
+    """
+
+    starts: int = 0
+    starts_in_a_row: int = 0
+    ready_at: float | None = None
+    workers: dict[str, WorkerReport] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    start_lines: list[tuple[int, str]] = field(default_factory=list)
+    fatal: Exception | None = None
+
+    def add(self, report: WorkerReport) -> None:
+        if self.ready_at is None:
+            self.ready_at = time.monotonic()
+        before = self.workers.get(report.worker_id, report)
+        if report.rows - report.errors > before.rows - before.errors:
+            self.starts_in_a_row = 0
+        self.workers[report.worker_id] = report
+
+    @property
+    def starting(self) -> str | None:
+        """The part of a start that was logged last, until a worker is ready; None if nothing was."""
+        if self.workers or not self.start_lines:
+            return None
+        return self.start_lines[-1][1].partition(":")[0]
+
+    def add_start(self) -> None:
+        self.starts += 1
+        self.starts_in_a_row += 1
+
+    @property
+    def rows(self) -> int:
+        return self._sum("rows")
+
+    @property
+    def errors(self) -> int:
+        return self._sum("errors")
+
+    @property
+    def output_tokens(self) -> int:
+        return self._sum("output_tokens")
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return 1 + self._sum("accepted") / self._sum("steps") if self._sum("steps") else None
+
+    @property
+    def busy_slots(self) -> float | None:
+        """The share of slots that held a sequence, over all steps of all workers."""
+        offered = self._sum("offered_steps")
+        return self._sum("slot_steps") / offered if offered else None
+
+    @property
+    def engine_s(self) -> float:
+        """Seconds that an engine was inside its steps, the mean over all workers."""
+        return self._sum("engine_s") / len(self.workers) if self.workers else 0.0
+
+    @property
+    def work(self) -> dict[str, int]:
+        """WORK, added up over all workers."""
+        return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK}
+
+    def _sum(self, name: str) -> float:
+        return sum(getattr(report, name) for report in self.workers.values())
+
+
+class ProgressActor:
+    """Where reports are added up and deaths are booked: one per job, in a process of its own.
+
+    num_workers: how many are started to begin with. Should it be killed, the reports come again; blame is forgotten.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._progress, self._deaths = Progress(), CrashTracker()
+        self._num_workers = num_workers
+        self._last_words: dict[str, str] = {}
+        self._failed: set[str] = set()
+
+    def start(self, actor_id: str) -> None:
+        """An actor begins, or begins again: then whatever it was answering took part in a death."""
+        self._progress.add_start()
+        self._deaths.buried(actor_id, self._last_words.pop(actor_id, KILLED))
+
+    def fail(self, actor_id: str, error: Exception, is_own: bool) -> bool:
+        """An actor cannot start; returns whether the job ends, which is not so while others do or may.
+
+        is_own: the trouble may be that actor's alone.
+        """
+        self._failed.add(actor_id)
+        others_may = is_own and len(self._failed) < self._num_workers
+        if self._progress.workers or others_may:
+            self._note(f"{error}; the others go on")
+            return False
+        self._progress.fatal = error
+        return True
+
+    def take(self, actor_id: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
+        return self._deaths.take(actor_id, ids)
+
+    def risk(self, actor_id: str, ids: Iterable[str]) -> None:
+        self._deaths.risk(actor_id, ids)
+
+    def answered(self, actor_id: str, ids: Iterable[str]) -> None:
+        self._deaths.answered(actor_id, ids)
+
+    def report(self, report: WorkerReport) -> None:
+        self._progress.add(report)
+
+    def last_words(self, actor_id: str, worker_id: str, reason: str) -> None:
+        self._last_words[actor_id] = reason
+        self._note(f"worker {worker_id} ends: {reason}")
+
+    def log(self, level: int, text: str) -> None:
+        """Keep a line of a worker that starts."""
+        if (level, text) not in self._progress.start_lines:
+            self._progress.start_lines.append((level, text))
+
+    def snapshot(self) -> Progress:
+        return self._progress
+
+    def _note(self, line: str) -> None:
+        if self._progress.notes[-1:] != [line]:
+            self._progress.notes.append(line)
+
+
+def start_progress(num_workers: int) -> ActorHandle:
+    """On the driver's own node: where that one dies, so does the job."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+    return ray.remote(**options)(ProgressActor).remote(num_workers)
+
+
+def _sum(answers: pa.Table, column: str) -> int:
+    return pc.sum(answers[column], min_count=0).as_py()

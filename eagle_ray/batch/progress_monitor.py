@@ -1,0 +1,209 @@
+"""ProgressMonitor: what a running job says of itself, and a look at whether it can still end well.
+
+It tells what engines have finished and, apart from it, what stands in files: to whoever watches and to
+``_progress.json``. Does not know how the rows are made, nor what a line looks like (``display``).
+
+    >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits):
+    ...     dataset.write_datasink(sink)
+    [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+import ray
+from ray.actor import ActorHandle
+
+from eagle_ray.batch.cluster import GcsWatch, check_alive, gcs_address
+from eagle_ray.batch.display import Facts, display
+from eagle_ray.batch.job_errors import ClusterError, JobError, TooManyErrors
+from eagle_ray.batch.output.manifest import PROGRESS, RUN, RunHandle
+from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.batch.progress import Progress
+from eagle_ray.batch.signals import interrupt, is_interrupted
+from eagle_ray.storage.path import StoragePath, write_json
+from eagle_ray.storage.retry_budget import hurry
+
+log = logging.getLogger("eagle_ray")
+LOOK_EVERY_S = 1.0
+SHORTEST_S = 1.0  # a speed over less time says nothing
+FEWEST_ROWS_TO_JUDGE = 100  # an error rate over fewer rows says little
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to give up. max_error_rate: a share of rows. max_starts: of workers, with no good row between them."""
+
+    max_error_rate: float
+    max_starts: int
+
+    def exceeded_by(self, progress: Progress) -> Exception | None:
+        if progress.fatal is not None:
+            return progress.fatal
+        if progress.rows >= FEWEST_ROWS_TO_JUDGE and progress.errors > self.max_error_rate * progress.rows:
+            return TooManyErrors(f"{progress.errors} of {progress.rows} rows are errors")
+        if progress.starts_in_a_row > self.max_starts:
+            last = progress.notes[-1] if progress.notes else "none of them left a word"
+            return ClusterError(
+                f"workers die again and again: {progress.starts_in_a_row} were started and no row was answered ({last})"
+            )
+        return None
+
+
+class ProgressMonitor:
+    """While it is open: something to look at, and ``_progress.json`` every few seconds.
+
+    A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
+    keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, ClusterError where workers
+    die again and again, and OutputDamaged or Overtaken once ``_run.json`` is deleted or names another attempt.
+    """
+
+    def __init__(self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits):
+        self._actor, self._run, self._num_rows = actor, run, num_rows
+        self._every_s, self._limits = every_s, limits
+        self._saved = RowCounter(run.data, f"**/part-{run.attempt:03d}-*.parquet")
+        self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
+        self._num_start_lines = 0
+        self._started, self._ready_at = time.monotonic(), None
+        self._gcs = GcsWatch(gcs_address())
+        self._reason: Exception | None = None
+        self._unwritten = ""  # why the latest progress file could not be written
+        self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
+
+    def __enter__(self) -> ProgressMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        if self._reason is not None:
+            raise self._reason from None
+        if self._unwritten and error is None:
+            log.warning("%s cannot be written: %s", PROGRESS, self._unwritten)
+
+    def _work(self) -> None:
+        hurry()
+        next_file = self._started
+        with display(self._every_s) as shown:
+            while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):
+                if is_interrupted():  # and still at work: the exception was lost on its way
+                    interrupt()
+                if (progress := self._look()) is None:
+                    continue
+                if is_due := time.monotonic() >= next_file:
+                    self._count_files()
+                    next_file += self._every_s
+                facts = self._facts(progress)
+                shown.show(facts)
+                if is_due:
+                    self._write(facts)
+            if self._reason is None and (progress := self._look()) is not None:
+                self._count_files()
+                shown.show_last(facts := self._facts(progress))
+                self._write(facts)
+
+    def _look(self) -> Progress | None:
+        """The workers' progress, once their notes are passed on and the job is still worth going on with."""
+        try:
+            check_alive()
+            self._gcs.check()
+            if self._run.output.is_local:  # on S3 a request: only where the progress file is written
+                self._run.check_current()
+            progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
+        except JobError as error:
+            self._stop(error)
+            return None
+        except OSError as error:  # the rows matter, not this
+            log.debug("%s cannot be read now: %s", RUN, error)
+            return None
+        except ray.exceptions.RayError:  # an ending cluster, or one that is too busy: the next look will tell
+            return None
+        for level, line in progress.start_lines[self._num_start_lines :]:
+            log.log(level, line)
+        self._num_start_lines = len(progress.start_lines)
+        for note in progress.notes[self._num_notes :]:
+            log.warning(note)
+        self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
+        if self._ready_at is None:
+            self._ready_at = progress.ready_at
+        self._judge(progress)
+        return progress
+
+    def _count_files(self) -> None:
+        try:
+            self._rows_in_files = self._saved.count()
+        except OSError as error:  # the rows matter, not this
+            log.debug("the files cannot be counted now: %s", error)
+
+    def _write(self, facts: Facts) -> None:
+        """Write the progress file. A failure is logged once the job is done: a failed write of rows says more."""
+        try:
+            self._run.check_current()  # first: an output that was deleted is not made again
+            write_json(self._run.output / PROGRESS, facts)
+            self._unwritten = ""
+        except JobError as error:
+            self._stop(error)
+        except OSError as error:  # the rows matter, not this
+            self._unwritten = str(error)
+            log.debug("%s cannot be written: %s", PROGRESS, error)
+
+    def _facts(self, progress: Progress) -> Facts:
+        """Everything that is said, and ``_progress.json`` with it."""
+        now = time.monotonic()
+        running = now - (self._ready_at or now)
+        left = max(0, self._num_rows - progress.rows)
+        return {
+            "run_id": self._run.run_id,
+            "attempt": self._run.attempt,
+            "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "elapsed_s": round(now - self._started, 1),
+            "working_s": round(running, 1),  # since the first worker was ready
+            "workers_started": progress.starts,
+            "workers_ready": len(progress.workers),
+            "starting": progress.starting,
+            "rows_to_do": self._num_rows,
+            "rows_done": min(progress.rows, self._num_rows),  # a lost worker's rows are made, and counted, again
+            "rows_in_files": self._rows_in_files,
+            "errors": progress.errors,
+            "output_tokens": progress.output_tokens,
+            "tokens_per_s": progress.output_tokens / running if running >= SHORTEST_S else None,
+            "mean_acceptance_length": progress.mean_acceptance_length,
+            "busy_slots": progress.busy_slots,
+            "engine_s": round(progress.engine_s, 1),
+            "engine_busy": progress.engine_s / running if running >= SHORTEST_S else None,  # what the pipeline leaves
+            "engine": progress.work,
+            "seconds_left": left * running / progress.rows if progress.rows and running >= SHORTEST_S else None,
+        }
+
+    def _judge(self, progress: Progress) -> None:
+        reason = self._limits.exceeded_by(progress)
+        if reason is not None:
+            self._stop(reason)
+
+    def _stop(self, reason: Exception) -> None:
+        if not self._closing.is_set() and not is_interrupted():  # an ending Ray is not why the job ends then
+            self._reason = reason
+            self._closing.set()
+            interrupt()
+
+
+@dataclass(slots=True)
+class RowCounter:
+    """Counts the rows of files as they appear, reading each footer once."""
+
+    directory: StoragePath
+    pattern: str
+    rows: dict[StoragePath, int] = field(default_factory=dict)
+
+    def count(self) -> int:
+        for file in self.directory.glob(self.pattern):
+            if file not in self.rows:
+                with open_parquet(file) as parquet:
+                    self.rows[file] = parquet.metadata.num_rows
+        return sum(self.rows.values())

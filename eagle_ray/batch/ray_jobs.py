@@ -1,0 +1,168 @@
+"""Submission: a job given to a Ray cluster over HTTP, followed to its end.
+
+The cluster gets a working directory with the resolved configuration in it, and this very package: its nodes need our
+dependencies and nothing of ours. The job's exit code is the process's own. Does not know rows or models.
+
+    >>> code = submit(config, "http://127.0.0.1:8265", follow=True)
+    submitted as raysubmit_6vHbeXjhHnwpBVpe
+    reading the input
+    ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+import eagle_ray
+from eagle_ray.batch.job_errors import ClusterError
+from eagle_ray.batch.ray_environment import QUIET, RAY_JOB
+from eagle_ray.config import ConfigError, JobConfig
+
+CONFIG_FILE = "job.yaml"
+LOOK_EVERY_S = 1.0
+TRIES = 5  # to reach a cluster that answered before
+DIED = 5  # the exit code of a job whose process left none
+INTERRUPTED = 130
+DASHBOARD = "give the dashboard's address, such as http://127.0.0.1:8265"
+TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+LEFT_OUT = ["**/__pycache__/**"]
+HERE = ("127.0.0.1", "localhost", "::1")
+
+
+def submit(config: JobConfig, address: str | None, flags: list[str], follow: bool) -> int:
+    """Hand the job over; returns its exit code, or 0 at once where it is not followed.
+
+    address: http://host:port of the cluster's dashboard; None: what RAY_API_SERVER_ADDRESS or RAY_ADDRESS says.
+    flags: of ``eagle-ray run``, besides the configuration. Raises ClusterError if no cluster answers, ConfigError if it
+    refuses the token or the address is none.
+    """
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    client = _client(address)
+    with _working_directory(config) as directory:
+        package = str(Path(eagle_ray.__file__).parent)
+        environment = {"working_dir": directory, "py_modules": [package], "excludes": LEFT_OUT}
+        entrypoint = shlex.join([_python(client), "-m", "eagle_ray.cli", "run", "-c", CONFIG_FILE, *flags])
+        with _reached(address):
+            job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"name": config.name})
+    print(f"submitted as {job}", flush=True)
+    if not follow:
+        return 0
+    try:
+        asyncio.run(_print_log(client, job))
+        return _exit_code(client, job)
+    except KeyboardInterrupt:
+        print(f"no longer followed; the job goes on: ray job stop {job}", flush=True)
+        return INTERRUPTED
+
+
+def with_absolute_paths(config: JobConfig) -> JobConfig:
+    """The configuration as another machine, in another directory, reads it: with absolute paths and its own cluster."""
+    paths = config.input.path
+    found = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return config.model_copy(
+        update={
+            "input": config.input.model_copy(update={"path": found[0] if isinstance(paths, str) else found}),
+            "output": config.output.model_copy(update={"path": _absolute(config.output.path)}),
+            "execution": config.execution.model_copy(update={"ray_address": "auto"}),
+        }
+    )
+
+
+def check_output_outlives_job(config: JobConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Within a Ray job the working directory is a copy that goes with it. Raises ConfigError where rows would, too."""
+    path = config.output.path
+    if RAY_JOB in environ and path == _relative(path) and "runtime_resources" in os.getcwd():
+        raise ConfigError(
+            f"output.path: {path!r} is relative, and this job runs in a copy of its working directory, which Ray "
+            "deletes: give an absolute path that every node sees, or s3://"
+        )
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("embedded:") or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _relative(path: str) -> str | None:
+    return None if "://" in path or Path(path).expanduser().is_absolute() else path
+
+
+@contextmanager
+def _working_directory(config: JobConfig) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
+        settings = with_absolute_paths(config).model_dump(mode="json")
+        (Path(directory) / CONFIG_FILE).write_text(yaml.safe_dump(settings, allow_unicode=True), "utf-8")
+        yield directory
+
+
+def _client(address: str | None) -> Any:
+    from ray.job_submission import JobSubmissionClient  # seconds of imports: only where there is a job to submit
+
+    with _reached(address):
+        return JobSubmissionClient(address)
+
+
+def _python(client: Any) -> str:
+    """On this machine this very interpreter, which need not be on the cluster's PATH; elsewhere the cluster's own."""
+    return sys.executable if urlsplit(client.get_address()).hostname in HERE else "python"
+
+
+@contextmanager
+def _reached(address: str | None) -> Iterator[None]:
+    """Turn what Ray's client raises into an error that names the address: a ConfigError if another try is no help."""
+    from ray.exceptions import AuthenticationError
+
+    try:
+        yield
+    except (AuthenticationError, RuntimeError, ValueError, OSError) as error:
+        kind = ConfigError if isinstance(error, (AuthenticationError, ValueError)) else ClusterError
+        where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "no address"
+        first = str(error).strip().partition("\n")[0]
+        fix = TOKEN if isinstance(error, AuthenticationError) else DASHBOARD
+        raise kind(f"--address {where}: no Ray cluster takes the job there ({first}): {fix}") from None
+
+
+async def _print_log(client: Any, job: str) -> None:
+    """The job's own lines as they come, until it is over or the connection is."""
+    from aiohttp import ClientError
+
+    try:
+        async for lines in client.tail_job_logs(job):
+            print(lines, end="", flush=True)
+    except (ClientError, RuntimeError, OSError) as error:
+        print(f"{job}: its log cannot be followed any more ({error}); waiting for its end", flush=True)
+
+
+def _exit_code(client: Any, job: str) -> int:
+    """The code of the job's process, once it has ended."""
+    while not (info := _info(client, job)).status.is_terminal():
+        time.sleep(LOOK_EVERY_S)
+    if info.status == "STOPPED":
+        print(f"{job} was stopped: the same command goes on from what is there", flush=True)
+        return INTERRUPTED
+    if info.status == "SUCCEEDED":
+        return 0
+    if not info.driver_exit_code:
+        print(f"{job} failed: {(info.message or '').strip()}", flush=True)
+    return info.driver_exit_code or DIED
+
+
+def _info(client: Any, job: str) -> Any:
+    for _ in range(TRIES - 1):
+        try:
+            return client.get_job_info(job)
+        except (ConnectionError, RuntimeError):  # a head that is busy: it answers later
+            time.sleep(LOOK_EVERY_S)
+    with _reached(None):
+        return client.get_job_info(job)

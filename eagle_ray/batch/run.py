@@ -1,0 +1,361 @@
+"""The job: from a configuration to an output directory that holds every row, and an exit code.
+
+It stands beside the command line, above the rooms it joins: ``data`` makes the rows, ``report`` adds them up. Ray is
+imported only where there is work left, and torch only in the workers: a job with nothing to do ends in a second.
+
+    >>> run_job(load_config("configs/demo.yaml"))
+    0
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from eagle_ray.batch.expected_rows import ExpectedRows, expected_rows_of, sample_ids
+from eagle_ray.batch.fingerprints import check_unchanged
+from eagle_ray.batch.id_digests import EMPTY, isin
+from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of
+from eagle_ray.batch.input.source_check import check_origins
+from eagle_ray.batch.job_errors import (
+    DONE,
+    INTERRUPTED,
+    ROW_ERRORS,
+    STOPS,
+    TOO_MANY_ERRORS,
+    Ending,
+    FencedError,
+    Incomplete,
+    OutputMismatch,
+    TooManyErrors,
+    WorkerDefect,
+)
+from eagle_ray.batch.output.fencing import remove_stale_files, wait_for_stale_writers
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.batch.output.manifest import (
+    DATA,
+    PROGRESS,
+    REPORT,
+    RUN,
+    SUCCESS,
+    SUMMARY,
+    RunHandle,
+    open_run,
+    output_of,
+    read_manifest,
+    record_outcome,
+)
+from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_ids
+from eagle_ray.batch.output.part_files import as_stored, columns_of, has_column, next_schema, tables
+from eagle_ray.batch.output.partitions import Partitions
+from eagle_ray.batch.output.schema import differing, lacking
+from eagle_ray.batch.path_checks import check_apart, check_not_own
+from eagle_ray.batch.ray_environment import prepare
+from eagle_ray.batch.ray_jobs import check_output_outlives_job
+from eagle_ray.batch.signals import interruptible
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.report.budgets import budgets
+from eagle_ray.report.html import page
+from eagle_ray.report.speed_up import SpeedUp
+from eagle_ray.report.summary import summarise, summary_json
+from eagle_ray.report.text import difference_line, run_table
+from eagle_ray.report.timeline import timeline
+from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json_object, write_json
+from eagle_ray.storage.retry_budget import outlasting_outages
+
+log = logging.getLogger("eagle_ray")
+GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
+ERRORS_SHOWN = 3
+RESUME = "the same command goes on from what is there"
+CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
+
+
+def run_job(config: JobConfig, retry_errors: bool = False) -> int:
+    """Run the job to its end and print its table; returns the exit code. retry_errors: as for complete."""
+    return run_to_end(config, retry_errors).outcome.code
+
+
+def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> Ending:
+    """Run the job to its end and print its table. fail_on_row_errors: error rows make another outcome of a done job."""
+    began = datetime.now(timezone.utc)
+
+    def work() -> str:
+        check_output_outlives_job(config)
+        summary, output = run_to_completion(config, retry_errors), output_of(config)
+        if num_errors := summary["total"]["errors"]:
+            _show_errors(output, num_errors)
+        place, files = output.shown, "**/*.parquet" if config.output.partition_by else "*.parquet"
+        return f"{run_table(summary)}\nrows in {place}/{DATA}/{files}, these numbers in {place}/{SUMMARY}"
+
+    ending = ending_of(work, config.logging.level)
+    rows, errors = _counts(config, ending, began)
+    if ending.outcome is DONE and fail_on_row_errors and errors:
+        ending = Ending(ROW_ERRORS, f"{errors} rows ended in errors (--fail-on-row-errors)")
+        print(f"eagle-ray: {ending.reason}", file=sys.stderr)
+    return replace(ending, rows=rows, errors=errors)
+
+
+def _counts(config: JobConfig, ending: Ending, began: datetime) -> tuple[int | None, int | None]:
+    """Rows and error rows in the output, where this run has counted them and they can be read at once."""
+    with suppress(ConfigError, OSError):
+        output = output_of(config)
+        if ending.outcome in (DONE, TOO_MANY_ERRORS):
+            total = (read_json_object(output / SUMMARY) or {}).get("total", {})
+            return total.get("rows"), total.get("errors")
+        if output.is_local or not ending.outcome.is_transient:
+            progress = read_json_object(output / PROGRESS) or {}
+            if progress and datetime.fromisoformat(progress["written_at"]) >= began.replace(microsecond=0):
+                return progress["rows_in_files"], progress["errors"]
+    return None, None
+
+
+def _show_errors(output: StoragePath, num_errors: int) -> None:
+    """The first few, and where all of them are. No file is read past the last that is shown."""
+    for row in itertools.islice(_error_rows(output / DATA), min(num_errors, ERRORS_SHOWN)):
+        log.warning("error row %s: %s", row["request_id"], row["error_message"])
+    log.warning("all of them: the rows of %s/%s with status 'error'", output.shown, DATA)
+
+
+def _error_rows(data: StoragePath) -> Iterator[dict[str, str]]:
+    for table in tables(data, ["request_id", "status", "error_message"]):
+        yield from table.filter(pc.equal(table["status"], "error")).to_pylist()
+
+
+def run_and_report(work: Callable[[], str], log_level: str) -> int:
+    """Do the work as ``ending_of`` does; returns the exit code."""
+    return ending_of(work, log_level).outcome.code
+
+
+def ending_of(work: Callable[[], str], log_level: str) -> Ending:
+    """Do the work and print what it returns; what stops it is said in one line and becomes the ending."""
+    configure_logging(log_level)
+    try:
+        with interruptible():
+            result = work()
+    except STOPS as error:
+        log.error("eagle-ray: %s", _line_of(error))
+        return Ending.of(error)
+    except Exception as error:
+        log.exception("eagle-ray: the job ended with an error that it does not know; please report it")
+        return Ending.of(error)
+    print(result)
+    return Ending(DONE)
+
+
+def _line_of(error: BaseException) -> str:
+    outcome = Ending.of(error).outcome
+    if isinstance(error, ConfigError):
+        return str(error)
+    if outcome is INTERRUPTED:
+        return f"interrupted: {RESUME}"
+    if isinstance(error, OSError) and outcome.is_transient:
+        return f"stopped: {error}: {RESUME}"
+    return f"stopped: {error}"
+
+
+def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
+    """Make every row that is missing, count what stands in the files and sum it up; returns ``_summary.json``.
+
+    retry_errors: rows that ended in errors are taken out of the files first, and so are missing.
+    Raises ConfigError before anything started, JobError where it cannot be done.
+    """
+    log.info("reading the input")
+    output = output_of(config)
+    check_apart(config.input.path, output)
+    plan = plan_input(config)
+    check_not_empty(plan, config)
+    Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
+    check_not_own(plan.files, output)
+    asked = expected_rows_of(plan, config)
+    plan = replace(plan, ids=EMPTY)  # sixteen bytes a row that `asked` has, too
+    if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
+        _check_models(config)  # before anything is deleted, and before a mistyped name is on record
+    with lock_output(output) as check_lock:
+        run = replace(open_run(config, plan.files), check_lock=check_lock)
+        with record_outcome(run), outlasting_outages():
+            check_unchanged(plan.files, {})  # since they were scanned: before their digests were noted
+            remove_stale_files(run)
+            if retry_errors:
+                _drop_error_rows(config, run, asked)
+            with _checking_input(plan, run):
+                _generate_missing(config, plan, run, asked)
+                wait_for_stale_writers(run)
+                _deduplicate_and_check(config, plan, run, asked)
+            there = read_json_object(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
+            summary = there | summarize_run(run) | _checks(config, plan, run, asked, there)
+            run.check_current()  # checks take minutes, and an output that was deleted meanwhile is not made again
+            write_json(run.output / SUMMARY, summary, run.check_current)
+            _check_error_rate(summary["total"], config.execution.max_error_rate)
+            (run.output / SUCCESS).write_whole(b"", run.check_current)
+        if config.report.html:
+            _report(run, summary)
+    return summary
+
+
+def _report(run: RunHandle, summary: dict[str, Any]) -> None:
+    """Write the report of a finished run. A failure is only logged: the rows and their numbers are complete."""
+    place = (run.output / REPORT).shown
+    run.check_current()
+    try:
+        write_report(run.output, summary)
+        log.info("report in %s", place)
+    except OSError as error:
+        log.warning("%s could not be written: %s. eagle-ray report writes it later", place, error.strerror or error)
+
+
+@contextmanager
+def _checking_input(plan: InputPlan, run: RunHandle) -> Iterator[None]:
+    """Raises InputChanged if a file changed meanwhile, in place of what that made of the rows."""
+    try:
+        yield
+    except (ConfigError, Incomplete, WorkerDefect):
+        _check_input(plan, run)
+        raise
+    _check_input(plan, run)
+
+
+def _check_input(plan: InputPlan, run: RunHandle) -> None:
+    check_unchanged(plan.files, (read_manifest(run.output) or {"inputs": {}})["inputs"])
+
+
+def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
+    """Write ``report.html`` from a summary and the run's record."""
+    (output / REPORT).write_whole(page(summary, read_manifest(output)).encode())
+
+
+def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> None:
+    """Rewrite each file that holds error rows of these ids without them; error rows of other inputs stay."""
+    for file in OutputIndex.read(run.data).files:
+        before, wrong = file.stat().version, error_ids(file)
+        if len(wrong := wrong[isin(wrong, asked.ids)]):
+            log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
+            _rewrite(file, before, without_ids(file, wrong), config, run)
+
+
+def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
+    """Answer the ids that no file holds yet."""
+    done = OutputIndex.read(run.data).done(asked.samples_of)
+    check_origins(run, plan.files, asked.ids)
+    num_rows = asked.without(done).num_rows
+    log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
+    if num_rows == 0:
+        return
+    _check_columns(plan, run)
+    _check_models(config)
+    (run.output / SUMMARY).remove()  # it no longer says what the files hold
+    _join_cluster(config)
+    from eagle_ray.batch.pipeline import generate
+
+    generate(config, plan, run, done, num_rows)
+
+
+def _check_columns(plan: InputPlan, run: RunHandle) -> None:
+    """Rows of a new input file stand beside the old ones: they have the same columns, or no reader reads them all."""
+    there = columns_of(run.data)
+    if unread := plan.row_settings.intersection(lacking(there)):
+        raise OutputMismatch(
+            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
+            "Choose another output.path, or --overwrite."
+        )
+    if there.names and (columns := differing(there, as_stored(next_schema(run.data, plan.passthrough)))):
+        raise OutputMismatch(
+            f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: choose another "
+            "output.path, or --overwrite"
+        )
+
+
+def _join_cluster(config: JobConfig) -> None:
+    log.info("getting Ray ready")
+    address = prepare(config.execution.ray_address)
+    from eagle_ray.batch.cluster import connect  # Ray takes seconds to import: a finished job does without
+
+    connect(address)
+
+
+def _check_models(config: JobConfig) -> None:
+    """Models that cannot work are refused here, in one line, and not by every worker on its own."""
+    from eagle_ray.build import check_models  # torch: only where there is work left
+
+    check_models(config.model, config.speculative)
+
+
+def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
+    """Recount from the files: an id found twice is written down to one, a missing one stops the job."""
+    ledger = OutputIndex.read(run.data)
+    for file, ids in ledger.excess(asked.samples_of).items():
+        log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
+        before = file.stat().version
+        _rewrite(file, before, without_ids(file, ids), config, run)
+    if len(missing := asked.without(ledger.done(asked.samples_of)).ids):
+        names = sample_ids(missing, plan)
+        raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
+
+
+def _checks(
+    config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows, there: dict[str, Any]
+) -> dict[str, Any]:
+    """What CHECKS ask for, where it is not `there`, in these rows' summary, already."""
+    wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
+    if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
+        return {}
+    _join_cluster(config)
+    from eagle_ray.batch.output.verification import run_checks
+
+    found = run_checks(config, plan, run, asked.ids, wanted)
+    if turns := found.get("baseline_rows", {}).pop("turns", None):
+        found["baseline_rows"] |= SpeedUp.of(turns).as_json()
+    for row in found.get("verify_rows", {}).get("differing", []):
+        log.warning("%s", difference_line(row))
+    return found
+
+
+def summarize_run(run: RunHandle) -> dict[str, Any]:
+    """What ``_summary.json`` says, of what the files hold now."""
+    by = GROUP_BY if has_column(run.data, GROUP_BY) else None
+    facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
+    read = partial(tables, run.data)
+    over_time = {"timeline": timeline(read), "budget": budgets(read)}
+    last_work = {"last_work": read_json_object(run.output / PROGRESS)}
+    return facts | summary_json(summarise(read, by), by) | over_time | last_work
+
+
+def _check_error_rate(counts: dict[str, Any], most: float) -> None:
+    codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
+    if counts["rows"] and counts["errors"] == counts["rows"]:
+        raise TooManyErrors(
+            f"all {counts['rows']} rows are errors ({codes}). error_message names each cause. Write corrected rows, "
+            "with the same ids, to another file, and run the command with -i THAT_FILE --retry-errors."
+        )
+    if counts["errors"] > most * counts["rows"]:
+        raise TooManyErrors(
+            f"{counts['errors']} of {counts['rows']} rows are errors ({codes}); execution.max_error_rate is {most:g}"
+        )
+
+
+def _rewrite(file: StoragePath, before: int | str, table: pa.Table, config: JobConfig, run: RunHandle) -> None:
+    """before: the version that the table was read from."""
+    if table.num_rows:
+        data = parquet_bytes(table, config.output.compression)
+        if file.replace(data, before, run.check_current) is None:
+            raise FencedError(f"{file} was rewritten by another driver")
+    else:
+        run.check_current()
+        file.remove()
+
+
+def configure_logging(level: str) -> None:
+    """What the job says of itself goes to stderr, a plain line each; its result goes to stdout."""
+    log.setLevel(level.upper())
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
+        log.propagate = False

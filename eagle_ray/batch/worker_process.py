@@ -1,0 +1,198 @@
+"""WorkerProcess: a Worker in a process of its own, spoken to as if it were here.
+
+An engine's thread lives in Python, and whatever else Python does in its process holds it up: beside Ray Data's the same
+work took 1.1 times as long (`jobs/RESULTS.md`). Here that thread shares a process with nothing but the Worker
+(``worker_main``), and the process that asks needs neither torch nor the memory that torch takes. They talk through a
+``Channel``, several questions at a time. Each outlives the other by a moment: where the worker's process ends, what was
+asked gets an EngineError that says how; where this one ends, the worker's process finds the channel closed and ends
+too. Does not know Ray or rows.
+
+    worker = WorkerProcess(config, run, passthrough=[], threads=2)
+    worker.wait_until_ready()
+    table = await worker.answer(requests)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from eagle_ray.batch.ipc import Channel
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.process_id import name_of
+from eagle_ray.config import JobConfig
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.errors import EngineError
+
+log = logging.getLogger("eagle_ray")
+MODULE = "eagle_ray.batch.worker_subprocess"
+START = 0  # the number of the first question, which is for the worker itself; the others are tables
+
+
+class ProcessEnded(EngineError):
+    """The worker's process is no more, and left no word itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line that a worker's process logs while it starts. level: one of logging's."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the worker's process says to a question, beside the table.
+
+    counters: the engine's at that moment; None where it is not ready, or dead.
+    error: why there is no table.
+    line: logged while the worker starts; the answer itself is still to come.
+    """
+
+    number: int
+    counters: EngineCounters | None = None
+    error: Exception | None = None
+    line: LogLine | None = None
+
+
+def log_here(line: LogLine) -> None:
+    """Log a line of the worker's process in this one."""
+    log.log(line.level, line.text)
+
+
+class WorkerProcess:
+    """The other arguments are the Worker's. worker_id: names the worker's own process, which holds the device.
+
+    tell: called with each line that the process logs while it starts.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        run: RunHandle,
+        passthrough: list[pa.Field],
+        threads: int,
+        tell: Callable[[LogLine], None] = log_here,
+    ):
+        self._tell = tell
+        self._channel, theirs = Channel.pair()
+        self._process = _start(config.name, theirs)
+        self.worker_id = name_of(self._process.pid)
+        self._counters: EngineCounters | None = None
+        self._numbers = itertools.count(START)
+        self._asked: dict[int, Future[pa.Table | None]] = {}
+        self._error: EngineError | None = None
+        self._alive = threading.Lock()  # held to note a question while the listener is sure to see it
+        self._sender = ThreadPoolExecutor(1, "eagle-ray-sender")
+        self._listener = threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True)
+        _, self._ready = self._new_question()
+        self._listener.start()
+        self._send((config, run, passthrough, threads))
+
+    def wait_until_ready(self) -> None:
+        """Raises ConfigError where a model is missing, WorkerError for whatever else is wrong, or ProcessEnded."""
+        self._ready.result()
+
+    async def answer(self, requests: pa.Table) -> pa.Table:
+        """As Worker.answer. Raises EngineError once the engine is dead, or its process."""
+        number, answered = self._new_question()
+        await asyncio.wrap_future(self._sender.submit(self._send, number, requests))
+        return await asyncio.wrap_future(answered)
+
+    def counters(self) -> EngineCounters | None:
+        """The engine's, as they were with the latest answer; None before it is ready."""
+        return self._counters
+
+    def close(self) -> None:
+        """End the process and wait for it; what is in flight gets EngineError."""
+        self._channel.end()
+        self._listener.join()
+        self._process.wait()
+        self._sender.shutdown()
+        self._channel.close()
+
+    def _new_question(self) -> tuple[int, Future[pa.Table | None]]:
+        with self._alive:
+            if self._error is not None:
+                raise self._error
+            number, answered = next(self._numbers), Future()
+            self._asked[number] = answered
+            return number, answered
+
+    def _send(self, message: object, table: pa.Table | None = None) -> None:
+        with suppress(EOFError):  # the listener knows more
+            self._channel.send(message, table)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._hear(*self._channel.receive())
+        except EOFError:
+            error: EngineError = ProcessEnded(f"the engine's process {_how_ended(self._process.wait())}")
+        except Exception as fault:  # such as no memory for the table: nothing would ever be heard again
+            error = EngineError(f"an answer was lost: {type(fault).__name__}: {fault}")
+            error.__cause__ = fault
+        with self._alive:
+            self._error = error
+        for answered in self._asked.values():
+            _settle(answered, None, error)
+
+    def _hear(self, answer: Answer, table: pa.Table | None) -> None:
+        if answer.line is not None:
+            self._tell(answer.line)
+            return
+        self._counters = answer.counters or self._counters
+        _settle(self._asked.pop(answer.number), table, answer.error)
+
+
+def _start(name: str, channel: Channel) -> subprocess.Popen:
+    """A Python that finds what this one finds and says what it has to say where this one does.
+
+    name: to be seen by ``ps``. It has its end of the channel to itself, so that the end of either process is the end
+    of the channel.
+    """
+    with _without_interrupts():
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, name, str(channel.fileno)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[channel.fileno],
+        )
+    channel.close()
+    return process
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C is for whoever asks: what starts here never hears of it, from its first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _settle(answered: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
+    if not answered.set_running_or_notify_cancel():
+        return  # nobody waits for it any more
+    if error is not None:
+        answered.set_exception(error)
+    else:
+        answered.set_result(table)
+
+
+def _how_ended(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,138 @@
+"""Priced: a planner in a world whose seconds are made up, and so exact.
+
+    engine.planner = Priced(BudgetPlanner(60, 6, 10, cpu()), cpu())
+    ...
+    engine.planner.tokens_per_second
+
+What a machine cannot tell apart in a minute of real seconds, made-up ones can: acceptance is the pair's own, and every
+step takes what a table of costs says. Does not know how any planner decides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.planner.cost_cache import CURVES, NUMBERS
+from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
+from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
+from eagle_ray.tree.draft_plan import DraftPlan
+
+
+def cpu() -> StepCosts:
+    """A 230M pair on two cores, as it was measured: every row more costs something."""
+    return world([1, 4, 8, 16, 24, 64], [0.033, 0.044, 0.056, 0.076, 0.097, 0.215], 0.107, (0.001, 0.0025), 2e-6)
+
+
+def busy() -> StepCosts:
+    """The same while others use the machine's memory: small passes, which wait for weights, are slowed down most."""
+    return world([1, 4, 8, 16, 24, 64], [0.043, 0.056, 0.067, 0.083, 0.100, 0.215], 0.107, (0.001, 0.0025), 2e-6)
+
+
+def flat(free_rows: int = 8, head_share: float = 0.1) -> StepCosts:
+    """A pass costs the same up to free_rows rows, 40 ms, and rises by the row from there."""
+    seconds = [0.040 * max(1.0, 0.55 + 0.45 * n / free_rows) for n in BUCKETS]
+    return world(BUCKETS, seconds, head_share, (0.001, 0.002), 1e-7)
+
+
+def avx512() -> StepCosts:
+    """That pair on two cores of a Xeon of 2023, in fp32: a pass of few rows waits for the weights."""
+    return StepCosts(
+        verify=_curve({1: 57.5, 6: 60, 8: 65.5, 16: 80, 24: 91.5, 32: 107, 48: 130, 64: 152, 128: 240}),
+        attend=2.4e-6,
+        read=_curve({1: 7.2, 8: 8.5, 16: 9.7, 32: 11.7, 64: 18}),
+        level=_curve({1: 5.8, 8: 6.9, 16: 8.1, 32: 11.4, 64: 18}),
+        plain_rest=_curve({1: 0.6, 16: 0.9}),
+        draft_rest=_curve({1: 1.8, 16: 3.1}),
+        attend_row=3.8e-7,
+    )
+
+
+def amx() -> StepCosts:
+    """The same in bf16, whose tiles hold 16 rows: dozens of rows more are nearly free."""
+    return StepCosts(
+        verify=_curve({1: 40, 8: 42, 16: 44.5, 32: 51.5, 48: 56, 64: 61, 96: 72, 144: 91}),
+        attend=2.3e-6,
+        read=_curve({1: 5.3, 16: 5.5, 32: 6.7, 48: 8.2, 64: 9.5}),
+        level=_curve({1: 3.3, 4: 4.5, 16: 5, 32: 6, 64: 7.2}),
+        plain_rest=_curve({1: 0.6, 16: 1}),
+        draft_rest=_curve({1: 1.7, 16: 3.3}),
+    )
+
+
+def _curve(milliseconds: dict[int, float]) -> CostCurve:
+    """By rows."""
+    return CostCurve([*milliseconds], [ms / 1e3 for ms in milliseconds.values()])
+
+
+def world(
+    rows: Sequence[int], seconds: Sequence[float], head_share: float, rest: tuple[float, float], attend: float
+) -> StepCosts:
+    """seconds: of a pass by its rows. head_share: of that, what a pass of the head takes.
+
+    rest: all else of a plain step and of one that drafts, s. attend: s for each cached token.
+    """
+    verify = CostCurve([*rows], [*seconds])
+    read, level = (CostCurve([*rows], [head_share * s for s in seconds]) for _ in range(2))
+    plain_rest, draft_rest = (CostCurve([1], [s]) for s in rest)
+    return StepCosts(verify, attend, read, level, plain_rest, draft_rest)
+
+
+def mistaken(costs: StepCosts, error: float, seed: int) -> StepCosts:
+    """The same, measured badly: each number is off by a lognormal factor with this standard deviation."""
+    draw = random.Random(seed)
+    true = {name: getattr(costs, name) for name in CURVES}
+    curves = {
+        name: CostCurve(curve.rows, [s * draw.lognormvariate(0, error) for s in curve.seconds])
+        for name, curve in true.items()
+    }
+    numbers = {name: getattr(costs, name) * draw.lognormvariate(0, error) for name in NUMBERS}
+    return StepCosts(**curves, **numbers)
+
+
+class SimulatedPlanner:
+    """A planner whose steps take the seconds that `costs` says, which it hears as if they had been measured.
+
+    noise: standard deviation of the logarithm of what it hears about each part of a step; what counts has none.
+    num_tokens, seconds, outcomes: of the steps since the last `reset`, prompts and their first tokens left out.
+    """
+
+    def __init__(self, planner: Planner, costs: StepCosts, noise: float = 0.0, seed: int = 0):
+        self.planner, self.costs = planner, costs
+        self._noise, self._draw = noise, random.Random(seed)
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds, self.num_tokens = 0.0, 0
+        self.outcomes: list[StepOutcome] = []
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def will_draft(self) -> bool:
+        return self.planner.will_draft
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return self.planner.plan(batch)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self.planner.allocate(draft, plan, batch)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        seconds = self.costs.predict(outcome)
+        self.seconds += seconds.total - self.costs.beside(outcome)
+        self.num_tokens += outcome.batch_size + outcome.num_accepted
+        self.outcomes.append(outcome)
+        self.planner.observe(replace(outcome, seconds=self._heard(seconds)))
+
+    def _heard(self, seconds: StepTimes) -> StepTimes:
+        if not self._noise:
+            return seconds
+        parts = (seconds.draft, seconds.verify, seconds.rest)
+        return StepTimes(*(part * self._draw.lognormvariate(0, self._noise) for part in parts))

@@ -1,0 +1,487 @@
+"""From a configuration to an engine and its text: the one place that builds them.
+
+    pair = build_engine_from_config(config.model, config.speculative, slots=4)
+    pair.engine.add(Sequence("a", pair.text.encode_chat([{"role": "user", "content": "Hi"}]), SamplingParams()))
+
+Knows where models live and how large their caches must be. Does not know rows, files or Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import nn
+
+from eagle_ray.attention.backend import backend_name
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config.methods import draft_requirement
+from eagle_ray.datastore import check_datastore
+from eagle_ray.draft_vocab import read_draft_vocab
+from eagle_ray.drafters.drafter import Drafter
+from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, warm_up
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graph_warmup import capture, capture_fixed
+from eagle_ray.engine.graphs import CudaGraphRunner, unsupported_reason
+from eagle_ray.engine.verify import MaxTreeSizes
+from eagle_ray.errors import EngineError
+from eagle_ray.models.cpu_name import cpu_name
+from eagle_ray.models.decoder import is_llama_shaped
+from eagle_ray.models.dtypes import auto_dtype
+from eagle_ray.models.loader import load_config, load_target
+from eagle_ray.models.malloc import tune_malloc, use_huge_pages
+from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
+from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers
+from eagle_ray.models.supported_models import kv_elements_per_token, max_exact_position
+from eagle_ray.models.target import TargetModel
+from eagle_ray.models.threads import run_in_temporary_thread, tune_num_threads
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.cost_cache import cache_path, cached_costs
+from eagle_ray.planner.cost_model import StepCosts
+from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.registry import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
+from eagle_ray.start_log import StartLog
+from eagle_ray.tokenizer import Tokenizer
+
+log = logging.getLogger("eagle_ray")
+
+GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
+ASSETS = Path(__file__).parent / "assets"
+EMBEDDED = "embedded:"
+DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
+MIN_KV_TOKENS = 64  # tokens that must have room beside one tree
+GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
+IGNORE_PATTERNS = [
+    "original/*",
+    "metal/*",
+    "consolidated*",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+]  # the same weights
+WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
+RECORDING = "recording steps as CUDA graphs"
+LEAST_HUGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
+KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
+
+
+class ModelUnavailable(ConfigError):
+    """A hub id that is not on this machine, while the hub does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a prompt must keep to. max_model_len: tokens, prompt and output together."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBundle:
+    """A target and its drafter, ready to step. text: None where the target has no tokenizer."""
+
+    engine: Engine
+    text: Tokenizer | None
+    target_name: str
+    draft_name: str | None
+
+
+def build_engine_from_config(
+    model: ModelConfig,
+    speculative: SpeculativeConfig,
+    slots: int,
+    kv_tokens: int | None = None,
+    num_gpus: int = 1,
+    start: StartLog | None = None,
+) -> EngineBundle:
+    """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
+
+    num_gpus: over which the target is placed; without effect on a CPU, where torch's threads may become fewer instead:
+    as many as the target is worth. start: times the parts. Raises ConfigError where a name cannot be found or a length
+    does not fit, EngineError where files are not a pair.
+    """
+    start = start or StartLog()
+    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
+    weights = None
+    if draft_requirement(speculative.method) is not None:
+        with start.part("draft", f"reading the draft's weights from {model.draft}"):
+            weights = load_draft(model, speculative, causal_lm)
+    engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
+    return EngineBundle(engine, load_tokenizer(model), model.target, None if weights is None else model.draft)
+
+
+def build_in_thread(
+    model: ModelConfig,
+    speculative: SpeculativeConfig,
+    slots: int,
+    kv_tokens: int | None,
+    num_gpus: int,
+    threads: int,
+) -> EngineBundle:
+    """Build the engine and take its first steps, so that it can serve at once from a thread of its own.
+
+    threads: CPU threads of torch's, at most. Raises as build_engine_from_config does.
+    """
+
+    def make() -> EngineBundle:
+        start = StartLog()
+        torch.set_num_threads(threads)
+        pair = build_engine_from_config(model, speculative, slots, kv_tokens, num_gpus, start)
+        with start.part("first steps", "taking the first steps"):
+            warm_up(pair.engine, speculative.top_k)
+        start.ready()
+        return pair
+
+    return run_in_temporary_thread(make)
+
+
+def load_causal_lm(
+    model: ModelConfig,
+    slots: int,
+    kv_tokens: int | None = None,
+    num_gpus: int = 1,
+    start: StartLog | None = None,
+) -> nn.Module:
+    """Load the target for engines of these arguments. Raises as build_engine_from_config does."""
+    start = start or StartLog()
+    device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
+    device = "cpu" if device == "auto" else device
+    is_spread = device == "cuda" and num_gpus > 1
+    path = download(model.target, "target")
+    dtype = _dtype(model.dtype, device, path)
+    with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
+        causal_lm = load_target(path, dtype, "cpu" if is_spread else device)
+    if is_spread:
+        tokens = kv_tokens or slots * model_limits(model).max_model_len
+        _dispatch(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
+    with start.part("packed", "packing the target's weights"):
+        pack_linears(causal_lm)
+    if device == "cpu":
+        with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
+            tune_num_threads(partial(_trial_pass, causal_lm, slots))
+    return causal_lm
+
+
+def _trial_pass(causal_lm: nn.Module, num_rows: int) -> None:
+    """Take about as long as a pass over num_rows tokens does in an engine."""
+    if is_llama_shaped(causal_lm):
+        run_linears(causal_lm, num_rows)  # the engine's own forward runs merged layers once
+    else:
+        causal_lm.base_model(input_ids=torch.zeros(1, num_rows, dtype=torch.int64), use_cache=False)
+
+
+def _gigabytes(path: Path) -> str:
+    """The size of the weights in a model's directory."""
+    return f"{sum(file.stat().st_size for kind in WEIGHTS for file in path.glob(kind)) / 1e9:.1f} GB"
+
+
+def build_engine(
+    causal_lm: nn.Module,
+    weights: nn.Module | None,
+    speculative: SpeculativeConfig,
+    slots: int,
+    max_model_len: int,
+    kv_tokens: int | None = None,
+    start: StartLog | None = None,
+) -> Engine:
+    """An engine over models in memory, with caches of its own: several engines may share the weights.
+
+    weights: what the method reads from model.draft, None where it reads nothing. kv_tokens: None lets every slot be
+    full. start: times the parts. Raises ConfigError where kv_tokens are too few for one sequence's tree.
+    """
+    start = start or StartLog()
+    config = causal_lm.config.get_text_config(decoder=True)
+    plain = speculative.method == "none"
+    columns = 1 if plain else _tree_columns(speculative, config.vocab_size)
+    _check_kv_tokens(kv_tokens, columns)
+    layers = feature_layers(weights, config.num_hidden_layers)
+    target = TargetModel(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
+    if target.device.type == "cpu":
+        _place_in_huge_pages([causal_lm, weights])
+        tune_malloc()
+        most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
+        with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
+            _make_kernels([causal_lm, weights], most_rows)
+    drafter = NullDrafter() if plain else make_drafter(speculative, target, weights)
+    graphs = graphs_for(target, drafter)
+    ahead = graphs is not None and target.device.type == "cuda"
+    if plain:
+        engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0, graphs=graphs)
+        if ahead:
+            with start.part("recorded", RECORDING):
+                capture_fixed(engine)
+        return engine
+    fixed = fixed_planner(speculative, drafter)
+    tree = _tree_of(speculative)
+    planner, sizes = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
+    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, graphs=graphs, trees=sizes)
+    if speculative.budget == "global" and fixed is None:
+        costs = _costs_of(engine, speculative, start)
+        if ahead:
+            with start.part("recorded", RECORDING):
+                capture(engine, *tree)
+        can_sync, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
+        engine.planner = BudgetPlanner(*tree, costs, can_sync, padded)
+    elif ahead:
+        with start.part("recorded", RECORDING):
+            capture_fixed(engine)
+    return engine
+
+
+def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:
+    """Return the costs that an earlier start kept, or measure them."""
+    parts = cost_key(engine, speculative)
+    seconds = BUDGET_S[engine.target.device.type]
+
+    def measured() -> StepCosts:
+        line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
+        with start.part("measured", line):
+            return calibrate_costs(engine, *_tree_of(speculative))
+
+    return cached_costs(parts, measured)
+
+
+def _place_in_huge_pages(models: list[nn.Module | None]) -> None:
+    """Do so if the linear layers are so large that a pass is bound by reading them."""
+    layers = [layer for model in models if model is not None for layer in linear_layers(model)]
+    num_bytes = sum(layer.in_features * layer.out_features * layer.weight.dtype.itemsize for layer in layers)
+    if num_bytes >= LEAST_HUGE_BYTES:
+        use_huge_pages()
+
+
+def _make_kernels(models: list[nn.Module | None], most_rows: int) -> None:
+    """For the passes of a step, of up to most_rows rows; prompts are of any length."""
+    for model in models:
+        if model is not None:
+            warm_up_kernels(model, most_rows)
+
+
+def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
+    """Steps are replayed on a GPU where nothing stands against it; EAGLE_RAY_GRAPHS=off or on says otherwise.
+
+    On a CPU `on` runs the same fixed shapes without being faster: that is for tests.
+    """
+    wish = os.environ.get(GRAPHS)
+    if wish not in (None, "off", "on"):
+        raise ConfigError(f"{GRAPHS}: {wish!r} is neither 'off' nor 'on'")
+    if wish is None and target.device.type != "cuda":
+        return None
+    reason = f"{GRAPHS}=off" if wish == "off" else unsupported_reason(target, drafter)
+    if reason is not None:
+        log.info("steps are not replayed: %s", reason)
+        return None
+    return CudaGraphRunner.of(target)
+
+
+def model_limits(model: ModelConfig) -> ModelLimits:
+    """What the target allows, from its config alone. Raises ConfigError where max_model_len is more than that."""
+    config = _target_config(model)
+    own = max_exact_position(config) or getattr(config, "max_position_embeddings", None)
+    if model.max_model_len is None:
+        return ModelLimits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
+    if own is not None and model.max_model_len > own:
+        raise ConfigError(
+            f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
+            f"for{_before_scaling(config)}; set it to {own} or less"
+        )
+    return ModelLimits(model.max_model_len, config.vocab_size)
+
+
+def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    """Refuse what cannot work, from configs and headers of weights alone: no weights are read.
+
+    Raises ConfigError naming model.target, model.draft, model.max_model_len, speculative.datastore or
+    speculative.draft_vocab.
+    """
+    model_limits(model)
+    if speculative.datastore is not None:
+        check_datastore(speculative.datastore)
+    if draft_requirement(speculative.method) is None:
+        return
+    try:
+        check_weights(speculative, _draft_path(model, speculative), _target_config(model))
+    except EngineError as error:
+        raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
+    if speculative.draft_vocab is not None:
+        _check_draft_vocab(model, speculative)
+
+
+def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    target = _target_config(model)
+    if has_own_vocab(_draft_path(model, speculative), target):
+        raise ConfigError(
+            f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
+        )
+    read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
+
+
+def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
+    """The keys of `model` that name what cannot be looked at from here, and why."""
+    finders = {"target": download_metadata} | (
+        {"draft": download} if draft_requirement(speculative.method) is not None else {}
+    )
+    found = {}
+    for part, find in finders.items():
+        try:
+            find(getattr(model, part) or "", part)
+        except ModelUnavailable as error:
+            found[part] = error
+    return found
+
+
+def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
+    """The target's words; None where it has no tokenizer. Raises ConfigError where that cannot be read."""
+    try:
+        return Tokenizer.load(
+            download_metadata(model.target, "target"), model.chat_template, model_limits(model).max_model_len
+        )
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
+
+
+def download(name: str, part: str) -> Path:
+    """The local directory of a model. part: "target" or "draft", which `embedded:` names have both.
+
+    A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or the hub where it is reachable).
+    Raises ModelUnavailable where only the hub's silence is in the way, ConfigError where the name can be no model.
+    """
+    return _find(name, part, IGNORE_PATTERNS)
+
+
+def download_metadata(name: str, part: str) -> Path:
+    """The same without its weights, which may be hundreds of gigabytes: they are there only if they were before."""
+    return _find(name, part, IGNORE_PATTERNS + WEIGHTS)
+
+
+def _find(name: str, part: str, left_out: list[str]) -> Path:
+    if name.startswith(EMBEDDED):
+        path = ASSETS / name.removeprefix(EMBEDDED) / part
+        if not path.is_dir():
+            raise ConfigError(f"model.{part}: there is no {name!r}; the embedded pair is 'embedded:tiny'")
+        return path
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, ignore_patterns=left_out))
+    except LocalEntryNotFoundError as error:
+        raise ModelUnavailable(
+            f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
+            f"`hf download {name}` fetches it, and a copied directory can be named instead"
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is gated: ask for access on its page at the hub, then `hf auth login`, or set "
+            "HF_TOKEN, here and on every machine of the cluster"
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
+            f"reached from here ({type(error).__name__})"
+        ) from error
+
+
+def _target_config(model: ModelConfig) -> Any:
+    """The target's config; its own class has whatever attributes that model has."""
+    try:
+        return load_config(download_metadata(model.target, "target"))
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
+
+
+def _before_scaling(config: Any) -> str:
+    return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
+
+
+def _draft_path(model: ModelConfig, speculative: SpeculativeConfig) -> Path:
+    if model.draft is None:
+        raise ConfigError(
+            f"model.draft: missing; method {speculative.method} needs {draft_requirement(speculative.method)}"
+        )
+    return download(model.draft, "draft")
+
+
+def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+    """What model.draft holds, beside its target. Raises as build_engine_from_config does."""
+    weights = load_weights(speculative, _draft_path(model, speculative), causal_lm.config.get_text_config(decoder=True))
+    weights.to(causal_lm.device, causal_lm.dtype)
+    pack_linears(weights)
+    return weights
+
+
+def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
+    """Place the target over the first num_gpus devices. reserved: bytes of the first one that are not for weights."""
+    if torch.cuda.device_count() < num_gpus:
+        raise ConfigError(
+            f"execution.gpus_per_actor: {num_gpus}, but a worker sees {torch.cuda.device_count()} GPUs: set it to less"
+        )
+    devices = [torch.device("cuda", i) for i in range(num_gpus)]
+    room = [int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]) for device in devices]
+    room[0] = max(0, room[0] - int(reserved) - other_size(causal_lm))
+    dispatch(causal_lm, devices, place_layers(layer_sizes(causal_lm), room))
+
+
+def _bytes_of_token(causal_lm: nn.Module) -> int:
+    """Keys and values of one token in all layers."""
+    config = causal_lm.config.get_text_config(decoder=True)
+    itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
+    return config.num_hidden_layers * kv_elements_per_token(config) * itemsize
+
+
+def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
+    """Refuse a pool in which not even a short sequence has room for its tree."""
+    least = MIN_KV_TOKENS + -(-tree_columns // MIN_KV_TOKENS) * MIN_KV_TOKENS
+    if kv_tokens is not None and kv_tokens < least:
+        raise ConfigError(
+            f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {least} or "
+            "more, or speculative.max_nodes to less"
+        )
+
+
+def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
+    return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
+
+
+def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
+    """Everything that the costs of this pair's steps depend on, by name: what they are kept under."""
+    target = engine.target
+    config = target.model.config.to_dict()
+    return {
+        "target": {name: value for name, value in config.items() if name != "_name_or_path"},  # wherever it lies
+        "method": speculative.method,
+        "draft": engine.drafter.cost_key,
+        "dtype": str(target.dtype),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else cpu_name(),
+        "kernels": backend_name(target.cache),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "slots": target.cache.num_slots,
+        "blocks": target.cache.blocks.num_blocks,  # with few of them not all slots can be measured at once
+        "tree": _tree_of(speculative),
+    } | ({} if engine.graphs is None else {"graphs": True})
+
+
+def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
+    return speculative.max_nodes, speculative.max_depth, speculative.top_k
+
+
+def _dtype(name: str, device: str, path: Path) -> torch.dtype | str:
+    """Return what the target in `path` is loaded in. name: model.dtype; what auto comes to is said in the log."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device != "cpu":
+        return "auto"
+    dtype, reason = auto_dtype(load_config(path), path, device)
+    log.info("model.dtype auto: %s on this CPU (%s)", str(dtype).removeprefix("torch."), reason)
+    return dtype

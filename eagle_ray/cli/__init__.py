@@ -1,0 +1,1 @@
+"""The eagle-ray command: main.py and one module per command."""

@@ -1,0 +1,150 @@
+"""evaluate: methods beside each other on one's own prompts: ``eagle-ray compare`` without runs, jobs/evaluate.py.
+
+    >>> print(evaluation_text(evaluate(config, ["eagle1", "eagle2"], [0.0, 1.0], batch=1, per_task=None)))
+    T = 0: speed-up over plain decoding, tau
+    method   chat        code  ...
+
+Rows, tokenizer and sampling are the job's; everything runs here, in this process. Needs no Ray and writes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_ray import __version__
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.run import GROUP_BY
+from eagle_ray.batch.sequences import message_of, sequences_of
+from eagle_ray.benchmark.draft_methods import PLAIN, PUBLISHED, DraftMethod, default_names, ways_of, weights_of
+from eagle_ray.benchmark.equivalence import Identity, compare
+from eagle_ray.benchmark.method_comparison import FEWEST, BenchmarkPrompt, Round, figures, rounds
+from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.core.sequence import check_length
+from eagle_ray.errors import RequestError
+from eagle_ray.tokenizer import Tokenizer
+
+log = logging.getLogger("eagle_ray")
+END = -1  # after an output, so that one that is only a beginning of another differs from it
+NO_TASK = "(none)"
+
+
+def evaluate(
+    config: JobConfig, names: Sequence[str] | None, temperatures: Sequence[float], batch: int, per_task: int | None
+) -> dict[str, Any]:
+    """Every number of the comparison, as JSON.
+
+    names: of methods; None is all that the configured pair allows. batch: sequences that decode together. per_task:
+    most questions of a task. Raises ConfigError for names, rows or models that cannot work.
+    """
+    ways = ways_of(default_names(config.speculative) if names is None else names, config.model, config.speculative)
+    for way in ways:
+        check_models(config.model.model_copy(update={"draft": way.draft}), way.speculative)
+    questions = list(_questions(config, per_task))
+    if not questions:
+        raise ConfigError("input.path: no row can be answered")
+    log.info("loading %s", config.model.target)
+    max_model_len = _longest(questions)
+    causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
+    weights = weights_of(ways, config.model, causal_lm)
+    turns: list[Round] = []
+    for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
+        engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
+        turns += _with_log(rounds(engines, questions, temperature), len(ways))
+    return _metadata(config, ways, batch, causal_lm) | {"cells": list(_cells(turns, ways, causal_lm))}
+
+
+def use_threads(threads: int | None) -> None:
+    """CPU threads of this process; None is torch's own choice."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPrompt]:
+    """The rows that can be answered, in order; the others are named."""
+    text = load_tokenizer(config.model)
+    limits, count = model_limits(config.model), Counter()
+    for row in requests_of(plan_input(config)):
+        task = str(row.get(GROUP_BY) or NO_TASK)
+        ask = partial(_asked, row, config, text)
+        if per_task is not None and count[task] == per_task:
+            continue
+        try:
+            check_length(ask(), limits.max_model_len, limits.vocab_size)
+        except RequestError as error:
+            log.warning("left out: %s", message_of(row, error))
+            continue
+        count[task] += 1
+        yield BenchmarkPrompt(task, ask)
+
+
+def _asked(row: dict[str, Any], config: JobConfig, text: Tokenizer | None) -> engine_sequence.Sequence:
+    [sequence] = sequences_of(row, config, text, n=1)
+    return sequence
+
+
+def _longest(questions: Sequence[BenchmarkPrompt]) -> int:
+    """Tokens of the longest prompt with its answer: the engines' caches need no more."""
+    asked = [question.ask() for question in questions]
+    return max(len(sequence.prompt_ids) + sequence.sampling.max_tokens for sequence in asked)
+
+
+def _with_log(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
+    """A line for every task that begins."""
+    last = None
+    for turn in turns:
+        if (turn.temperature, turn.task) != last:
+            last = turn.temperature, turn.task
+            log.info("T = %g, %s: %d methods answer", turn.temperature, turn.task, num_ways)
+        yield turn
+
+
+def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Module) -> Iterator[dict[str, Any]]:
+    """For each temperature, method and task, and for all tasks together (task None)."""
+    names = {way.name for way in ways}
+    for temperature in dict.fromkeys(turn.temperature for turn in turns):
+        here = [turn for turn in turns if turn.temperature == temperature]
+        for way in ways:
+            beside = next((name for name in (way.beside, PUBLISHED) if name in names - {way.name, PLAIN}), None)
+            for task in [*dict.fromkeys(turn.task for turn in here), None]:
+                of_task = [turn for turn in here if task in (turn.task, None)]
+                numbers = figures(of_task, way.name, PLAIN, beside, partial(_identity, causal_lm))
+                yield {"temperature": temperature, "method": way.name, "task": task} | numbers
+
+
+def _identity(
+    causal_lm: nn.Module, answers: Sequence[engine_sequence.Sequence], plain: Sequence[engine_sequence.Sequence]
+) -> Identity:
+    """Whole outputs, however they were sampled."""
+    return compare(
+        causal_lm,
+        [s.prompt_ids for s in plain],
+        [[*s.output_ids, END] for s in answers],
+        [[*s.output_ids, END] for s in plain],
+        [s.sampling for s in plain],
+    )
+
+
+def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal_lm: nn.Module) -> dict[str, Any]:
+    on_gpu = causal_lm.device.type == "cuda"
+    return {
+        "eagle_ray": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(),
+        "dtype": str(causal_lm.dtype).removeprefix("torch."),
+        "target": config.model.target,
+        "batch": batch,
+        "interval_takes": FEWEST * batch,  # questions
+        "input": config.input.path,
+        "methods": {way.name: {"draft": way.draft, **way.speculative.model_dump()} for way in ways},
+    }

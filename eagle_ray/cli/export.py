@@ -1,0 +1,143 @@
+"""export: a run's rows in other people's formats, OpenAI's batch output lines or CSV.
+
+Reads the run's files one by one and never changes them; what goes to stdout is never in memory as a whole, a file of
+its own is, because it appears whole or not at all. The tokenizer is loaded only where logprobs need the tokens' texts.
+Does not know how rows are made.
+
+    $ eagle-ray export runs/a --to openai-batch -o answers.jsonl
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+
+from eagle_ray.batch.job_errors import JobError
+from eagle_ray.batch.output.manifest import DATA, SUCCESS, SUMMARY
+from eagle_ray.batch.output.output_index import OutputIndex
+from eagle_ray.batch.output.part_files import columns_of, tables
+from eagle_ray.cli.report_run import record_of
+from eagle_ray.config import ConfigError
+from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
+from eagle_ray.storage.path import StoragePath, read_json_object
+
+ROWS_AT_ONCE = 256
+Row = dict[str, Any]
+
+
+def export(run: StoragePath, to: str, target: str | None, partial: bool, overwrite: bool) -> str:
+    """Write the rows of a run to a file, or to stdout where target is None; returns what to say about it.
+
+    to: openai-batch or csv. partial: a run that is not finished is exported as far as it is. overwrite: a target that
+    is there is replaced, unless it is the run's own. Raises ConfigError.
+    """
+    record, data = record_of(run), run / DATA
+    if target is not None:
+        _check_free(target, run, record, overwrite)
+    if not partial and not (run / SUCCESS).exists():
+        raise ConfigError(f"{run} is not finished: run the job to its end, or export what is there with --partial")
+    _check_whole(run, 0 if partial else (read_json_object(run / SUMMARY) or {}).get("total", {}).get("rows", 0))
+    lines = _batch_lines(data, record["config"]["model"]) if to == "openai-batch" else _csv_lines(data)
+    if target is None:
+        sys.stdout.buffer.writelines(line.encode() for line in lines)
+        return ""
+    _write(target, lines)
+    return f"rows of {run} in {target}"
+
+
+def _check_whole(run: StoragePath, num_rows: int) -> None:
+    """Raises ConfigError where a file cannot be read, or where there are fewer rows than the run's own count."""
+    try:
+        there = int(OutputIndex.read(run / DATA).rows.sum())
+    except JobError as error:
+        raise ConfigError(str(error)) from None
+    if there < num_rows:
+        raise ConfigError(f"{run} holds {there} rows of {num_rows}: start its command again, which makes the others")
+
+
+def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite: bool) -> None:
+    """Raises ConfigError where the target holds something that would be lost."""
+    try:
+        place = StoragePath.of(target)
+        if place.below(run) is not None or str(place) in record["inputs"]:
+            raise ConfigError(f"-o: {target} belongs to the run, which export never changes: name another file")
+        if not overwrite and place.exists():
+            raise ConfigError(f"-o: {target} is there already: name another file, or --overwrite")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"-o: cannot write {target}: {error}") from None
+
+
+def _write(target: str, lines: Iterable[str]) -> None:
+    try:
+        StoragePath.of(target).write_whole("".join(lines).encode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"-o: cannot write {target}: {error}") from None
+
+
+def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
+    spell = _spelling(model)
+    there = columns_of(data).names
+    for rows in _requests(data, [name for name in COLUMNS if name in there]):
+        yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
+
+
+def _csv_lines(data: StoragePath) -> Iterator[str]:
+    """A header, then a record for each row; null is an empty value."""
+    columns = columns_of(data).names
+    yield _csv_line(columns)
+    for rows in _requests(data, columns):
+        yield from (_csv_line(map(_cell, row.values())) for row in rows)
+
+
+def _csv_line(values: Iterable[str]) -> str:
+    line = io.StringIO()
+    csv.writer(line).writerow(values)
+    return line.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _requests(data: StoragePath, columns: list[str]) -> Iterator[list[Row]]:
+    """The samples of one request after the other; a second copy, as a killed run may leave it, is left out."""
+    seen: set[str] = set()
+    for table in tables(data, columns):
+        for request_id, rows in groupby(_rows(table), key=lambda row: row["request_id"]):
+            if request_id not in seen:
+                yield list(rows)
+            seen.add(request_id)
+
+
+def _rows(table: pa.Table) -> Iterator[Row]:
+    for batch in table.to_batches(ROWS_AT_ONCE):
+        yield from batch.to_pylist()
+
+
+def _spelling(model: dict[str, Any]) -> Spell:
+    """The text of a token, by the run's own target; `token_id:7` where that has no tokenizer, or is gone."""
+
+    @cache
+    def text() -> Any:
+        from eagle_ray.build import download  # torch: only where rows have logprobs
+        from eagle_ray.tokenizer import Tokenizer
+
+        try:
+            return Tokenizer.load(download(model["target"], "target"), model["chat_template"])
+        except (ConfigError, OSError):
+            return None
+
+    return lambda token: f"token_id:{token}" if text() is None else text().spell([token])

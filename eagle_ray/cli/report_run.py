@@ -1,0 +1,94 @@
+"""review: a run looked at afterwards, or while it works: its numbers, table and page, or two runs beside each other.
+
+Reads what the run has written so far and writes nothing but ``report.html``. Needs neither Ray nor torch.
+
+    >>> print(review(Location.of("runs/demo")))
+    category   rows  errors  tokens   tau ...
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from eagle_ray.batch.job_errors import OutputDamaged
+from eagle_ray.batch.output.manifest import DATA, REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
+from eagle_ray.batch.output.part_files import has_column, tables
+from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
+from eagle_ray.config import ConfigError
+from eagle_ray.report.side_by_side import side_by_side
+from eagle_ray.report.text import run_table, side_by_side_table
+from eagle_ray.storage.path import StoragePath, read_json_object
+
+
+def parse_run_path(text: str) -> StoragePath:
+    """The output directory that the user named. Raises ConfigError where it cannot be one."""
+    try:
+        return StoragePath.of(text)
+    except ValueError as error:
+        raise ConfigError(f"RUN: {error}") from None
+
+
+def review(output: StoragePath) -> str:
+    """Write the run's report and return its table. Raises ConfigError if there is no run.
+
+    A report that cannot be written, as on a read-only file system, is mentioned below the table.
+    """
+    numbers = load_summary(output)
+    place = (output / REPORT).shown
+    try:
+        write_report(output, numbers)
+    except OSError as error:
+        return f"{run_table(numbers)}\n{place} could not be written: {error.strerror or error}"
+    return f"{run_table(numbers)}\nreport in {place}"
+
+
+def review_json(output: StoragePath) -> str:
+    """Every number of the report."""
+    return json.dumps(load_summary(output), indent=2)
+
+
+def comparison(run_a: StoragePath, run_b: StoragePath) -> str:
+    """Two runs over the same rows as a table, and where their outputs part."""
+    return f"A: {run_a}, B: {run_b}\n{side_by_side_table(compared(run_a, run_b))}"
+
+
+def comparison_json(run_a: StoragePath, run_b: StoragePath) -> str:
+    """Every number of the comparison, and every row that differs."""
+    return json.dumps(compared(run_a, run_b), indent=2)
+
+
+def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
+    """Raises ConfigError where either is no run, or stored no token ids, or where they have no row in common."""
+    records = [record_of(run) for run in (run_a, run_b)]
+    try:
+        by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
+        numbers = side_by_side(partial(tables, run_a / DATA), partial(tables, run_b / DATA), by).as_json()
+    except ValueError as error:
+        raise ConfigError(f"{run_a}, {run_b}: {error}") from error
+    if not numbers["rows"]["both"]:
+        raise ConfigError(f"{run_a}, {run_b}: no row is in both: compare two runs over the same input")
+    return {"runs": {side: record["run_id"] for side, record in zip("ab", records, strict=True)}} | numbers
+
+
+def load_summary(output: StoragePath) -> dict[str, Any]:
+    """``_summary.json`` of a run that has ended well; of any other the same, added up now. Raises ConfigError."""
+    record = record_of(output)
+    if (output / SUCCESS).exists() and (summary := read_json_object(output / SUMMARY)):
+        return summary
+    try:
+        return summarize_run(RunHandle(output, record["run_id"], record["attempt"], record["config_hash"]))
+    except ValueError as error:  # Arrow's, of a damaged file
+        raise ConfigError(f"{output}: {error}: start the run's command again, which names the file") from error
+
+
+def record_of(output: StoragePath) -> dict[str, Any]:
+    """``_run.json``. Raises ConfigError where there is none, or a damaged one."""
+    try:
+        record = read_manifest(output)
+    except OutputDamaged as error:
+        raise ConfigError(str(error)) from error
+    if record is None:
+        raise ConfigError(f"{output}: no {RUN} there: give the output directory of a run")
+    return record

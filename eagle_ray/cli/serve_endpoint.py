@@ -1,0 +1,135 @@
+"""The endpoint: from a configuration to an address that answers, until it is told to end.
+
+It stands beside the command line, above the rooms it joins: ``data`` joins or starts a cluster, ``serve`` runs on it.
+
+    >>> run_endpoint(load_serve_config("configs/serve_demo.yaml"))
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from eagle_ray.batch.job_errors import ClusterError
+from eagle_ray.batch.ray_environment import LOCAL, prepare
+from eagle_ray.batch.run import configure_logging
+from eagle_ray.config import ConfigError, ServeConfig
+from eagle_ray.serve.keys import ApiKeys, read_keys
+
+log = logging.getLogger("eagle_ray")
+PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+QUIET = {PROXY: "eagle_ray.serve.proxy_errors.middlewares", "RAY_SERVE_LOG_TO_STDERR": "0"}
+EXAMPLE = '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+LOOK_EVERY_S = 1.0
+SAY_EVERY_S = 10.0
+
+
+def run_endpoint(config: ServeConfig) -> int:
+    """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
+    configure_logging(config.logging.level)
+    serving = config.serving
+    _check_port(serving.host, serving.port)
+    keys = read_keys(serving.api_keys_file)
+    if not keys and not _is_loopback(serving.host):
+        log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
+    from eagle_ray.build import check_models  # torch, seconds
+
+    check_models(config.model, config.speculative)
+    address = prepare(serving.ray_address)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    log.info("getting Ray ready")
+    from eagle_ray.batch.cluster import connect, threads_wanted
+
+    connect(address)
+    try:
+        _serve(config, keys, threads_wanted(os.environ))
+    finally:
+        if address == LOCAL:
+            import ray
+
+            ray.shutdown()
+    return 0
+
+
+def _serve(config: ServeConfig, keys: ApiKeys, most_threads: int | None) -> None:
+    import ray
+    from ray import serve
+
+    from eagle_ray.serve.deployment import application_of, plan_replicas
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    resources = ray.cluster_resources()
+    shape = plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1), most_threads)
+    serving = config.serving
+    serve.start(proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port})
+    try:
+        with _log_while_waiting(f"loading {config.model.target}"):
+            try:
+                serve.run(application_of(config, keys, shape), name=config.name)
+            except RuntimeError as error:
+                raise ClusterError(f"the replicas did not start: {' '.join(str(error).split())}") from error
+        log.info(_welcome(config, has_keys=len(keys) > 0))
+        while True:
+            time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
+    finally:
+        serve.delete(config.name)  # other applications of the cluster's Serve stay
+
+
+@contextmanager
+def _log_while_waiting(words: str) -> Iterator[None]:
+    """Say what takes so long: at once, and again while it lasts."""
+    over, began = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(SAY_EVERY_S):
+            log.info("%s: %.0f s", words, time.monotonic() - began)
+
+    log.info(words)
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    try:
+        yield
+    finally:
+        over.set()
+        saying.join()
+
+
+def _welcome(config: ServeConfig, has_keys: bool) -> str:
+    """Where it answers, and a command that shows it."""
+    serving = config.serving
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(serving.host, serving.host)
+    url = f"http://[{host}]:{serving.port}" if ":" in host else f"http://{host}:{serving.port}"
+    key = "-H 'Authorization: Bearer API_KEY' " if has_keys else ""
+    return (
+        f"ready: {url} is a page to try it, {url}/v1 for clients, until Ctrl-C\n"
+        f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{EXAMPLE}'"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises ConfigError where the address cannot be had: Serve's proxy would try for minutes."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"serving.port: {host}:{port} cannot be had ({error.strerror}): set serving.host or serving.port "
+                "(--port) to another"
+            ) from None

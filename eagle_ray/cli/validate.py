@@ -1,0 +1,153 @@
+"""validate: what a job would do, looked at without Ray and without loading a model.
+
+The rows, the tokenizer and the checks are the job's own, so that what passes here is what the job will see. Of a model
+that is not on this machine, while the hub does not answer, everything else is checked and the report says what was not.
+
+    >>> print(validate(load_config("configs/demo.yaml")))
+    input    96 rows in 1 file ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of
+from eagle_ray.batch.job_errors import JobError
+from eagle_ray.batch.output.manifest import DATA, check_no_foreign_data, output_of, read_manifest, wrap_os_errors
+from eagle_ray.batch.output.output_index import OutputIndex, own_files
+from eagle_ray.batch.output.partitions import Partitions
+from eagle_ray.batch.path_checks import check_apart, check_not_own
+from eagle_ray.batch.sequences import message_of, sequences_of
+from eagle_ray.build import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
+from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config.methods import draft_requirement
+from eagle_ray.core.sequence import check_length
+from eagle_ray.errors import RequestError
+from eagle_ray.storage.path import StoragePath
+from eagle_ray.tokenizer import Tokenizer
+
+FIRST_ROWS = 100
+WITHOUT_TEXT: dict[str, Any] = {"prompt_token_ids": [0], "stop": []}  # in place of what only a tokenizer can check
+UNSEEN = {
+    "target": "prompts, their lengths, the chat template and whether the head fits were not looked at",
+    "draft": "whether it fits the target was not looked at",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTarget:
+    """What was found of the target. text: None where it has no tokenizer."""
+
+    text: Tokenizer | None
+    limits: ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    """A row and the ids its prompt became, or why it will be an error row."""
+
+    request_id: str
+    prompt_ids: list[int]
+    error: str | None
+
+
+def validate(config: JobConfig) -> str:
+    """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
+    check_apart(config.input.path, output_of(config))
+    plan = plan_input(config)
+    check_not_empty(plan, config)
+    Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
+    check_not_own(plan.files, output_of(config))
+    unseen = unavailable_models(config.model, config.speculative)
+    if not unseen:
+        check_models(config.model, config.speculative)
+    seen = None if "target" in unseen else _seen(config)
+    rows = [_checked(row, config, seen) for row in islice(requests_of(plan), FIRST_ROWS)]
+    good = [row for row in rows if row.error is None]
+    sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, seen), _model(config), _output(config)]
+    if rows and not good:
+        raise ConfigError("no row can be answered\n" + _rows(rows, 0))
+    return "\n".join([*sections, *(f"unseen   {error}: {UNSEEN[part]}" for part, error in unseen.items())])
+
+
+def _seen(config: JobConfig) -> CheckedTarget:
+    limits = model_limits(config.model)
+    return CheckedTarget(load_tokenizer(config.model), limits)
+
+
+def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
+    try:
+        if seen is None:
+            sequences_of(request | WITHOUT_TEXT, config, None, n=1)
+            return CheckedRow(request["request_id"], [], None)
+        [sequence] = sequences_of(request, config, seen.text, n=1)
+        check_length(sequence, seen.limits.max_model_len, seen.limits.vocab_size)
+    except RequestError as error:
+        return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]")
+    return CheckedRow(request["request_id"], sequence.prompt_ids, None)
+
+
+def _input(plan: InputPlan) -> str:
+    carried = ", ".join(f"{field.name} {field.type}" for field in plan.passthrough) or "nothing"
+    return f"input    {plan.num_rows} rows in {_files(plan)}\ncarried  {carried}"
+
+
+def _files(plan: InputPlan) -> str:
+    first = plan.files[0].path
+    return first if len(plan.files) == 1 else f"{len(plan.files)} files, {first} to {plan.files[-1].path}"
+
+
+def _rows(rows: list[CheckedRow], num_good: int) -> str:
+    bad = [f"         {row.error}" for row in rows if row.error is not None]
+    verdict = f"the first {len(rows)} looked at: {num_good} good, {len(bad)} would become error rows"
+    return "\n".join([f"rows     {verdict}", *bad])
+
+
+def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str:
+    row = next(iter(good), None)
+    if row is None:
+        return "prompt   there is no row"
+    if seen is None:
+        return f"prompt   the first, {row.request_id!r}, not looked at: it takes the target's tokenizer"
+    shown = f"token ids {row.prompt_ids}" if seen.text is None else seen.text.spell(row.prompt_ids)
+    lines = "\n".join(f"         | {line}" for line in shown.split("\n"))
+    return f"prompt   the first, {row.request_id!r}, {len(row.prompt_ids)} tokens, as the model will see it:\n{lines}"
+
+
+def _model(config: JobConfig) -> str:
+    wanted = draft_requirement(config.speculative.method)
+    draft = "no draft head" if wanted is None else f"head {config.model.draft}"
+    return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
+
+
+def _output(config: JobConfig) -> str:
+    """Whether the output can be written, and what a run would find there. Leaves nothing behind."""
+    output = output_of(config)
+    with wrap_os_errors(output):
+        output.check_writable()
+    try:
+        return f"output   {output} can be written; {_found_there(output, config)}"
+    except JobError as error:  # damaged, or somebody else's
+        raise ConfigError(f"output.path: {error}") from None
+
+
+def _found_there(output: StoragePath, config: JobConfig) -> str:
+    if config.output.if_exists == "overwrite":
+        return f"a run would replace the {len(own_files(output / DATA))} files there"
+    record = read_manifest(output)
+    if record is None:
+        return _new_there(output, config)
+    if config.output.if_exists == "fail":
+        raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
+    if keys := changed_keys(upgrade_config(record["config"]), recorded(config)):
+        raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
+    OutputIndex.read(output / DATA)
+    return f"a run would resume run {record['run_id']}"
+
+
+def _new_there(output: StoragePath, config: JobConfig) -> str:
+    check_no_foreign_data(output)
+    return f"a run would start it as configuration {config_hash(config)}"

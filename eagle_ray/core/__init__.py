@@ -1,0 +1,1 @@
+"""Nouns that drafters, planners and the engine share: Sequence, DecodeBatch, StepTimer."""

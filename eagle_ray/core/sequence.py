@@ -1,0 +1,154 @@
+"""Sequence: one request in flight, from its prompt to its last token.
+
+Knows ids, counts and times. Does not know text, slots' memory or the model.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
+
+StopCheck = Callable[[list[int]], "int | None"]
+TopLogprobs = list[tuple[int, float]]
+"""Token ids and their log-probabilities at one place, the likeliest first."""
+FinishReason = Literal["stop", "length"]
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of one request.
+
+    prompt_ids: the prompt's token ids, at least one.
+    stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
+        token that completes a stop string), or None to go on.
+    num_reused: tokens found in the cache when it was last admitted. num_prefilled: those, and those computed since.
+    output_logprobs: log-probability of each output id under the unprocessed logits, where sampling.logprobs asks.
+    output_tops: the likeliest tokens at each output id's place, where sampling.top_logprobs asks.
+    prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
+        stands nothing, so that has None and no tops.
+    listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
+    Times are seconds on the engine's monotonic clock, None until they happen.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stop_check: StopCheck | None = None
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    output_tops: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_tops: list[TopLogprobs] = field(default_factory=list)
+    listener: Callable[[], None] | None = None
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int | None = None
+    stats: AcceptanceStats | None = None
+    max_tokens: int = 0  # sampling.max_tokens cut to the room; set when the engine accepts the sequence
+    num_reused: int = 0
+    num_prefilled: int = 0
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    arrived_at: float | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Committed tokens, prompt and output."""
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens, prompt and output; the last of them is not in the KV cache yet."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values the target's cache holds between steps."""
+        return self.num_tokens - 1
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that it may still produce."""
+        return self.max_tokens - len(self.output_ids)
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that must be cached before it can decode: the prompt, and after pre-emption the outputs so far."""
+        return max(len(self.prompt_ids), self.num_cached)
+
+    @property
+    def root(self) -> int:
+        """The last committed token: the root of the next tree."""
+        return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
+
+    def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
+        """Commit new tokens and finish at the first EOS, stop string or max_tokens; returns how many were cut off."""
+        self.output_ids += tokens
+        keep, reason = self._cut(len(self.output_ids) - len(tokens), eos_ids)
+        num_discarded = len(self.output_ids) - keep
+        if reason is not None:
+            del self.output_ids[keep:]
+            del self.output_logprobs[keep:]
+            del self.output_tops[keep:]
+            self.status, self.finish_reason = SequenceStatus.FINISHED, reason
+        if self.listener is not None:
+            self.listener()
+        return num_discarded
+
+    def _cut(self, start: int, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
+        """How many output ids to keep, and why: the earliest of EOS, stop string and max_tokens; a stop wins a tie."""
+        stops = []
+        if not self.sampling.ignore_eos:
+            stops += [i + 1 for i in range(start, len(self.output_ids)) if self.output_ids[i] in eos_ids][:1]
+        if self.stop_check is not None and (kept := self.stop_check(self.output_ids)) is not None:
+            stops.append(kept)
+        if stops and min(stops) <= self.max_tokens:
+            return min(stops), "stop"
+        if len(self.output_ids) >= self.max_tokens:
+            return self.max_tokens, "length"
+        return len(self.output_ids), None
+
+
+def _shown(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
+    """Cut max_tokens to the room that is left; raises RequestError for a prompt that the target cannot take."""
+    prompt_ids = sequence.prompt_ids
+    if not isinstance(prompt_ids, list):
+        raise RequestError("bad_type", f"prompt_ids must be a list of integers, got {_shown(prompt_ids)}")
+    if not set(map(type, prompt_ids)) <= {int}:
+        i, stranger = next((i, token) for i, token in enumerate(prompt_ids) if type(token) is not int)
+        raise RequestError("bad_type", f"prompt_ids[{i}] must be a token id, an integer, got {_shown(stranger)}")
+    num_prompt = len(prompt_ids)
+    if num_prompt == 0:
+        raise RequestError("prompt_empty", "the prompt has no tokens: give at least one")
+    if num_prompt >= max_model_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {num_prompt} tokens: shorten it to at most {max_model_len - 1} "
+            f"(model.max_model_len is {max_model_len})",
+        )
+    low, high = min(prompt_ids), max(prompt_ids)
+    if low < 0 or high >= vocab_size:
+        stranger = low if low < 0 else high
+        raise RequestError("bad_token_id", f"token id {stranger} is not in the target's vocabulary of {vocab_size}")
+    sequence.max_tokens = min(sequence.sampling.max_tokens, max_model_len - num_prompt)

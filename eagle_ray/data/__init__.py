@@ -1,1 +1,0 @@
-"""L4: the batch job. Rows in, Parquet out, through Ray Data."""

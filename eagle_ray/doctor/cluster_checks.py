@@ -1,0 +1,77 @@
+"""The cluster a job would run on: whether it answers, what it has, and the workers the job would get there.
+
+A job on this machine alone starts Ray itself, so there Ray is not started to look at it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eagle_ray.batch.job_errors import ClusterError
+from eagle_ray.batch.ray_environment import LOCAL, prepare
+from eagle_ray.config import ConfigError, ExecutionConfig
+from eagle_ray.doctor.check_result import Finding, counted
+from eagle_ray.doctor.system import num_cores
+
+MANY_ROWS = 1 << 30  # so that no worker is left out for want of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many workers a job would start with, and the GPUs and CPU threads of each.
+
+    is_here: on this machine alone. memory: bytes that Ray counts on the poorest node, None where it was not asked.
+    """
+
+    number: int
+    num_gpus: float
+    threads: int
+    num_nodes: int
+    is_here: bool
+    memory: int | None
+
+
+def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers | None]:
+    """None where the job would not start. device: model.device."""
+    address = prepare(execution.ray_address)
+    try:
+        nodes = _here() if address == LOCAL else _there(address)
+        found = _planned(execution, device, nodes, address == LOCAL)
+    except (ClusterError, ConfigError) as error:
+        return Finding("ray", f"no workers at {address!r}", {"address": address}, problem=str(error)), None
+    cpus, gpus = (sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU"))
+    where = "a job starts Ray on this machine" if found.is_here else f"{counted(len(nodes), 'node')} at {address}"
+    each = counted(found.num_gpus, "GPU") if found.num_gpus else counted(found.threads, "CPU thread")
+    has = f"{counted(cpus, 'CPU')}, {counted(gpus, 'GPU')}; {counted(found.number, 'worker')}"
+    says = f"{where}: {has} with {each}{'' if found.number == 1 else ' each'}"
+    facts = {"address": address, "nodes": len(nodes), "cpus": cpus, "gpus": gpus, "workers": found.number}
+    return Finding("ray", says, facts), found
+
+
+def _here() -> list[Mapping[str, float]]:
+    return [{"CPU": num_cores(), "GPU": torch.cuda.device_count()}]
+
+
+def _there(address: str) -> list[Mapping[str, float]]:
+    """Joined for a moment."""
+    import ray
+
+    from eagle_ray.batch.cluster import connect, nodes
+
+    connect(address)
+    try:
+        return nodes()
+    finally:
+        ray.shutdown()
+
+
+def _planned(execution: ExecutionConfig, device: str, nodes: Sequence[Mapping[str, float]], is_here: bool) -> Workers:
+    from eagle_ray.batch.cluster import plan_workers, threads_wanted  # Ray reads its environment as it is imported
+
+    plan = plan_workers(execution, device, nodes, MANY_ROWS, threads_wanted(os.environ))
+    memory = None if is_here else int(min(node.get("memory", 0) for node in nodes))
+    return Workers(plan.fewest, plan.num_gpus, plan.threads, len(nodes), is_here, memory)

@@ -1,0 +1,154 @@
+"""Compute: the devices torch sees, the way attention and linear layers take on them, and whether they give the tokens.
+
+The last is seen by decoding with the embedded pair, with drafts and without, on the very device a job would use.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from eagle_ray.build import build_engine_from_config
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.doctor.check_result import Finding, counted, gib
+from eagle_ray.doctor.system import free_memory, num_cores, total_memory
+from eagle_ray.kernels import tile_config
+from eagle_ray.kernels.availability import CHOICE, why_not
+from eagle_ray.models.cpu_name import cpu_name
+from eagle_ray.models.packed_linear import PackedLinear, pack_linears
+from eagle_ray.models.supported_models import head_dims
+from eagle_ray.sampling.sampler import SamplingParams
+
+TRIAL = dict(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
+TRIAL_PROMPTS = [[1, 5 + i, 40 + 3 * i] for i in range(4)]
+TRIAL_TOKENS = 16
+BF16_CAPABILITY = (8, 0)  # older GPUs compute bf16 by way of fp32
+
+
+def devices(wanted: str) -> Finding:
+    """wanted: model.device."""
+    if torch.cuda.is_available():
+        return _gpus(wanted)
+    facts = {"cpu": cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
+    free = f"{gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
+    cpu = f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {free}"
+    todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
+    if wanted == "cuda":
+        todo = todo or "run it on a machine with a GPU (`eagle-ray submit` to a cluster), or set model.device to auto"
+        return Finding("devices", f"model.device is cuda and torch sees no GPU; {cpu}", facts, problem=todo)
+    return Finding("devices", f"no GPU that torch can use; {cpu}", facts, advice=todo)
+
+
+def _gpus(wanted: str) -> Finding:
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
+    each = [f"{gpu['name']}, {gib(gpu['free_bytes'])} of {gib(gpu['memory_bytes'])} free" for gpu in gpus]
+    says = "; ".join(f"cuda:{i} {text}" for i, text in enumerate(each))
+    advice = "model.device is cpu: leave it out, or set it to auto, to use them" if wanted == "cpu" else None
+    return Finding("devices", says, {"cuda": torch.version.cuda, "gpus": gpus}, advice=advice)
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(index)
+    capability = list(torch.cuda.get_device_capability(index))
+    name = torch.cuda.get_device_name(index)
+    return {"name": name, "free_bytes": free, "memory_bytes": total, "capability": capability}
+
+
+def _gpu_todo(has_driver: bool) -> str | None:
+    """What keeps torch from a GPU that may be there; None where nothing speaks of one."""
+    if not has_driver:
+        return None
+    if torch.version.cuda is None:
+        return f"there is an NVIDIA driver, but torch {torch.__version__} is a CPU build: install torch's CUDA build"
+    return "there is an NVIDIA driver, but torch sees no device: look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`"
+
+
+def threads(num_workers: int, per_worker: int) -> Finding:
+    """What a job started here would give its workers."""
+    asked, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
+    facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": asked}
+    used = f"{num_workers * per_worker} of {counted(cores, 'core')}"
+    says = f"{used} would be used (each worker takes fewer where that is as fast)"
+    idle = cores - num_workers * per_worker
+    advice = None
+    if asked and idle > 0:
+        advice = f"OMP_NUM_THREADS={asked} leaves {counted(idle, 'core')} idle: unset it, or raise execution.actors"
+    return Finding("threads", says, facts, advice=advice)
+
+
+def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype) -> Finding:
+    """The path that a target's attention and linear layers take on a device. shape: the target's configuration."""
+    missing = why_not(torch.device(device)) or tile_config.why_not(dtype, *head_dims(shape))
+    softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
+    why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
+    portable = "matmul, softmax, matmul" if why else "scaled_dot_product_attention"
+    facts = {
+        "path": portable if missing else "tree attention in Triton",
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "packed_linears": _packs(device, dtype),
+        "no_kernels": missing,
+    }
+    attends = facts["path"] + (f" for {' and '.join(why)}" if why and missing else "")
+    linears = "packed for oneDNN" if facts["packed_linears"] else "torch's own"
+    ours = f"; no Triton kernels: {missing}" if missing and device != "cpu" else ""
+    says = f"{attends}, over blocks of the cache, in {facts['dtype']} on {device}; linear layers {linears}{ours}"
+    return Finding("attention", says, facts, advice=_slow_dtype(device, dtype) or _kernels_todo(device, missing))
+
+
+def _kernels_todo(device: str, missing: str | None) -> str | None:
+    """What a user of a GPU can do for speed; nothing where the GPU or the model is what stands against it."""
+    if device != "cuda" or missing is None:
+        return None
+    if "not installed" in missing:
+        return "install triton, which comes with torch's CUDA build, for the kernels"
+    if CHOICE in missing:
+        return f"unset {CHOICE} for the kernels"
+    return "give Triton a C compiler (CC) and a writable ~/.triton" if "fails here" in missing else None
+
+
+def _slow_dtype(device: str, dtype: torch.dtype) -> str | None:
+    if dtype is not torch.bfloat16:
+        return None
+    if device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no bf16 instructions: model.dtype float32 is faster and exact"
+    if device == "cuda" and torch.cuda.get_device_capability() < BF16_CAPABILITY:
+        return "this GPU has no bf16 units: set model.dtype to float16"
+    return None
+
+
+def _packs(device: str, dtype: torch.dtype) -> bool:
+    """Found out as the engine finds it out."""
+    trial = nn.Sequential(nn.Linear(512, 512, device=device, dtype=dtype))
+    pack_linears(trial)
+    return isinstance(trial[0], PackedLinear)
+
+
+def trial(device: str) -> Finding:
+    """A few tokens of the embedded pair with drafts and without: the same, and fewer passes."""
+    drafted, plain = (_decoded(device, settings) for settings in (TRIAL, {"method": "none"}))
+    same = sum(a.output_ids == b.output_ids for a, b in zip(drafted, plain, strict=True))
+    tokens, steps = sum(len(s.output_ids) for s in drafted), sum(s.stats.num_steps for s in drafted)
+    identical = f"{same} of {len(plain)} outputs are plain decoding's"
+    says = f"the embedded pair on {device}: {identical}, {tokens} tokens in {steps} target passes"
+    facts = {"device": device, "same": same, "outputs": len(plain), "tokens": tokens, "steps": steps}
+    problem = None if same == len(plain) else "outputs differ in fp32 on this device: report it with this page"
+    return Finding("trial", says, facts, problem)
+
+
+def _decoded(device: str, settings: dict[str, Any]) -> list[Sequence]:
+    model = ModelConfig(device=device, dtype="float32", max_model_len=64)
+    engine = build_engine_from_config(model, SpeculativeConfig(**settings), slots=len(TRIAL_PROMPTS)).engine
+    params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
+    sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(TRIAL_PROMPTS)]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    return sequences

@@ -1,0 +1,119 @@
+"""Footprint: the bytes that one worker of a job takes, from configurations and the headers of weights alone.
+
+    footprint = Footprint.of(config, target, draft, device="cuda", dtype=torch.bfloat16)
+    footprint.total, footprint.per_slot
+
+Does not know what there is to fit it into.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from eagle_ray.config import JobConfig, SpeculativeConfig
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
+from eagle_ray.doctor.weight_sizes import loaded_bytes, tensor_headers
+from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.head_checkpoint import read_config
+from eagle_ray.models.head_spec import head_config
+from eagle_ray.models.loader import load_config, quantisation_of
+from eagle_ray.models.packed_linear import MIN_WEIGHTS
+from eagle_ray.models.supported_models import kv_elements_per_token
+
+LOGITS_BYTES = 8  # beside the logits themselves: in fp32, and once more where they are sampled
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes. target, draft: weights. per_slot: keys and values of one sequence at full length, in both caches.
+
+    pool: all keys and values. logits: of the largest pass over all slots. process: what a worker takes before it loads
+    anything. slots: their number.
+    """
+
+    target: int
+    draft: int
+    per_slot: int
+    pool: int
+    logits: int
+    process: int
+    slots: int
+
+    @property
+    def total(self) -> int:
+        return self.target + self.draft + self.process + self.logits + self.pool
+
+    @classmethod
+    def of(
+        cls,
+        config: JobConfig,
+        target: Path,
+        draft: Path | None,
+        shape: PretrainedConfig,
+        device: str,
+        dtype: torch.dtype,
+        max_model_len: int,
+    ) -> Footprint | None:
+        """shape: the target's configuration. dtype: its weights' and cache's. None where weights are missing."""
+        weights = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
+        head = 0 if draft is None else loaded_bytes(draft, dtype)
+        if weights is None or head is None:
+            return None
+        method, execution = config.speculative, config.execution
+        column = dtype.itemsize * (_cells(shape) + (_draft_cells(draft, method) if draft else 0))
+        blocks = -(-(max_model_len + _columns(method, shape.vocab_size)) // BLOCK_SIZE)
+        full = blocks * execution.slots
+        num_blocks = 1 + (full if execution.kv_tokens is None else execution.kv_tokens // BLOCK_SIZE)
+        rows = execution.slots * (1 if method.method == "none" else 1 + method.max_nodes)
+        return cls(
+            target=weights + (_packed_copy(target, shape, dtype) if device == "cpu" else 0),
+            draft=head,
+            per_slot=blocks * BLOCK_SIZE * column,
+            pool=num_blocks * BLOCK_SIZE * column,
+            logits=rows * shape.vocab_size * (dtype.itemsize + LOGITS_BYTES),
+            process=_resident() if device == "cpu" else 0,
+            slots=execution.slots,
+        )
+
+    def with_slots(self, slots: int) -> Footprint:
+        """The same worker with that many full slots."""
+        return replace(self, slots=slots, pool=slots * self.per_slot, logits=slots * self.logits // self.slots)
+
+
+def _cells(config: PretrainedConfig) -> int:
+    """Numbers that a token's keys and values are, over all layers."""
+    return config.num_hidden_layers * kv_elements_per_token(config)
+
+
+def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
+    """The same of what drafts: an EAGLE head is one layer, whatever its configuration says; others keep none."""
+    kind = draft_requirement(method.method)
+    if kind == DRAFT_MODEL:
+        return _cells(load_config(draft))
+    return _cells(head_config(read_config(draft))) if kind in (HEAD, HEAD_3) else 0
+
+
+def _columns(method: SpeculativeConfig, vocab_size: int) -> int:
+    if method.method == "none":
+        return 1
+    return tree_columns(method.max_nodes, method.max_depth, min(method.top_k, vocab_size))
+
+
+def _packed_copy(target: Path, shape: PretrainedConfig, dtype: torch.dtype) -> int:
+    """A packed lm_head is a second copy of the embedding that it is tied to."""
+    size = shape.vocab_size * shape.hidden_size
+    tied = all(header.name != LM_HEAD for header in tensor_headers(target) or ())
+    return size * dtype.itemsize if tied and size >= MIN_WEIGHTS.get(dtype, size + 1) else 0
+
+
+def _resident() -> int:
+    """This process, which has imported what a worker imports; macOS counts in bytes, Linux in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,116 @@
+"""The pair: whether target and draft are here, go together, and fit into the memory a worker would have.
+
+Looks at what is on this machine and asks no hub: a model that is not here is said to be not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from transformers import PretrainedConfig
+
+from eagle_ray.build import EMBEDDED, check_models, download, model_limits
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config.methods import draft_requirement
+from eagle_ray.doctor.check_result import Finding, gib
+from eagle_ray.doctor.cluster_checks import Workers
+from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy
+from eagle_ray.doctor.memory_estimate import Footprint
+from eagle_ray.doctor.system import free_memory
+from eagle_ray.errors import EngineError
+from eagle_ray.models.dtypes import auto_dtype
+from eagle_ray.models.loader import load_config
+
+
+@dataclass(frozen=True, slots=True)
+class PairHere:
+    """A pair whose files are on this machine. config: the job's, its models named by their directories."""
+
+    config: JobConfig
+    target: Path
+    draft: Path | None
+    shape: PretrainedConfig
+
+
+def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
+    """Whether the job's pair is on this machine and is one; None where it is not."""
+    wanted = {"target": config.model.target}
+    if draft_requirement(config.speculative.method) is not None:
+        wanted["draft"] = config.model.draft
+    found = {part: directory_of(name, part) for part, name in wanted.items()}
+    names = ", ".join(f"{part} {name}" for part, name in wanted.items())
+    if missing := [wanted[part] for part, path in found.items() if path is None]:
+        todo = f"`hf download` {' and '.join(missing)} here, or let the first start do it"
+        return Finding("pair", f"{names}: not in this machine's cache of the hub", wanted, advice=todo), None
+    try:
+        model = config.model.model_copy(update={part: str(path) for part, path in found.items()})
+        check_models(model, config.speculative)
+        shape = load_config(found["target"])
+    except (ConfigError, EngineError) as error:
+        return Finding("pair", f"{names}: cannot be used", wanted, problem=str(error)), None
+    here = PairHere(config.model_copy(update={"model": model}), found["target"], found.get("draft"), shape)
+    kind = f"{type(shape).__name__.removesuffix('Config')}, {shape.num_hidden_layers} layers of {shape.hidden_size}"
+    return Finding("pair", f"{names}: a pair ({kind})", wanted), here
+
+
+def directory_of(name: str, part: str) -> Path | None:
+    """Where a model is on this machine; None where it is not. Asks no hub."""
+    if name.startswith(EMBEDDED) or Path(name).is_dir():
+        return download(name, part)
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
+    """Return the dtype that the pair would be loaded in. name: model.dtype."""
+    return getattr(torch, name) if name != "auto" else auto_dtype(here.shape, here.target, device)[0]
+
+
+def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
+    """What one worker takes, beside what it would have."""
+    length = model_limits(here.config.model).max_model_len
+    try:
+        footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length)
+    except ValueError as error:
+        return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
+    if footprint is None:
+        return Finding("memory", "the weights are not here, so what they take is not known")
+    takes, facts, room = _taken(footprint, length), asdict(footprint), room_of(workers, device)
+    if room is None:
+        todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(footprint.total)} free"
+        return Finding("memory", takes, facts, advice=todo)
+    facts |= {"total": footprint.total, "room": room.total}
+    settings = MemorySettings(length, dtype.itemsize, workers.num_gpus)
+    problem = None if room.holds(footprint) else remedy(footprint, room, settings)
+    return Finding("memory", f"{takes}; it would have {gib(room.total)}", facts, problem)
+
+
+def _taken(footprint: Footprint, length: int) -> str:
+    parts = [
+        f"target {gib(footprint.target)}",
+        f"draft {gib(footprint.draft)}",
+        f"keys and values {gib(footprint.pool)} ({gib(footprint.per_slot)} a slot of {length} tokens)",
+        f"a pass's logits {gib(footprint.logits)}",
+    ]
+    parts += [f"Python and its packages {gib(footprint.process)}"] if footprint.process else []
+    return f"a worker takes {gib(footprint.total)}: {', '.join(parts)}"
+
+
+def room_of(workers: Workers, device: str) -> Room | None:
+    """What one of the workers would have to itself; None where it cannot be seen from here."""
+    if device == "cpu":
+        per_node = max(-(-workers.number // workers.num_nodes), 1)
+        free = free_memory() if workers.memory is None else workers.memory
+        return Room((free // per_node,), per_node, on_gpu=False)
+    if not workers.is_here:
+        return None
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+    if workers.num_gpus >= 1:
+        return Room(tuple(free[: int(workers.num_gpus)]), 1, on_gpu=True)
+    return Room((int(free[0] * workers.num_gpus),), round(1 / workers.num_gpus), on_gpu=True)

@@ -1,0 +1,54 @@
+"""The examination: every part in turn, each looked at whatever was found in the others.
+
+>>> print(findings_text(examine(config)))
+ok       eagle_ray  0.4.0, Python 3.11.7 on Linux x86_64
+...
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+
+from eagle_ray.config import JobConfig
+from eagle_ray.doctor.check_result import Finding
+from eagle_ray.doctor.packages import software
+from eagle_ray.doctor.system import disks
+
+
+def examine(config: JobConfig) -> Iterator[Finding]:
+    """Findings as they are made. Changes nothing; a cluster that the configuration names is joined for a moment."""
+    yield from software()
+    try:
+        import_module("torch"), import_module("transformers")
+    except (ImportError, OSError) as error:  # OSError: a library of the system that is not there
+        yield Finding("torch", f"{type(error).__name__}: {error}", problem="install both anew: `make clean install`")
+        return
+    yield from _with_torch(config)
+
+
+def _with_torch(config: JobConfig) -> Iterator[Finding]:
+    """What can only be looked at with torch."""
+    from eagle_ray.doctor import devices, model_checks
+    from eagle_ray.doctor.cluster_checks import workers
+    from eagle_ray.planner.cost_cache import cache_home
+
+    yield devices.devices(config.model.device)
+    finding, planned = workers(config.execution, config.model.device)
+    yield finding
+    if planned is not None and planned.is_here:
+        yield devices.threads(planned.number, planned.threads)
+    finding, here = model_checks.pair_here(config)
+    yield finding
+    device = "cuda" if planned is not None and planned.num_gpus else "cpu"
+    if here is not None:
+        dtype = model_checks.dtype_of(config.model.dtype, device, here)
+        if planned is None or planned.is_here:
+            yield devices.attention(here.shape, device, dtype)
+        if planned is not None:
+            yield model_checks.memory(here, planned, device, dtype)
+    if planned is None or planned.is_here:
+        yield devices.trial(device)
+    yield from disks(config.output.path, os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), cache_home())

@@ -1,0 +1,98 @@
+"""The machine itself: cores, memory and disks, as far as this process may use them. Needs neither torch nor Ray.
+
+    >>> num_cores(), free_memory()
+    (2, 22388424704)
+
+In a container the limits are its own (control groups of version 2), not those of the host.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from math import ceil
+from pathlib import Path
+
+from eagle_ray.doctor.check_result import GIB, Finding, gib
+
+LEAST_OUTPUT = GIB  # free, for rows and the record of a run
+LEAST_SHARED = 256 << 20  # Ray's object store of a job on this machine alone
+FULL = 0.95  # of a disk: from there on Ray writes no objects to it
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_cores(cgroup: Path = CGROUP) -> int:
+    """CPU cores that this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    return min(cores, max(1, ceil(int(quota) / int(period)))) if quota.isdigit() and period.isdigit() else cores
+
+
+def total_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that can be had without swapping; the machine's total where the system does not say."""
+    lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
+    free = int(lines[0][1]) * 1024 if lines else total_memory()
+    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    return min(free, max(int(limit) - int(used), 0)) if limit.isdigit() and used.isdigit() else free
+
+
+def disks(output: str, temporary: str, cache: Path) -> list[Finding]:
+    """Room for what a job writes. output: its directory, s3:// or local. temporary: Ray's. cache: of measured costs."""
+    return [_output(output), _temporary(temporary), _shared_memory(), _cache(cache)]
+
+
+def _output(output: str) -> Finding:
+    if "://" in output:
+        return Finding("disk", f"the output goes to {output}: `eagle-ray validate` tries to write there")
+    place = _existing(Path(output).expanduser().absolute())
+    free = shutil.disk_usage(place).free
+    facts, says = {"path": str(place), "free_bytes": free}, f"{gib(free)} free for the output in {place}"
+    if not os.access(place, os.W_OK):
+        return Finding("disk", f"{place} cannot be written", facts, problem="choose another output.path (-o)")
+    problem = "make room there, or choose another output.path (-o)" if free < LEAST_OUTPUT else None
+    return Finding("disk", says, facts, problem)
+
+
+def _temporary(temporary: str) -> Finding:
+    place = _existing(Path(temporary))
+    usage = shutil.disk_usage(place)
+    share = usage.used / usage.total
+    advice = "from 95 % on Ray keeps no objects there: make room, or set RAY_TMPDIR" if share >= FULL else None
+    says = f"Ray's temporary files in {place}, {share:.0%} full"
+    return Finding("disk", says, {"path": str(place), "used_share": share}, advice=advice)
+
+
+def _shared_memory(place: Path = Path("/dev/shm")) -> Finding:
+    """Ray keeps objects there; where it is small, as in containers, it takes slower files."""
+    if not place.is_dir():
+        return Finding("disk", "no /dev/shm on this system: Ray keeps objects in temporary files")
+    free = shutil.disk_usage(place).free
+    advice = (
+        "Ray will use slower files: start the container with --shm-size=1g or more" if free < LEAST_SHARED else None
+    )
+    return Finding("disk", f"{gib(free)} free in {place}", {"path": str(place), "free_bytes": free}, advice=advice)
+
+
+def _cache(cache: Path) -> Finding:
+    writable = os.access(_existing(cache), os.W_OK)
+    advice = None if writable else "every start measures them anew: set EAGLE_RAY_CACHE to a directory that can be kept"
+    says = f"measured costs of steps are kept in {cache}" if writable else f"{cache} cannot be written"
+    return Finding("disk", says, {"path": str(cache), "writable": writable}, advice=advice)
+
+
+def _existing(path: Path) -> Path:
+    """The path itself or its nearest parent that is there."""
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def _read(path: Path) -> str:
+    """A one-value file of the system; empty where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

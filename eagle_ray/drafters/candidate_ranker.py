@@ -1,0 +1,190 @@
+"""Ranking: from a head's features to ranked children, each with its chance of being the target's pick.
+
+    ranking = Ranking(logits_of, calibration, coupling)
+    ranking.begin(sampling, lengths)
+    children = ranking.children(features, None, width)           # level 1; then, level by level,
+    children = ranking.children(features, frontier, width)
+    ranking.learn(result)                                        # once the target has picked
+
+Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling the
+sampled rows' children are those that the target, reading the same noise, most likely picks. Learns from the picks after
+every node that was reached. Does not know heads, caches or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import to_device
+from eagle_ray.drafters.calibration_feedback import Offered, Offers, TargetPath
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import LARGE_NOISE, Coupling, least_kept
+from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.expand import Frontier
+
+MAX_FUSED_K = 32  # children of a node that the kernel finds, one after the other
+MAX_FEEDBACK = 32  # picks that coupling learns from at once: more would cost memory and teach little
+LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """K children of each of F nodes, the likeliest first, all conditional on their parent.
+
+    log_probs: that the target picks them, calibrated. draft_log_probs: the head's own, without noise or temperature.
+    """
+
+    tokens: Int[Tensor, "B F K"]
+    log_probs: Float[Tensor, "B F K"]
+    draft_log_probs: Float[Tensor, "B F K"]
+
+
+@dataclass(slots=True)
+class RankingFeedback:
+    """What one step's trees were made from, for the picks to teach by.
+
+    members: which sequences of the batch they are of. sampling, lengths: theirs. features: of each level's frontier.
+    """
+
+    members: Int[Tensor, " M"] | slice
+    sampling: SamplingBatch
+    lengths: Int[Tensor, " M"]
+    features: list[Float[Tensor, "M F H"]]
+    offered: Offered
+
+
+class CandidateRanker:
+    """logits_of: the head's logits from its features. token_ids: the tokens they are of; None where that is all.
+
+    lesson: what `learn` is going to learn from; None where nothing was drafted since. It may be kept and set again.
+    """
+
+    def __init__(
+        self,
+        logits_of: LogitsOf,
+        calibration: Calibration | None,
+        coupling: Coupling | None,
+        token_ids: Int[Tensor, " D"] | None = None,
+    ):
+        self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
+        self._token_ids = token_ids
+        self._order = None if token_ids is None else token_ids.argsort()
+        self._offers = Offers(calibration)
+        self._num_lessons = 0
+        self.lesson: RankingFeedback | None = None
+
+    def start(self, sampling: SamplingBatch, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
+        """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
+
+        members: their indices in the batch that sampling describes; None for all of it.
+        """
+        at = slice(len(lengths)) if members is None else to_device(members, lengths.device)
+        sampling = sampling if members is None else sampling.select(members)
+        self._offers.begin((sampling.temperature > 0).long())
+        self.lesson = RankingFeedback(at, sampling, lengths, [], self._offers.offered)
+
+    def reset(self) -> None:
+        """Back to the start, as if no pick had been seen."""
+        self._num_lessons, self.lesson = 0, None
+        self._offers.reset()
+        if self.coupling is not None:
+            self.coupling.fit.reset()
+
+    def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> TopK:
+        """The `width` likeliest children of every node of the next level's frontier."""
+        level = len(self.lesson.features)
+        logits = self._logits_of(features)
+        width = min(width, logits.shape[-1])
+        best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
+        scores, index, own = best(level, logits, width)
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows offers nothing
+        tokens = index if self._token_ids is None else self._token_ids[index]
+        self.lesson.features.append(features)
+        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+
+    def update(self, result: VerifyResult) -> None:
+        """What the target picked on the trees that were just drafted, on all levels at once; see Offers.learn."""
+        lesson = self.lesson
+        if lesson is None or (self.calibration is None and self.coupling is None):
+            return
+        self._offers.offered = lesson.offered
+        picks, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
+        path = self._offers.update(picks, num_accepted)
+        if path is not None and self.coupling is not None and lesson.sampling.any_sampled:
+            self._couple(path, picks)
+        self.lesson = None
+
+    def _best(
+        self, level: int, logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """The likeliest places, their log-probabilities and, third, the head's own log-probabilities of them."""
+        logits = logits.float()
+        ranked = own = logits.log_softmax(-1)
+        sampling = self.lesson.sampling
+        if self.coupling is not None and sampling.any_sampled:
+            rows = sampling.sampled_rows
+            noise = self._noise(range(level, level + 1), rows, logits.shape[-1])[0]
+            coupled = self.coupling.log_probs(level, logits[rows], sampling, rows, noise)
+            if sampling.is_bound:
+                coupled = torch.where((sampling.temperature > 0)[:, None, None], coupled, own)
+            ranked = own.index_copy(0, rows, coupled)
+        scores, index = ranked.topk(width, -1)
+        return scores, index, own.gather(-1, index)
+
+    def _fused_best(
+        self, level: int, logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """The same by kernels: nothing as wide as the vocabulary is made."""
+        from eagle_ray.kernels.topk import Push, top_k
+
+        sampling, push = self.lesson.sampling, None
+        if self.coupling is not None and sampling.any_sampled:
+            push = Push(
+                weights=self.coupling.fit.parameters[level, 0],
+                large=LARGE_NOISE,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+                positions=self.lesson.lengths + level + 1,
+                floors=least_kept(logits, sampling, torch.arange(len(logits), device=logits.device))
+                if sampling.any_cut
+                else None,
+                token_ids=self._token_ids,
+            )
+        return top_k(logits, width, push)
+
+    def _couple(self, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
+        """From MAX_FEEDBACK picks at most, or one sequence's; of others the next time. Logits are made once more."""
+        levels, sampling = range(len(path.nodes)), self.lesson.sampling
+        num_sampled = len(sampling.sampled)
+        turns = min(num_sampled, -(-num_sampled * len(levels) // MAX_FEEDBACK))
+        rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
+        self._num_lessons += 1
+        pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)
+        logits = self._logits_of(torch.stack([features[rows, node] for features, node in pairs])).float()
+        places, known = self._places(picks.T[: len(levels), rows])
+        noise = self._noise(levels, rows, logits.shape[-1])
+        known = known & path.reached[:, rows] & logits.isfinite().all(-1)
+        self.coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
+
+    def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
+        """Where the picks stand among the tokens that can be drafted, and whether they do."""
+        if self._token_ids is None:
+            return picks, torch.ones_like(picks, dtype=torch.bool)
+        found = torch.searchsorted(self._token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
+        places = self._order[found]
+        return places, self._token_ids[places] == picks
+
+    def _noise(self, levels: range, rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
+        """The target's own at the tokens chosen after these levels' nodes; the roots stand at `lengths`."""
+        ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
+        steps = torch.arange(levels.start + 1, levels.stop + 1, device=rows.device)
+        positions = self.lesson.lengths[rows] + steps[:, None]
+        seeds = self.lesson.sampling.seed[rows].expand_as(positions)
+        return gumbel_noise(seeds.flatten(), positions.flatten(), ids).view(*positions.shape, -1)

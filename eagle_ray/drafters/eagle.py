@@ -1,0 +1,492 @@
+"""EagleDrafter: a draft head that grows the dynamic tree of EAGLE-2, or a given one, from the target's features.
+
+Column j of its cache holds the pair (token j, feature j-1) of a sequence, always made from the *target's* feature, so
+what it drafted itself is forgotten after each step. A pair depends on no token past its own column, as in the target's
+cache. With n tokens in the target's cache the root is token n, and the output of its pair is the feature from which
+level 1 is drafted. Column 0 has no pair and is never seen, but for a head that reads tokens alone: to a small model
+column 0 is a token like the others.
+
+    pairs   - (t1,f0) (t2,f1) ... (root,f[n-1]) | level-1 nodes | level-2 nodes | ...
+    column  0    1       2            n         | n+1 .. n+K    | n+K+1 .. n+2K | ...
+
+Pairs wait in a queue until a draft needs them; after a long while without drafts the oldest are lost, and the head
+goes on with a shorter past. Does not know budgets, acceptance or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import copy_to_device, to_device
+from eagle_ray.attention.backend import prefill_metadata, tree_metadata
+from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.drafters.candidate_ranker import CandidateRanker, RankingFeedback
+from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.drafters.feature_buffer import FeatureBuffer
+from eagle_ray.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.models.eagle_heads import DraftHead
+from eagle_ray.models.head_decoder import head_forward
+from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import Frontier, TreeBuilder
+
+QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPairs:
+    """Pairs that the head has not read yet: of each of B sequences those of columns `starts` up to its root's.
+
+    first: the first column that each sequence sees. host_starts: empty where a captured pass is for any. longest: at
+    least the number of each one's pairs. unpack: which rows of the rectangle B x longest are pairs; None runs all.
+    """
+
+    first: Int[Tensor, " B"]
+    starts: Int[Tensor, " B"]
+    host_starts: list[int]
+    longest: int
+    unpack: Int[Tensor, " R"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """All candidates, their log values by level, and what they were made from."""
+
+    tree: DraftTree
+    levels: list[Float[Tensor, "B _ K"]]
+    lesson: RankingFeedback
+
+
+class EagleDrafter:
+    """The head, its one-layer cache, which lies in the target's blocks, and the pairs that it has not read yet.
+
+    window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without them, EAGLE-2's own.
+    token_ids: those of the target's lm_head that a head without one of its own reads; None is all.
+    replay: runs the drafts whose shape is known beforehand, catching up included; None runs them all as they come.
+    """
+
+    prefill_passes = 1
+    replay: GraphRunner | None = None
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: TargetModel,
+        window: int = QUEUE_WINDOW,
+        calibration: Calibration | None = None,
+        coupling: Coupling | None = None,
+        token_ids: Int[Tensor, " Dv"] | None = None,
+    ):
+        self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        lm_head = target.logits if token_ids is None else target.logits_over(token_ids)
+        self._token_ids = head.token_ids if token_ids is None else token_ids
+        self.ranking = CandidateRanker(
+            partial(head.logits, target_logits=lm_head), calibration, coupling, self._token_ids
+        )
+        self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
+        self._target = target
+        self._forward = head_forward(self.head)
+        self._embed = head.embed_tokens or target.embed_tokens
+        anatomy, num_slots = head.anatomy, target.cache.num_slots
+        self.cache = KVCache(
+            target.cache.blocks,
+            anatomy.num_layers,
+            anatomy.num_kv_heads,
+            anatomy.key_dim,
+            target.dtype,
+            target.device,
+            anatomy.value_dim,
+        )
+        self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
+        self._first = [head.first_column] * num_slots  # the first column that each slot's sequence sees
+        self._end = [head.first_column] * num_slots  # the first column that the head has not read yet
+
+    def attach_prefix(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B F"],
+    ) -> None:
+        for slot, first, column in zip(slots, firsts, columns, strict=True):
+            self._first[slot], self._end[slot] = max(first, self.head.first_column), column
+        places = to_device([slots, columns], features.device)
+        self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Read what waits of each sequence and every new pair but the last, which the next draft or chunk reads."""
+        self._register(prompts)
+        columns = [self._end[slot] for slot in prompts.slots]
+        waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
+        queued = self._queued(prompts.slots, columns, waiting)
+        self._enqueue(prompts, next_tokens, features)
+        rows = to_device(_followed(waiting, prompts.lengths), features.device)
+        tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
+        counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
+        self._read_prompts(prompts.slots, columns, counts, tokens, features)
+
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
+        self._register(prompts)
+        self._enqueue(prompts, next_tokens, features)
+
+    def draft(
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft:
+        """EAGLE-2's expansion: the top `width` nodes of each level get children (section 4.1)."""
+        at = batch if plan.members is None else batch.select(plan.members)
+        for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
+            self._evict(slot, length)
+        grown, num_pairs = None, sum(self._waiting(at))
+        if self._is_replayed(plan):
+            self._read_all_but(_pairs_of(plan), at)
+            grown = self._replayed(at, roots, plan, sampling, self.replay)
+        if grown is None:
+            members = None if plan.members is None else to_device(plan.members, roots.device)
+            self.ranking.start(sampling, at.lengths, plan.members)
+            theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
+            grown = self._grown(at, *theirs, plan, self._backlog(at))
+            if members is not None:
+                grown = replace(grown, tree=grown.tree.spread(members, roots))
+        self.settle(at.host_slots, at.host_lengths)
+        return Draft(grown.tree, grown.levels, len(grown.levels), num_pairs)
+
+    def draft_async(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+    ) -> Draft | None:
+        """The same where the host knows bounds of the lengths alone; `settle` must be told what they are.
+
+        None where that cannot be replayed, or where more pairs may wait than such a draft reads.
+        """
+        if not self._is_replayed(plan) or max(self._waiting(at)) > _pairs_of(plan):
+            return None
+        grown = self._replayed(at, roots, plan, sampling, self.replay)
+        return None if grown is None else Draft(grown.tree, grown.levels, len(grown.levels), 0)
+
+    def settle(self, slots: list[int], lengths: list[int]) -> int:
+        """The pairs up to these slots' roots are read; how many of them had waited."""
+        ends = [length + 1 for length in lengths]
+        num_pairs = sum(ends) - sum(self._end[slot] for slot in slots)
+        for slot, end in zip(slots, ends, strict=True):
+            self._end[slot] = end
+        return num_pairs
+
+    def _is_replayed(self, plan: DraftPlan) -> bool:
+        """Whether there is a replay and the draft's shape is known beforehand."""
+        works = self.replay is not None and self.replay.is_enabled
+        return works and plan.members is None and plan.should_stop is None
+
+    def _replayed(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, replay: GraphRunner
+    ) -> Grown | None:
+        """A draft of the plan's full depth for everyone, whatever their lengths; None where replaying fails now."""
+        longest, size, bound = _pairs_of(plan), replay.batch_size(len(roots)), replay.context(at.max_length)
+        first, starts = self._columns(at)
+        nowhere, shape = self.cache.blocks.null_slot, (size,)
+        inputs = [
+            PaddedInput(at.slots, shape, nowhere),
+            *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
+        ]
+        kind = sampling.kind
+        key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
+
+        def grow(
+            slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor
+        ) -> Grown:
+            sampling = SamplingBatch.bound(kind, *chosen)
+            self.ranking.start(sampling, lengths)
+            at, backlog = DecodeSlots.bounded(slots, lengths, bound), PendingPairs(first, starts, [], longest)
+            return self._grown(at, roots, sampling.ends, plan, backlog)
+
+        grown = replay.run(key, grow, inputs + sampling.padded(size))
+        if not replay.is_enabled:
+            return None
+        self.ranking.lesson = replace(grown.lesson, sampling=sampling)
+        num = len(roots)
+        return Grown(grown.tree.first(num), [level[:num] for level in grown.levels], grown.lesson)
+
+    def _grown(
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        ends: Int[Tensor, "B E"],
+        plan: DraftPlan,
+        backlog: PendingPairs,
+    ) -> Grown:
+        """Read the backlog, then level by level until the plan is fulfilled."""
+        builder = self.builder(roots, plan.width, plan.static_tree, ends)
+        features = self._catch_up(at, backlog)[:, None]
+        self._grow(builder, features, None, plan.children)
+        at, seen = at.advanced(1), None
+        while builder.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(builder)):
+            frontier = builder.frontier()
+            seen = _descend(seen, frontier, builder.depth - 1)
+            features = self._level(at, frontier, features, seen, backlog.first)
+            self._grow(builder, features, frontier, plan.children)
+        return Grown(builder.build(), builder.levels, self.ranking.lesson)
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        """Queue the pairs of the accepted path and the bonus token."""
+        result = verified.result
+        path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+        offset = torch.arange(path_rows.shape[1], device=path_rows.device)
+        columns = batch.lengths[:, None] + 1 + offset
+        slots = batch.slots[:, None].expand_as(columns)
+        valid = offset <= result.num_accepted[:, None]
+        self._queue.put(
+            slots.flatten(),
+            columns.flatten(),
+            result.tokens.flatten(),
+            verified.features[path_rows.flatten()],
+            valid.flatten(),
+        )
+
+    def on_verified(self, result: VerifyResult) -> None:
+        """Where trees were drafted, from the picks."""
+        self.ranking.update(result)
+
+    def _register(self, prompts: PrefillBatch) -> None:
+        """New sequences begin at their first chunk; of the others, what waited too long is given up."""
+        for slot, start in zip(prompts.slots, prompts.starts, strict=True):
+            if start == 0:
+                self._first[slot] = self._end[slot] = self.head.first_column
+            self._evict(slot, start)
+        if self.head.first_column == 0:
+            self._queue_first_tokens(prompts)
+
+    def _queue_first_tokens(self, prompts: PrefillBatch) -> None:
+        """The pairs of column 0: first tokens, which go with no feature."""
+        device, count = prompts.tokens.device, len(prompts.slots)
+        firsts = [0, *accumulate(prompts.lengths[:-1])]
+        slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
+        nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
+        self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
+
+    def _evict(self, slot: int, newest: int) -> None:
+        """Lose pairs that are no longer among the queue's last ones, of which column `newest` is the last."""
+        oldest = newest + 1 - self._queue.window
+        if oldest > self._end[slot]:
+            self._first[slot] = self._end[slot] = oldest
+
+    def _enqueue(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Queue the newest pairs of each chunk."""
+        places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
+        slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
+        newest = prompts.positions >= starts + lengths - self._queue.window
+        self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
+
+    def _queued(
+        self, slots: list[int], columns: list[int], counts: list[int]
+    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
+        """The counts[b] pairs of each slot that wait from columns[b] on."""
+        spans = zip(slots, columns, counts, strict=True)
+        places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
+        wanted = to_device(places, self._queue.device).view(-1, 2)
+        return self._queue.take(wanted[:, 0], wanted[:, 1])
+
+    def _read_prompts(
+        self,
+        slots: list[int],
+        columns: list[int],
+        counts: list[int],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+    ) -> None:
+        """One pass of the head over counts[b] pairs of each slot, from columns[b] on, each slot by itself."""
+        spans = [span for span in zip(slots, columns, counts, strict=True) if span[2] > 0]
+        if not spans:
+            return
+        slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
+        layout = prefill_metadata(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
+        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
+        self._run(tokens, self.head.reduce(features), copy_to_device(torch.cat(places), tokens.device), layout)
+        for slot, column, count in spans:
+            self._end[slot] = column + count
+
+    def reset_learning(self) -> None:
+        self.ranking.reset()
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        ids, kind = self._token_ids, type(self.head).__name__
+        return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
+
+    def _waiting(self, at: DecodeSlots) -> list[int]:
+        """How many pairs of each sequence wait, its root's included."""
+        return [length + 1 - self._end[slot] for slot, length in zip(at.host_slots, at.host_lengths, strict=True)]
+
+    def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
+        """The first column that each sequence sees, and the first one that waits."""
+        return to_device([[of[slot] for slot in at.host_slots] for of in (self._first, self._end)], at.slots.device)
+
+    def _backlog(self, at: DecodeSlots) -> PendingPairs:
+        """All that waits, packed where some have more than others."""
+        counts, (first, starts) = self._waiting(at), self._columns(at)
+        longest, unpack = max(counts), None
+        if min(counts) < longest:
+            rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
+            unpack = to_device(rows, at.slots.device)
+        return PendingPairs(first, starts, [self._end[slot] for slot in at.host_slots], longest, unpack)
+
+    def _read_all_but(self, most: int, at: DecodeSlots) -> None:
+        """Where more pairs wait than that, as after a long while without drafts: read all but everyone's last one."""
+        counts = [count - 1 for count in self._waiting(at)]
+        if max(counts) < most:
+            return
+        columns = [self._end[slot] for slot in at.host_slots]
+        tokens, features = self._queued(at.host_slots, columns, counts)
+        self._read_prompts(at.host_slots, columns, counts, tokens, features)
+
+    def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B H"]:
+        """One pass of the head over what waits; the output of each root's pair."""
+        device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
+        index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
+        real = index < counts[:, None]
+        columns = backlog.starts[:, None] + index
+        slots = at.slots[:, None].expand_as(columns)
+        cells = self.cache.cells(slots, torch.where(real, columns, self.cache.blocks.null_position))
+        packed = slots.flatten(), columns.flatten(), cells.flatten()
+        if unpack is None:
+            row = longest * torch.arange(len(counts), device=device)
+        else:
+            row, packed = counts.cumsum(0) - counts, tuple(x[unpack] for x in packed)
+        tokens, features = self._queue.take(*packed[:2])
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        layout = self._layout(
+            DecodeSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
+            cells=packed[2],
+            ancestors=causal.expand(len(counts), -1, -1),
+            column_depths=index.expand(len(counts), -1),
+            first=backlog.first,
+            row_of=None if unpack is None else torch.where(real, row[:, None] + index, 0),
+            unpack=unpack,
+        )
+        hidden = self._run(tokens, self.head.reduce(features), packed[1], layout)
+        return hidden[row + counts - 1]
+
+    def _level(
+        self,
+        batch: DecodeSlots,
+        frontier: Frontier,
+        features: Float[Tensor, "B P H"],
+        seen: TreeMask,
+        first: Int[Tensor, " B"],
+    ) -> Float[Tensor, "B F H"]:
+        """Run the head on a frontier, the last of what is seen; features are those of the frontier before it."""
+        parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
+        width, num_columns = seen.ancestors.shape[1:]
+        places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
+        layout = self._layout(
+            batch,
+            cells=self.cache.cells(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            ancestors=seen.ancestors,
+            column_depths=seen.depths.expand(len(batch.slots), -1),
+            first=first,
+        )
+        columns = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
+        inputs = features.gather(1, parents).flatten(0, 1)
+        hidden = self._run(frontier.tokens.flatten(), inputs, columns.flatten(), layout)
+        return hidden.view(*frontier.tokens.shape, -1)
+
+    def _layout(
+        self,
+        batch: DecodeSlots,
+        cells: Int[Tensor, " R"],
+        ancestors: Bool[Tensor, "B F M"],
+        column_depths: Int[Tensor, "B M"],
+        first: Int[Tensor, " B"],
+        row_of: Int[Tensor, "B F"] | None = None,
+        unpack: Int[Tensor, " R"] | None = None,
+    ) -> AttentionMetadata:
+        """Rows that see their slot from the first column it has a pair in."""
+        return tree_metadata(
+            self.cache,
+            batch,
+            cells=cells,
+            ancestors=ancestors,
+            depths=column_depths[:, -ancestors.shape[1] :],
+            column_depths=column_depths,
+            first=first,
+            row_of=row_of,
+            unpack=unpack,
+        )
+
+    def _grow(
+        self, builder: TreeBuilder, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int
+    ) -> None:
+        """The children of a frontier (None: of the roots), ranked."""
+        children = self.ranking.children(features, frontier, width)
+        builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
+
+    def _run(
+        self,
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+        columns: Int[Tensor, " R"],
+        layout: AttentionMetadata,
+    ) -> Float[Tensor, "R H"]:
+        return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
+
+
+def _pairs_of(plan: DraftPlan) -> int:
+    """Most pairs of a sequence that a replayed draft reads: as many as a draft as deep as this one can leave."""
+    return plan.max_depth + 1
+
+
+def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
+    """Rows of queued pairs, then of chunks, in the order of their sequences; without the last row of each chunk."""
+    rows, queued, row = [], 0, sum(waiting)
+    for count, length in zip(waiting, lengths, strict=True):
+        rows += [*range(queued, queued + count), *range(row, row + length - 1)]
+        queued, row = queued + count, row + length
+    return rows
+
+
+def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
+    """Columns past its cached tokens that a sequence's step may write: the target's nodes, or the root and levels."""
+    return max(max_nodes + 1, max_depth + 1, 1 + max(max_depth - 1, 0) * width)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Which of the M tree columns so far each node of the last frontier sees, and those columns' depths.
+
+    depth: of that frontier, which stands in the last columns.
+    """
+
+    ancestors: Bool[Tensor, "B F M"]
+    depths: Int[Tensor, " M"]
+    depth: int
+
+
+def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
+    """A frontier deeper: it sees what its parents see and, in F new columns, each node itself."""
+    batch, width = frontier.tokens.shape
+    itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(batch, width, width)
+    depths = frontier.tokens.new_full((width,), depth)
+    if seen is None:
+        return TreeMask(itself, depths, depth)
+    parents = frontier.parent_rows[:, :, None].expand(-1, -1, seen.ancestors.shape[2])
+    ancestors = torch.cat([seen.ancestors.gather(1, parents), itself], 2)
+    return TreeMask(ancestors, torch.cat([seen.depths, depths]), depth)

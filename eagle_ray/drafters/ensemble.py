@@ -1,0 +1,147 @@
+"""EnsembleDrafter: the nodes of several drafters in one tree, so that the budget buys whoever's are worth most.
+
+    EnsembleDrafter([eagle, suffix], Blend(max_depth, 2))
+
+Each part drafts, is told what the target picked and learns for itself; what a node is worth that one, another or all of
+them offer is learned here. The plan's depth and width are made for the first part, which is the one with a model where
+there is one; the others draft as deep as they can. Does not know what its parts draft from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.drafters.calibration_feedback import levels_in_turn
+from eagle_ray.drafters.drafter import Draft, Drafter, TokenSequence, VerifyOutput
+from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch
+from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration
+from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.tree_merge import Merged, merge
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """What was offered in the last step."""
+
+    merged: Merged
+    kinds: Int[Tensor, " B"]
+    depth: int
+
+
+class EnsembleDrafter:
+    """parts: at least two, the one with a model first. blend: for as many drafters."""
+
+    def __init__(self, parts: Sequence[Drafter], blend: EnsembleCalibration):
+        self._parts, self._blend = parts, blend
+        self._drafted: _Drafted | None = None
+        self._num_taught = 0
+
+    @property
+    def prefill_passes(self) -> int:
+        return sum(part.prefill_passes for part in self._parts)
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        return {"parts": [part.cost_key for part in self._parts]}
+
+    def attach_prefix(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
+    ) -> None:
+        for part in self._parts:
+            part.attach_prefix(slots, firsts, columns, tokens, features)
+
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        for part in self._parts:
+            part.prefill(prompts, next_tokens, features)
+
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+    ) -> None:
+        for part in self._parts:
+            part.prefill_deferred(prompts, next_tokens, features)
+
+    def draft(
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft:
+        """The first part's draft with the others' nodes beside it."""
+        plans = [plan, *[replace(plan, should_stop=None)] * (len(self._parts) - 1)]
+        drafts = [part.draft(batch, roots, p, sampling, texts) for part, p in zip(self._parts, plans, strict=True)]
+        depth = max(draft.depth for draft in drafts)
+        first, is_all = drafts[0], all(draft.is_all for draft in drafts)
+        if not depth:
+            return replace(first, is_all=is_all)
+        merged, kinds = merge([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
+        tree = merged.valued(self._blend.apply(merged.tree.depths, kinds, merged.said), depth)
+        self._drafted = _Drafted(merged, kinds, depth)
+        return Draft(
+            tree,
+            first.levels or [tree.log_values.new_full((plan.num_members(len(roots)), 1, plan.children), -torch.inf)],
+            sum(draft.num_passes for draft in drafts),
+            first.num_caught_up,
+            is_all,
+            beside(merged.said[..., 0], tree, depth, plan),
+        )
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        for part in self._parts:
+            part.extend(batch, verified)
+
+    def on_verified(self, result: VerifyResult) -> None:
+        for part in self._parts:
+            part.on_verified(result)
+        if self._drafted is not None:
+            self._learn(self._drafted, result.tokens, result.num_accepted)
+        self._drafted = None
+
+    def reset_learning(self) -> None:
+        for part in self._parts:
+            part.reset_learning()
+        self._blend.fit.reset()
+        self._drafted, self._num_taught = None, 0
+
+    def _learn(self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]) -> None:
+        """Down the offered nodes along the target's picks."""
+        tree, said = drafted.merged.tree, drafted.merged.said
+        self._num_taught += 1
+        taught = levels_in_turn(self._num_taught, min(drafted.depth, picks.shape[1]))
+        node = torch.zeros_like(num_accepted)
+        reached = torch.ones_like(num_accepted, dtype=torch.bool)
+        for level in range(max(taught, default=-1) + 1):
+            reached = reached & (num_accepted >= level)
+            offered = (tree.parents == node[:, None]) & reached[:, None]
+            picked = offered & (tree.tokens == picks[:, level, None])
+            if level in taught:
+                self._blend.update(level, drafted.kinds, said, offered, picked)
+            node, reached = picked.long().argmax(1), picked.any(1)
+
+
+def beside(
+    first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
+) -> list[Float[Tensor, "M N"]]:
+    """By depth: the log values of the nodes that the first drafter does not offer."""
+    values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
+    depths = tree.depths
+    if plan.members is not None:
+        members = torch.tensor(plan.members, device=values.device)
+        values, depths = values[members], depths[members]
+    return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]

@@ -1,0 +1,1 @@
+"""Drafters from other papers, to compare with."""

@@ -1,0 +1,93 @@
+"""RecyclingDrafter: the target's own runners-up after each token, kept and offered anew (Token Recycling, 2408.08696).
+
+Every verified row's logits say what may follow its token. The K best of them are kept by that token, whoever's row it
+was, accepted or not; a tree is grown by looking each node's token up:
+
+    tokens   [V, K]   what followed token v when it was last verified
+    scores   [V, K]   with which log-probability; -inf where v was never verified
+
+No model runs and nothing is asked of the device. Does not know texts: the last token alone decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from eagle_ray.drafters.calibration_feedback import Offers
+from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import TreeBuilder
+
+
+class RecyclingDrafter(NullDrafter):
+    """num_kept: K, more than which no node gets children."""
+
+    def __init__(
+        self, vocab_size: int, num_kept: int, device: torch.device | str = "cpu", calibration: Calibration | None = None
+    ):
+        self._offers = Offers(calibration)
+        kept = vocab_size + 1, min(num_kept, vocab_size)  # the last row takes what padding rows say
+        self._tokens = torch.zeros(kept, dtype=torch.int64, device=device)
+        self._scores = torch.full(kept, -torch.inf, device=device)
+        self._members: Int[Tensor, " M"] | slice = slice(None)
+        self._is_empty = True
+        self._is_untaught = False  # the last draft's picks are still to come
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        return {"kept": list(self._tokens.shape)}
+
+    def draft(
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft:
+        """The top `width` nodes of each level get what is kept by their tokens."""
+        if self._is_empty:
+            return Draft(Draft.empty(roots).tree, [], 0, 0, is_all=True)
+        members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
+        self._members = slice(None) if members is None else members
+        tokens, frontier = roots[self._members][:, None], None
+        builder = TreeBuilder(tokens[:, 0], plan.width, ends=sampling.ends[self._members])
+        self._offers.begin((sampling.temperature > 0).long()[self._members])
+        self._is_untaught = True
+        while builder.depth < plan.max_depth and not (builder.depth and plan.should_stop and plan.should_stop(builder)):
+            if builder.depth:
+                frontier = builder.frontier()
+                tokens = frontier.tokens
+            children, scores = (kept[tokens][..., : plan.children] for kept in (self._tokens, self._scores))
+            builder.grow(self._offers.add(frontier, children, scores), children, scores)
+        tree = builder.build()
+        tree = tree.rerank(tree.valid, tree.num_nodes)
+        tree = tree if members is None else tree.spread(members, roots)
+        return Draft(tree, builder.levels, 0, len(tokens))
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        """Keep what every row says; of several rows of one token, any."""
+        rows, result = verified.rows, verified.result
+        best = verified.logits.float().log_softmax(-1).topk(self._tokens.shape[1], -1)
+        places = torch.where(rows.seq >= 0, rows.tokens, len(self._tokens) - 1)
+        self._tokens.index_copy_(0, places, best.indices)
+        self._scores.index_copy_(0, places, best.values)
+        self._is_empty = False
+        if self._is_untaught:
+            picks, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
+            self._offers.update(picks, num_accepted)
+        self._is_untaught = False
+
+    def reset_learning(self) -> None:
+        self._offers.reset()
+        self._scores.fill_(-torch.inf)
+        self._is_empty, self._is_untaught = True, False

@@ -1,0 +1,67 @@
+"""NgramSource: what has followed the same few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
+
+Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a sequence is counted with
+the token after it; where several tokens have followed, all are offered. Does not know other sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from eagle_ray.drafters.ppm import Children, interpolate
+
+LONGEST = 4  # tokens of a context
+Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
+
+
+class NgramIndex:
+    """Nothing is shared by sequences."""
+
+    cost_key: ClassVar[dict[str, Any]] = {"longest": LONGEST}
+
+    def reader(self) -> NgramReader:
+        return NgramReader()
+
+    def reset(self) -> None:
+        pass
+
+
+class NgramReader:
+    """The n-grams of one sequence."""
+
+    def __init__(self) -> None:
+        self._counts: Counts = {}
+        self._tail: tuple[int, ...] = ()
+
+    def read(self, token_ids: list[int]) -> None:
+        self._tail = count(self._counts, self._tail, token_ids)
+
+    def cursor(self) -> NgramCursor:
+        return NgramCursor(self._counts, self._tail)
+
+
+def count(counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]) -> tuple[int, ...]:
+    """Add what follows a tail to the counts; the last tokens after that."""
+    for token in token_ids:
+        for start in range(len(tail)):
+            follows = counts.setdefault(tail[start:], {})
+            follows[token] = follows.get(token, 0) + 1
+        tail = (*tail, token)[-LONGEST:]
+    return tail
+
+
+@dataclass(frozen=True, slots=True)
+class NgramCursor:
+    """counts: of the sequence. tail: the last tokens of it and of the drafted path."""
+
+    counts: Counts
+    tail: tuple[int, ...]
+
+    def children(self, width: int) -> Children:
+        contexts = (self.tail[start:] for start in range(len(self.tail)))
+        return interpolate(((len(c), self.counts[c]) for c in contexts if c in self.counts), width)
+
+    def after(self, token: int) -> NgramCursor:
+        return NgramCursor(self.counts, (*self.tail, token)[-LONGEST:])

@@ -1,0 +1,447 @@
+"""Measure what the parts of a step cost on this machine, by taking real steps of set sizes with the engine itself.
+
+    costs = measure(engine, max_nodes=60, max_depth=6, top_k=10, budget=Budget(5.0))
+
+The sequences are made up and discarded. Steps are taken in the order of what they tell, until the budget is spent:
+
+    1. one sequence: a plain step, one level, the widest draft, the largest tree; taken whatever they cost
+    2. a few sizes of a tree, then batches of 8, 64, ... and of all slots, each step once
+    3. after the first two of these batches, steps behind a long prompt
+    4. steps 1 and 2 once more, then all sizes in between, up to REPLAYS times
+
+A cost is the lower quartile of its times. The curves interpolate between the sizes that were taken, and the planner
+corrects them with the steps that it takes later (`costs.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import mean
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.engine.engine import Engine
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.packed_linear import WARM_ROWS
+from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
+from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+
+BUDGET_S = {
+    "cpu": 5.0,  # a start of the 230M pair within 15 s on two idle cores; plans within 5 % of those by 45 s of steps
+    "cuda": 60.0,  # the first step of each size compiles kernels or records a graph; the others take milliseconds
+}
+REPLAYS = 7
+CONTEXT_S = 0.25  # replays of a step behind a long prompt: as many as fit, 2 to REPLAYS of them
+SMALL_TREE = 4  # nodes of each sequence, root included
+TREES = (4, 6, 8, 16, 32)  # nodes of one sequence's trees that are taken first
+BATCH_STEP = 8  # from one batch size that is taken first to the next
+BACKLOG_TURNS = 3
+ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
+BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
+SHORT_PROMPT, LONG_PROMPT = 2, 512  # tokens
+SHARED_PROMPT = 8 * BLOCK_SIZE + 1  # tokens: all but the last are in blocks that sequences share
+MOST_SHARED = 32  # sequences behind it: of 8 what a longer context costs once is a third of what is measured
+SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
+MOST_APART = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
+LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSetting:
+    """num_nodes of each of batch_size sequences are verified, roots included; width and depth of what is drafted.
+
+    num_rows: of the pass, at least; more than the nodes are padding.
+    """
+
+    batch_size: int
+    num_nodes: int
+    width: int
+    depth: int
+    num_rows: int = 0
+
+
+class ScriptedPlanner:
+    """Does what it is set to, and keeps what came of it. Where less is offered, the pass is padded to its set size.
+
+    num_children: drawn of each node; None is as many as the draft is wide.
+    """
+
+    will_draft = True
+
+    def __init__(self, num_children: int | None = None) -> None:
+        self._num_children = num_children
+        self.setting = CalibrationSetting(1, 1, 0, 0)
+        self.outcome: StepOutcome | None = None
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        setting = self.setting
+        return DraftPlan(setting.depth, setting.width, num_children=self._num_children) if setting.depth else PLAIN
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        allocation, setting = Allocation.uniform(draft, self.setting.num_nodes), self.setting
+        return replace(allocation, num_rows=max(len(batch) * setting.num_nodes, setting.num_rows))
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self.outcome = outcome
+
+
+class ProxyPlanner(ScriptedPlanner):
+    """Does what a planner does that always does the same, for as many sequences as is set."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__()
+        self._always = planner
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return self._always.plan(batch)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self._always.allocate(draft, plan, batch)
+
+
+class TimeBudget:
+    """Seconds that measuring may take, from the moment at which the budget is made.
+
+    clock: returns seconds; tests pass their own.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self.seconds = seconds
+        self._clock = clock
+        self._ends_at = clock() + seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return self._clock() >= self._ends_at
+
+
+def calibrate_costs(
+    engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: TimeBudget | None = None
+) -> StepCosts:
+    """Return the costs of an idle engine's steps, up to trees of max_nodes nodes for every slot.
+
+    The engine is left idle, and its counters as they were. budget: None is BUDGET_S of the engine's device. Beyond it
+    go three steps at most, and the four that no curve can do without.
+    """
+    device = engine.target.device.type
+    budget = budget or TimeBudget(BUDGET_S[device])
+    with calibration_mode(engine, as_replayed(engine, top_k), apart=device == "cuda") as bench:
+        sizes = Sizes(bench.num_slots, max_nodes, max_depth, top_k, device)
+        bench.run(sizes.needed())
+        batches = sizes.batches()
+        bench.run([*sizes.trees(), *chain(*batches[:2])], budget)
+        if not budget.is_spent:
+            bench.run_contexts(sizes.small_tree, budget)
+        bench.run(chain(*batches[2:]), budget)
+        bench.run([*sizes.needed(), *sizes.trees(), *chain(*batches)], budget)
+        bench.run(sizes.all(), budget)
+        return bench.costs()
+
+
+def warm_up(engine: Engine, top_k: int) -> None:
+    """An idle engine's first steps, plain and with drafts: what is made once is made before anybody waits for it."""
+    with calibration_mode(engine, as_replayed(engine, top_k)) as bench:
+        bench.take(CalibrationSetting(1, 1, 0, 0))
+        if engine.num_spec_tokens:
+            bench.take(CalibrationSetting(1, 2, 1, 1))
+
+
+def as_replayed(engine: Engine, top_k: int) -> ScriptedPlanner:
+    """Where drafts are replayed they are recorded as they will be asked for: with top_k children of a node."""
+    return ScriptedPlanner(top_k if engine.graphs else None)
+
+
+@contextmanager
+def calibration_mode(engine: Engine, set_planner: ScriptedPlanner, apart: bool = False) -> Iterator[CalibrationRun]:
+    """An idle engine that takes made-up steps, one by one; it is left idle and uncounted, and has learnt nothing.
+
+    apart: as for Bench.
+    """
+    assert not engine.has_work, "an engine at work cannot be measured"
+    planner, counters, overlap = engine.planner, engine.counters, engine.overlap
+    engine.planner, engine.counters, engine.overlap = set_planner, EngineCounters(counters.num_slots), False
+    bench = CalibrationRun(engine, apart)
+    yield bench
+    bench.clear()
+    engine.drafter.reset_learning()
+    engine.planner, engine.counters, engine.overlap = planner, counters, overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The settings that are measured of an engine with num_slots slots and trees within the other three bounds."""
+
+    num_slots: int
+    max_nodes: int
+    max_depth: int
+    top_k: int
+    device: str
+
+    def needed(self) -> list[CalibrationSetting]:
+        """Steps of one sequence without which a curve would have no size, or one size only."""
+        return [*self._steps_of(1), *self._trees_of(1, self._nodes_of(1)[-1:])]
+
+    def trees(self) -> list[CalibrationSetting]:
+        """A few more trees of one sequence."""
+        return self._trees_of(1, [n for n in TREES if n in self._nodes_of(1)[:-1]])
+
+    def batches(self) -> list[list[CalibrationSetting]]:
+        """The steps of batch sizes that are BATCH_STEP times apart, and of all slots; one empty list for one slot.
+
+        The widest drafts of one batch size show what a level costs by rows: those of larger ones take long.
+        """
+        sizes = []
+        size = BATCH_STEP
+        while size < self.num_slots:
+            sizes.append(size)
+            size *= BATCH_STEP
+        sizes += [self.num_slots] if self.num_slots > 1 else []
+
+        batches: list[list[CalibrationSetting]] = []
+        for size in sizes:
+            steps = self._steps_of(size) if not batches else self._steps_of(size)[:2]
+            batches.append([*steps, *self._trees_of(size, [SMALL_TREE] if 1 + self.max_nodes >= SMALL_TREE else [])])
+        return batches or [[]]
+
+    def all(self) -> Iterator[CalibrationSetting]:
+        """For each batch size a plain step, one level, the widest draft, a small tree, and trees of ever more rows.
+
+        A batch size is replayed before the next one begins: new sequences compute their prompts.
+        """
+        most_rows = 0
+        for size in [*(n for n in BUCKETS if n < self.num_slots and n & (n - 1) == 0), self.num_slots]:
+            nodes = [n for n in self._nodes_of(size) if n == SMALL_TREE or n * size > most_rows]
+            steps = [*self._steps_of(size), *self._trees_of(size, nodes)]
+            most_rows = max(most_rows, *(step.batch_size * step.num_nodes for step in steps))
+            for turn in range(REPLAYS):
+                yield from steps
+                if turn < BACKLOG_TURNS:
+                    yield from [steps[0]] * backlog(size, self.device)
+                    yield steps[1]
+
+    @property
+    def small_tree(self) -> CalibrationSetting:
+        """By which contexts of more than one row for each sequence are measured."""
+        num_nodes = min(SMALL_TREE, 1 + self.max_nodes) if self.max_depth > 1 else 2
+        return CalibrationSetting(self.num_slots, num_nodes, min(2, self.top_k), min(2, self.max_depth))
+
+    def _steps_of(self, size: int) -> list[CalibrationSetting]:
+        """A plain step, one level, and the widest draft."""
+        return [
+            CalibrationSetting(size, 1, 0, 0),
+            CalibrationSetting(size, 2, 1, 1),
+            CalibrationSetting(size, 2, self.top_k, min(2, self.max_depth)),
+        ]
+
+    def _nodes_of(self, size: int) -> list[int]:
+        """Nodes that the tree of each of so many sequences may have, root included."""
+        limit = most_rows_of(self.num_slots, self.max_nodes)
+        nodes = [n for n in BUCKETS if 1 < n <= 1 + self.max_nodes and self._width_of(n)]
+        return [n for n in nodes if n == SMALL_TREE or n * size <= limit]
+
+    def _trees_of(self, size: int, nodes: Iterable[int]) -> list[CalibrationSetting]:
+        return [CalibrationSetting(size, n, self._width_of(n), min(2, self.max_depth)) for n in nodes]
+
+    def _width_of(self, num_nodes: int) -> int:
+        """The least width with which a draft of two levels has so many nodes, the root included; 0: there is none."""
+        below = min(2, self.max_depth) - 1
+        return next((w for w in range(1, self.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0)
+
+
+def most_rows_of(num_slots: int, max_nodes: int) -> int:
+    """The largest pass that is measured."""
+    return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
+
+
+def backlog(batch_size: int, device: str) -> int:
+    """Plain steps before a draft that catches up. A CPU would compile a kernel for a pass of more than WARM_ROWS, and
+    its time say little: what the steps leave, and the draft before them, has to fit.
+    """
+    return max(min(BACKLOG, WARM_ROWS // batch_size - 2), 1) if device == "cpu" else BACKLOG
+
+
+class CalibrationRun:
+    """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows.
+
+    apart: every sequence has a prompt of its own, and so its own blocks. temperature: of the sequences to come.
+    num_slots: how many of them can run at once, behind short prompts.
+    """
+
+    def __init__(self, engine: Engine, apart: bool = False):
+        self._engine, self._planner, self._apart = engine, engine.planner, apart
+        self._num_added, self.temperature = 0, 0.0
+        self.num_slots = self.num_together(SHORT_PROMPT)
+        self._running: list[Sequence] = []
+        self._context_steps: list[CalibrationSetting] = []  # a plain step and one with trees
+        self._shallow: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(
+            list
+        )  # behind short prompts, by setting
+        self._deep: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(list)  # behind long ones
+        self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and sequences
+        self._read: dict[int, list[StepOutcome]] = defaultdict(list)
+        self._level: dict[int, list[StepOutcome]] = defaultdict(list)
+        self._rest: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
+
+    def num_together(self, length: int) -> int:
+        """How many sequences can run at once behind prompts of this length, whose blocks are each one's own."""
+        return max(self._engine.scheduler.max_concurrent(length + SHORT_OUTPUT), 1)
+
+    def run(self, settings: Iterable[CalibrationSetting], budget: TimeBudget | None = None) -> None:
+        """Take a step of each setting in turn, until the budget is spent. None: take all of them."""
+        for setting in settings:
+            if budget is not None and budget.is_spent:
+                return
+            self._note(setting, self.take(setting))
+
+    def run_contexts(self, tree: CalibrationSetting, budget: TimeBudget) -> None:
+        """Take steps behind a long prompt, those of more than one row for each sequence unless the budget is spent.
+
+        tree: of these steps. Its batch size is lowered where that many long prompts do not fit.
+
+        On a CPU all sequences have one prompt, whose blocks are computed once, but each sequence reads them for
+        itself. A GPU would find the blocks in its cache: there each sequence has its own, and there are fewer of them
+        if they do not fit.
+        """
+        wanted = LONG_PROMPT if self._apart else SHARED_PROMPT
+        length = max(min(wanted, self._engine.scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
+        most = MOST_APART if self._apart else MOST_SHARED
+        batch_size = min(tree.batch_size, self.num_together(length), most)
+        self._context_steps = [CalibrationSetting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
+        plain, tree = self._context_steps
+        for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
+            for outcome in self._replayed(step, SHORT_PROMPT, budget):
+                self._note(step, outcome)
+        self.clear()
+        self.take(CalibrationSetting(1, 1, 0, 0), length)
+        for step in self._context_steps:
+            self._deep[step] = self._replayed(step, length, budget)
+        self.clear()
+
+    def _replayed(self, step: CalibrationSetting, length: int, budget: TimeBudget) -> list[StepOutcome]:
+        """Take the step as often as fits into CONTEXT_S, once if the budget is spent; a tree not at all then."""
+        outcomes: list[StepOutcome] = []
+        replays = 1
+        while len(outcomes) < replays:
+            if budget.is_spent and (outcomes or step.num_nodes > 1):
+                break
+            outcomes.append(self.take(step, length))
+            replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), REPLAYS)
+        return outcomes
+
+    def _note(self, setting: CalibrationSetting, outcome: StepOutcome) -> None:
+        self._shallow[setting].append(outcome)
+        self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
+        self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
+        if outcome.depth > 1:
+            self._level[setting.batch_size * setting.width].append(outcome)
+        elif setting.depth:  # one level was asked for, or no more was offered
+            self._read[bisect_left(BUCKETS, outcome.num_caught_up)].append(outcome)
+
+    def costs(self) -> StepCosts:
+        """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""
+        attend, attend_row = self._contexts()
+        each = added_by_each(self._verify)
+        read = self._read_curve()
+        plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
+        verify = self._verify_curve(each)
+        level = self._level_curve(read)
+        return StepCosts(verify, attend, read, level, plain_rest, draft_rest, attend_row, each)
+
+    def _level_curve(self, read: CostCurve) -> CostCurve:
+        """What is left of a draft's time after its first pass. Drafts of one level have no further ones to price."""
+        level = {}
+        for rows, outcomes in self._level.items():
+            level[rows] = [(o.seconds.draft - read(o.num_caught_up)) / (o.depth - 1) for o in outcomes]
+        return _curve(level) if level else read
+
+    def _verify_curve(self, each: float) -> CostCurve:
+        """each: what a sequence adds, which is taken off."""
+        seconds = defaultdict(list)
+        for (rows, batch_size), times in self._verify.items():
+            seconds[rows] += [s - each * batch_size for s in times]
+        return _curve(seconds)
+
+    def _read_curve(self) -> CostCurve:
+        """Caught-up pairs vary from step to step: bucket by bucket, at their mean number."""
+        seconds = {}
+        for outcomes in self._read.values():
+            rows = round(mean(o.num_caught_up for o in outcomes))
+            seconds[rows] = [o.seconds.draft for o in outcomes]
+        return _curve(seconds)
+
+    def clear(self) -> None:
+        for sequence in self._running:
+            self._engine.abort(sequence)
+        self._running = []
+
+    def _contexts(self) -> tuple[float, float]:
+        """Return the seconds for each cached token, and for each with each row of its sequence beyond the first."""
+        if not self._context_steps:
+            return 0.0, 0.0
+        plain, tree = self._context_steps
+        attend = self._per_token(plain)
+        if not self._deep[tree]:
+            return attend, 0.0
+        return attend, max(self._per_token(tree) - attend, 0.0) / (tree.num_nodes - 1)
+
+    def _per_token(self, step: CalibrationSetting) -> float:
+        """Return the seconds for each cached token in passes of this step, from long prompts against short ones."""
+        seconds = []
+        num_cached = []
+        for outcomes in (self._deep[step], self._shallow[step]):
+            seconds.append(_typical([o.seconds.verify for o in outcomes]))
+            num_cached.append(mean(o.num_cached for o in outcomes))
+        return max(seconds[0] - seconds[1], 0.0) / max(num_cached[0] - num_cached[1], 1)
+
+    def take(self, setting: CalibrationSetting, length: int = SHORT_PROMPT) -> StepOutcome:
+        """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""
+        while True:
+            self._running = [s for s in self._running if s.finish_reason is None]
+            for sequence in self._running[setting.batch_size :]:
+                self._engine.abort(sequence)
+            del self._running[setting.batch_size :]
+            while len(self._running) < setting.batch_size:
+                self._add(length)
+            self._planner.setting, self._planner.outcome = setting, None
+            self._engine.step()
+            outcome = self._planner.outcome
+            if outcome is not None and outcome.batch_size == setting.batch_size and not outcome.is_first:
+                return outcome
+
+    def _add(self, length: int) -> None:
+        self._num_added += 1
+        most = self._engine.max_model_len
+        length = max(min(length, max(most // 2, most - SHORT_OUTPUT)), 1)
+        first = self._num_added if self._apart else 0
+        prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
+        params = SamplingParams(self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)
+        sequence = Sequence(f"measure-{self._num_added}", prompt, params)
+        self._engine.add(sequence)
+        self._running.append(sequence)
+
+
+def _curve(seconds: dict[int, list[float]]) -> CostCurve:
+    rows = sorted(seconds)
+    return CostCurve(rows, [max(_typical(seconds[n]), LEAST_S) for n in rows])
+
+
+def added_by_each(seconds: dict[tuple[int, int], list[float]]) -> float:
+    """What a sequence more adds to a pass of the same rows: least squares over all pairs of batch sizes."""
+    typical = {size: _typical(times) for size, times in seconds.items()}
+    pairs = [(b - a, typical[n, b] - typical[n, a]) for n, a in typical for other, b in typical if other == n and b > a]
+    return max(sum(more * s for more, s in pairs) / max(sum(more**2 for more, _ in pairs), 1), 0.0)
+
+
+def _typical(seconds: list[float]) -> float:
+    """The lower quartile: other work on the machine only ever makes a step longer."""
+    return sorted(seconds)[len(seconds) // 4]

@@ -1,0 +1,72 @@
+"""Flight: a step that was launched and whose results the host has not read.
+
+    flight = engine._launch(batch, plan, draft, watch)
+    rows, *tops = flight.copy.read()
+
+Does not know what is made of the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagle_ray.async_copy import DeviceToHost
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sequence import SequenceStatus
+from eagle_ray.core.step_timer import StepTimer, StepTimes
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.engine.verify import StepShape
+from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_plan import DraftPlan
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """planner: who planned it, and hears of it. draft: its num_caught_up comes later where the step was launched ahead.
+
+    result: on the device, until the next step is launched. is_first: as in Outcome.
+    """
+
+    planner: Planner
+    batch: DecodeBatch
+    plan: DraftPlan
+    draft: Draft
+    allocation: Allocation
+    shape: StepShape
+    result: VerifyResult
+    copy: DeviceToHost
+    watch: StepTimer
+    is_first: bool
+
+    @property
+    def has_running(self) -> bool:
+        """Whether any of its sequences still runs."""
+        return any(sequence.status is SequenceStatus.RUNNING for sequence in self.batch.sequences)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """That any of its sequences can get from it."""
+        return self.draft.depth + 1
+
+    @property
+    def prefill_fraction(self) -> float:
+        """Of its pass that is the prompts', by rows."""
+        return self.batch.num_prefill_rows / (self.shape.num_rows + self.batch.num_prefill_rows)
+
+    def outcome(self, num_cached: int, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
+        """What its planner hears, once it is read."""
+        return StepOutcome(
+            plan=self.plan,
+            batch_size=len(self.batch),
+            num_cached=num_cached,
+            depth=len(self.draft.levels),
+            num_caught_up=self.draft.num_caught_up,
+            num_rows=self.shape.num_rows,
+            num_accepted=num_accepted,
+            num_prompt_tokens=num_prompt_tokens,
+            seconds=seconds,
+            is_first=self.is_first,
+            num_expected=self.allocation.expected,
+            num_prefill_rows=self.batch.num_prefill_rows,
+        )

@@ -1,0 +1,200 @@
+"""verify_step: what the device does between the allocation of rows and the step's copy to the host.
+
+    rerank -> pack -> one pass of the target -> pick -> walk -> commit -> the drafter's news -> record
+
+The same function runs as it comes, on the shapes of the moment, or captured, on padded ones: see `Verifier`. It asks
+nothing of the host and reads nothing but tensors, some of which it changes in place: the caches and the drafter's
+queue. Does not know sequences, planners or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.drafters.drafter import Draft, Drafter, VerifyOutput
+from eagle_ray.engine.step_output import step_record
+from eagle_ray.engine.top_logprobs import likeliest
+from eagle_ray.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.planner.planner import Allocation
+from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
+from eagle_ray.tree.accept import VerifyResult, accept_path
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What of a step is no tensor.
+
+    num_nodes: of each tree, root included. num_rows: of the pass. max_depth: bound on the nodes' depths; 0 where
+    nothing is verified but roots. logprobs: whether the record has them. num_tops: how many of the likeliest tokens are
+    named.
+    """
+
+    num_nodes: int
+    num_rows: int
+    max_depth: int
+    logprobs: bool
+    num_tops: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaxTreeSizes:
+    """Largest that come up, root included. nodes: verified of one tree. candidates: drafted for it; 1: not known."""
+
+    nodes: int = 1
+    candidates: int = 1
+
+    @classmethod
+    def of(cls, max_nodes: int, max_depth: int, top_k: int) -> MaxTreeSizes:
+        return cls(1 + max_nodes, DraftPlan(min(max_depth, max_nodes), top_k).max_candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyStepOutput:
+    """record: see step_record. tops: ids and log-probabilities of the likeliest tokens along each path."""
+
+    result: VerifyResult
+    record: Int[Tensor, "B X"]
+    tops: tuple[Int[Tensor, "B D1 K"], Float[Tensor, "B D1 K"]] | None
+    prompted: PrefillOutput | None = None
+
+
+def verify_step(
+    target: TargetModel,
+    drafter: Drafter,
+    batch: DecodeSlots,
+    sampling: SamplingBatch,
+    tree: DraftTree,
+    keep: Bool[Tensor, "B N"],
+    shape: StepShape,
+    mark: Callable[[], None] = lambda: None,
+    prompts: PrefillBatch | None = None,
+    sizes: list[int] | None = None,
+) -> VerifyStepOutput:
+    """mark: called right before and right after the target's pass. prompts: computed in the same pass.
+
+    sizes: nodes kept of each tree, where the host knows them.
+    """
+    tree = tree.rerank(keep, shape.num_nodes)
+    rows = tree.pack(batch.lengths, shape.num_rows, sizes)
+    mark()
+    passed = None
+    if prompts is None:
+        logits, features = target.verify(tree, rows, batch, shape.max_depth)
+    else:
+        logits, features, passed = target.forward_mixed(tree, rows, batch, shape.max_depth, prompts)
+    mark()
+    picks = sample(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
+    result = accept_path(tree, rows, picks, shape.max_depth)
+    target.commit(batch, result)
+    drafter.extend(batch, VerifyOutput(tree, rows, logits, features, result))
+    logprobs = tops = None
+    if shape.logprobs:
+        path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+        path = logits[path_rows.flatten()]
+        logprobs = log_probs_of(path, result.tokens.flatten()).view_as(path_rows)
+        if shape.num_tops:
+            tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest(path, shape.num_tops))
+    return VerifyStepOutput(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed)
+
+
+class Verifier:
+    """Runs verify_step: through `replay` where there is one, and else as it comes.
+
+    max_depth: of any draft that may come up. trees: every replayed pass is for trees of this size, whatever the step's,
+    or for larger ones: so it depends on the numbers of sequences and rows alone.
+    """
+
+    def __init__(
+        self, target: TargetModel, replay: GraphRunner | None, max_depth: int, trees: MaxTreeSizes | None = None
+    ):
+        self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or MaxTreeSizes()
+
+    def run(
+        self,
+        drafter: Drafter,
+        batch: DecodeBatch,
+        draft: Draft,
+        allocation: Allocation,
+        mark: Callable[[], None],
+        prompts: PrefillBatch | None = None,
+    ) -> tuple[StepShape, VerifyStepOutput]:
+        """The shape of one step and its verdict; that of a replay stands until the next step.
+
+        prompts: that go along, where there is no replay.
+        """
+        shape = _shape(batch, draft, allocation)
+        if self._replay is None or not self._replay.is_enabled:
+            shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
+            parts = batch.at, batch.sampling, draft.tree, allocation.keep
+            return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts, allocation.sizes)
+        assert prompts is None, "a replayed pass has no rows for prompts"
+        mark()
+        shape = self._fixed(shape, len(batch), self._replay)
+        verdict = self._replayed(drafter, batch, draft.tree, allocation.keep, shape, self._replay)
+        mark()
+        return shape, verdict
+
+    def _fixed(self, shape: StepShape, batch_size: int, replay: GraphRunner) -> StepShape:
+        """The next larger of the few shapes that are captured; a plain step has rows for the batch and no more."""
+        if not shape.max_depth:
+            return replace(shape, num_rows=replay.batch_size(batch_size))
+        num_nodes = replay.num_nodes(max(shape.num_nodes, self._trees.nodes))
+        return replace(shape, num_nodes=num_nodes, num_rows=replay.num_rows(shape.num_rows), max_depth=self._max_depth)
+
+    def _replayed(
+        self,
+        drafter: Drafter,
+        batch: DecodeBatch,
+        tree: DraftTree,
+        keep: Bool[Tensor, "B N"],
+        shape: StepShape,
+        replay: GraphRunner,
+    ) -> VerifyStepOutput:
+        """For any batch of this size whose longest sequence fits, in the slots and with the trees of the moment."""
+        size, bound = replay.batch_size(len(batch)), replay.context(batch.at.max_length)
+        num_candidates = replay.num_nodes(max(tree.num_nodes, self._trees.candidates)) if shape.max_depth else 1
+        target, kind, chosen = self._target, batch.sampling.kind, batch.sampling.padded(size)
+
+        split = len(chosen)
+
+        def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> VerifyStepOutput:
+            at, sampling = DecodeSlots.bounded(slots, lengths, bound), SamplingBatch.bound(kind, *tensors[:split])
+            tree, keep = _trees(*tensors[split:])
+            return verify_step(target, drafter, at, sampling, tree, keep, shape)
+
+        slots = PaddedInput(batch.at.slots, (size,), target.cache.blocks.null_slot)
+        trees = _padded(tree, keep, (size, num_candidates)) if shape.max_depth else [PaddedInput(batch.roots, (size,))]
+        inputs = [slots, PaddedInput(batch.at.lengths, (size,)), *chosen, *trees]
+        return replay.run(("verify", size, num_candidates, bound, kind, shape), verify, inputs)
+
+
+def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:
+    asked = [s.sampling for s in batch.sequences if s.sampling.logprobs]
+    num_tops = max((sampling.top_logprobs for sampling in asked), default=0)
+    return StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, bool(asked), num_tops)
+
+
+def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:
+    """Trees and nodes that are not kept, not even the roots, around those that there are."""
+    fills = (0, -1, 0, -torch.inf, -torch.inf, False)
+    columns = (PaddedInput(column, shape, fill) for column, fill in zip(tree.columns, fills, strict=True))
+    return [*columns, PaddedInput(keep, shape, False)]
+
+
+def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N"]]:
+    """Back from `_padded`, or from the roots alone."""
+    if not others:
+        tree = DraftTree.of_roots(first)
+        return tree, tree.valid
+    *columns, keep = others
+    return DraftTree(first, *columns), keep

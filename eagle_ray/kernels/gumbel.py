@@ -1,0 +1,72 @@
+"""The keyed Gumbel noise of sampling/sampler.py, for kernels to make where it is needed.
+
+The hash is the same bit for bit. The logarithms are a series of their own, within 1e-6 of the noise of torch, because
+the GPU's fast logarithm is wrong by any factor near 1 and its accurate one is unknown to Triton's interpreter.
+Does not know logits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+_BITS_OF_SQRT_HALF: tl.constexpr = tl.constexpr(0x3F3504F3)
+_BITS_OF_ONE: tl.constexpr = tl.constexpr(0x3F800000)
+_LARGEST_BELOW_1: tl.constexpr = tl.constexpr(1 - 2.0**-24)
+
+
+@triton.jit
+def gumbel(key, tokens):
+    """Noise of the tokens (int64) under a key of `noise_key`, in fp32."""
+    hashed = _mix64(key + tokens.to(tl.uint64) * _GOLDEN) >> 32
+    v = (hashed.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
+    return -log(-_log_1_minus(tl.minimum(v, _LARGEST_BELOW_1)))
+
+
+@triton.jit
+def noise_key(seed, position):
+    """What the noise at a position hangs on, as uint64. seed, position: int64."""
+    return _mix64(_mix64(seed.to(tl.uint64)) + position.to(tl.uint64))
+
+
+@triton.jit
+def _mix64(x):
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def log(x):
+    """Of a normal fp32 number above 0."""
+    exponent, fraction = _parts(x)
+    return _log_of_parts(exponent, fraction)
+
+
+@triton.jit
+def _log_1_minus(v):
+    """log(1 - v) of 0 < v < 1, where 1 - v itself would have lost what is small in v."""
+    is_small = v < 0.25
+    exponent, fraction = _parts(1 - v)
+    return _log_of_parts(tl.where(is_small, 0.0, exponent), tl.where(is_small, -v, fraction))
+
+
+@triton.jit
+def _parts(x):
+    """x = 2**exponent * (1 + fraction), with 1 + fraction between sqrt(1/2) and sqrt(2)."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - _BITS_OF_SQRT_HALF) >> 23
+    return exponent.to(tl.float32), (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1
+
+
+@triton.jit
+def _log_of_parts(exponent, fraction):
+    """log(1 + f) = 2 artanh(f / (2 + f)): the argument is below 0.172, so five terms are enough."""
+    s = fraction / (2 + fraction)
+    z = s * s
+    series = 1 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9))))
+    return exponent * _LN_2 + 2 * s * series

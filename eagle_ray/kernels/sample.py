@@ -1,0 +1,179 @@
+"""The target's picks of all rows, greedy and sampled, straight from logits of any width.
+
+    tokens = pick(logits, temperature, top_k, top_p, min_p, seed, seq, positions)
+
+A row is read by as many programs as it has parts of BLOCK tokens, so that one row of a large vocabulary keeps a whole
+GPU busy; nothing of a row's length is written. Equal to sampling/sampler.py but for rounding: noise differs by 1e-6
+and a token whose cumulative probability is within 1e-5 of top_p's edge may fall on its other side. Here that is for the
+rounding of the exponentials alone: e**-x is off by 2**-24 of itself for each unit of x, whose mean is the entropy at
+most, so by 1e-6 over 2**17 tokens. There it is for sums in fp32 too. Against exact sums both are within 1e-6 for 3,000
+random logits (tests/kernels/test_sample.py); `edges` in benchmark/device_checks.py counts it on a device.
+Does not know sequences or trees.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.kernels.gumbel import gumbel, log, noise_key
+from eagle_ray.kernels.launch import launch
+from eagle_ray.kernels.sort_key import ranked, token_of
+from eagle_ray.kernels.topk_topp import (
+    DIGIT,
+    DIGITS,
+    TOP_K,
+    TOP_P,
+    kept_ties,
+    load_row,
+    narrow,
+    order_of,
+    peak,
+    peak_of,
+    scores_of,
+    settle,
+    ties,
+)
+
+BLOCK = 2048  # tokens of a part
+ORDER_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}  # of fp32's order, as its upper ones
+_TOP_P: tl.constexpr = tl.constexpr(TOP_P)
+
+
+def pick(
+    logits: Float[Tensor, "R V"],
+    temperature: Float[Tensor, " B"],
+    top_k: Int[Tensor, " B"] | None,
+    top_p: Float[Tensor, " B"] | None,
+    min_p: Float[Tensor, " B"] | None,
+    seed: Int[Tensor, " B"],
+    seq: Int[Tensor, " R"],
+    positions: Int[Tensor, " R"],
+) -> Int[Tensor, " R"]:
+    """What sampling.pick says. temperature 0 is greedy. top_k, top_p, min_p: None where no sequence has it."""
+    rows = SampleRows(logits, temperature, seq)
+    peaks = rows.peaks() if top_p is not None or min_p is not None else None
+    floors_k = None if top_k is None else rows.narrowed(TOP_K, top_k, peaks, None)[0]
+    floors_p, tied = (None, None) if top_p is None else rows.with_ties(top_p, peaks, floors_k)
+    best = rows.scratch(torch.int64)
+    launch(draw, rows.grid)(
+        *rows.input, seed, positions, top_p, min_p, peaks, floors_k, floors_p, *(tied or (None,) * 4), best,
+        rows.num_parts, **rows.sizes,
+    )  # fmt: skip
+    tokens = seq.new_empty(rows.num_rows, dtype=torch.int64)
+    launch(winner, (rows.num_rows,))(best, tokens, rows.num_parts, PARTS=rows.sizes["PARTS"])
+    return tokens
+
+
+class SampleRows:
+    """The launches over R rows in parts, and what they are handed."""
+
+    def __init__(self, logits: Float[Tensor, "R V"], temperature: Float[Tensor, " B"], seq: Int[Tensor, " R"]):
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        self.num_rows, vocab = logits.shape
+        self.num_parts = triton.cdiv(vocab, BLOCK)
+        self.grid = (self.num_rows, self.num_parts)
+        self.input = (logits, logits.stride(0), vocab, temperature, seq)
+        self.sizes = dict(
+            ORDER_BITS=ORDER_BITS[logits.dtype], BLOCK=BLOCK, PARTS=triton.next_power_of_2(self.num_parts)
+        )
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """A number of each part of each row."""
+        return torch.empty(self.grid, dtype=dtype, device=self.input[0].device)
+
+    def peaks(self) -> Float[Tensor, "R parts"]:
+        found = self.scratch(torch.float32)
+        launch(peak, self.grid)(*self.input, found, self.num_parts, BLOCK=BLOCK)
+        return found
+
+    def narrowed(
+        self, kind: int, limits: Tensor, peaks: Tensor | None, floors_k: Int[Tensor, " R"] | None
+    ) -> tuple[Int[Tensor, " R"], Int[Tensor, "R parts"]]:
+        """The least order that a cut keeps of each row, and each part's probability before it."""
+        shifts = range(self.sizes["ORDER_BITS"] - DIGIT.value, -1, -DIGIT.value)
+        device = limits.device
+        bases = torch.empty(2, self.num_rows, dtype=torch.int64, device=device)
+        sums = torch.empty(2, *self.grid, DIGITS.value, dtype=torch.int64, device=device)
+        totals, floors = self.scratch(torch.int64), torch.empty(self.num_rows, dtype=torch.int64, device=device)
+        for turn, shift in enumerate(shifts):
+            launch(narrow, self.grid)(
+                *self.input, limits, peaks, floors_k, bases, sums, totals, self.num_rows, self.num_parts,
+                turn % 2, shift, KIND=kind, FIRST=turn == 0, **self.sizes,
+            )  # fmt: skip
+        launch(settle, (self.num_rows,))(
+            *self.input[2:], limits, bases, sums, totals, floors, self.num_rows, self.num_parts,
+            (len(shifts) - 1) % 2, KIND=kind, PARTS=self.sizes["PARTS"],
+        )  # fmt: skip
+        return floors, totals
+
+    def with_ties(
+        self, top_p: Float[Tensor, " B"], peaks: Tensor, floors_k: Int[Tensor, " R"] | None
+    ) -> tuple[Int[Tensor, " R"], tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Top-p's least order of each row, and by part: probability before the cut, above it, tokens and mass at it."""
+        floors, totals = self.narrowed(TOP_P, top_p, peaks, floors_k)
+        above, counts, masses = (self.scratch(dtype) for dtype in (torch.int64, torch.int32, torch.int64))
+        launch(ties, self.grid)(*self.input, top_p, peaks, floors, above, counts, masses, self.num_parts, **self.sizes)
+        return floors, (totals, above, counts, masses)
+
+
+@triton.jit
+def draw(
+    logits,
+    stride,
+    vocab,
+    temperatures,
+    seq,
+    seeds,
+    positions,
+    top_p,  # this and the following: None where no row needs it
+    min_p,
+    peaks,
+    floors_k,
+    floors_p,
+    totals,
+    above,
+    counts,
+    masses,
+    best,  # [R, parts]
+    num_parts,
+    ORDER_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The best token of this part: by its logit in greedy rows, else by score and noise among what is kept."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    i = tl.load(seq + row)
+    temperature = tl.load(temperatures + i)
+    tokens, kept, x = load_row(logits, stride, row, part, vocab, BLOCK)
+    if temperature > 0:
+        scores = scores_of(x, temperature)
+        orders = order_of(x, scores, ORDER_BITS)
+        if floors_k is not None:
+            kept &= orders >= tl.load(floors_k + row)
+        if floors_p is not None:
+            floor = tl.load(floors_p + row)
+            if floor >= 0:
+                tied = kept & (orders == floor)
+                tied = kept_ties(
+                    tied, top_p, i, totals, above, counts, masses, row, part, num_parts, vocab, _TOP_P, PARTS
+                )
+                kept = tied | (kept & (orders > floor))
+        if min_p is not None:
+            least = tl.load(min_p + i)
+            if least > 0:
+                kept &= scores >= peak_of(peaks, row, num_parts, PARTS) + log(least)
+        x = scores + gumbel(noise_key(tl.load(seeds + i), tl.load(positions + row)), tokens.to(tl.int64))
+    tl.store(best + row * num_parts + part, tl.max(ranked(x, tokens.to(tl.int64), kept)))
+
+
+@triton.jit
+def winner(best, tokens, num_parts, PARTS: tl.constexpr):
+    """The best token of each row's parts."""
+    row, parts = tl.program_id(0), tl.arange(0, PARTS)
+    tl.store(
+        tokens + row, token_of(tl.max(tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=-(2**63))))
+    )

@@ -1,0 +1,235 @@
+"""Top-k and top-p without a sort: the least score that each keeps, found sixteen values at a time.
+
+A score's order is an integer. Some 4 bits of the least one that is kept are fixed by each launch of `narrow`: every
+program counts what its part of a row has at or above each of 16 candidates, and the next launch adds the parts up.
+What is counted is tokens for top-k and probability for top-p, in whole units of 2**-44, so that no sum depends on the
+order it is made in: a row's cuts are the same in every company.
+
+    peak     the highest score of each row                                   for top_p and min_p
+    narrow   4 bits more of the least score that is kept; `settle` the last  once for top_k, then once for top_p
+    ties     how many tokens have just that score                            for top_p, which may keep some of them
+
+Does not know the noise or the pick.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from eagle_ray.kernels.sort_key import order
+
+DIGIT: tl.constexpr = tl.constexpr(4)  # bits that one launch fixes
+DIGITS: tl.constexpr = tl.constexpr(16)
+MASS: tl.constexpr = tl.constexpr(2.0**44)  # of the likeliest token: 2**17 of them still fit
+TOP_K, TOP_P = 0, 1
+_TOP_K: tl.constexpr = tl.constexpr(TOP_K)
+_ALL: tl.constexpr = tl.constexpr(-1)  # below every order
+
+
+@triton.jit
+def load_row(logits, stride, row, part, vocab, BLOCK: tl.constexpr):
+    """A part's tokens, which of them there are, and their logits in fp32."""
+    tokens = part * BLOCK + tl.arange(0, BLOCK)
+    real = tokens < vocab
+    x = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=real, other=-float("inf"))
+    return tokens, real, x.to(tl.float32)
+
+
+@triton.jit
+def scores_of(x, temperature):
+    """As torch divides: the fast division of a GPU is another one."""
+    return tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
+
+
+@triton.jit
+def order_of(x, scores, ORDER_BITS: tl.constexpr):
+    """By score. Half-precision logits have the same order and need fewer bits, of which the rest are constant."""
+    if ORDER_BITS < 32:
+        return order(x) >> (32 - ORDER_BITS)
+    else:
+        return order(scores)
+
+
+@triton.jit
+def _mass(scores, peak, kept):
+    """exp(score - peak) in whole units; the peak itself is 1 where it is infinite too."""
+    share = tl.where(scores == peak, 1.0, tl.exp(scores - peak))
+    return tl.where(kept & (share == share), (share * MASS).to(tl.int64), 0)
+
+
+@triton.jit
+def peak_of(peaks, row, num_parts, PARTS: tl.constexpr):
+    """The highest score of a row, once all its parts have been looked at."""
+    parts = tl.arange(0, PARTS)
+    return tl.max(tl.load(peaks + row * num_parts + parts, mask=parts < num_parts, other=-float("inf")))
+
+
+@triton.jit
+def sum_of(sums, row, num_parts, PARTS: tl.constexpr):
+    """Whole numbers of a row's parts added up."""
+    parts = tl.arange(0, PARTS)
+    return tl.sum(tl.load(sums + row * num_parts + parts, mask=parts < num_parts, other=0))
+
+
+@triton.jit
+def peak(logits, stride, vocab, temperatures, seq, peaks, num_parts, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures + tl.load(seq + row))
+    if temperature > 0:
+        _, _, x = load_row(logits, stride, row, part, vocab, BLOCK)
+        tl.store(peaks + row * num_parts + part, tl.max(scores_of(x, temperature)))
+
+
+@triton.jit
+def _wanted(limits, i, totals, row, num_parts, vocab, KIND: tl.constexpr, PARTS: tl.constexpr):
+    """How many tokens, or how much probability, the kept ones must reach. Top-p keeps one token at least."""
+    limit = tl.load(limits + i)
+    if KIND == _TOP_K:
+        return tl.minimum(limit, vocab).to(tl.int64)
+    else:
+        total = sum_of(totals, row, num_parts, PARTS)
+        dropped = ((1 - limit).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+        return tl.maximum(total - dropped, 1)
+
+
+@triton.jit
+def _is_cut(limits, i, temperature, KIND: tl.constexpr):
+    limit = tl.load(limits + i)
+    return (temperature > 0) & ((limit > 0) if KIND == _TOP_K else (limit < 1))
+
+
+@triton.jit
+def _fixed(base, sums, wanted, row, num_parts, shift, PARTS: tl.constexpr):
+    """The base with the digit that the sums of all parts decide: the highest that still reaches what is wanted."""
+    parts, digits = tl.arange(0, PARTS)[:, None], tl.arange(0, DIGITS)[None, :]
+    at = (row * num_parts + parts).to(tl.int64) * DIGITS + digits
+    reached = tl.sum(tl.load(sums + at, mask=parts < num_parts, other=0), 0)
+    digit = tl.sum(((reached >= wanted) & (tl.arange(0, DIGITS) > 0)).to(tl.int64))
+    return base + (digit << shift)
+
+
+@triton.jit(do_not_specialize=["num_rows", "turn", "shift"])
+def narrow(
+    logits,
+    stride,
+    vocab,
+    temperatures,
+    seq,
+    limits,
+    peaks,
+    floors,  # least order that top-k keeps, for top-p; None where it keeps all
+    bases,  # [2, R]: what the launches before fixed, this launch's own beside the last one's
+    sums,  # [2, R, parts, 16]
+    totals,  # [R, parts]: probability before the cut
+    num_rows,
+    num_parts,
+    turn,
+    shift,
+    KIND: tl.constexpr,
+    FIRST: tl.constexpr,
+    ORDER_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Sums of this part at and above each digit at `shift`, the higher digits being fixed by the launches before."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    i = tl.load(seq + row)
+    temperature = tl.load(temperatures + i)
+    if _is_cut(limits, i, temperature, KIND):
+        base = tl.full((), 0, tl.int64)
+        before, now = (1 - turn) * num_rows, turn * num_rows
+        if not FIRST:
+            wanted = _wanted(limits, i, totals, row, num_parts, vocab, KIND, PARTS)
+            base = tl.load(bases + before + row)
+            base = _fixed(base, sums, wanted, before + row, num_parts, shift + DIGIT, PARTS)
+        _, real, x = load_row(logits, stride, row, part, vocab, BLOCK)
+        scores = scores_of(x, temperature)
+        orders = order_of(x, scores, ORDER_BITS)
+        if KIND == _TOP_K:
+            weights = real.to(tl.int32)
+        else:
+            if floors is not None:
+                real &= orders >= tl.load(floors + row)
+            weights = _mass(scores, peak_of(peaks, row, num_parts, PARTS), real)
+            if FIRST:
+                tl.store(totals + row * num_parts + part, tl.sum(weights))
+        if part == 0:
+            tl.store(bases + now + row, base)
+        at = sums + ((now + row) * num_parts + part).to(tl.int64) * DIGITS
+        reached = tl.minimum(tl.maximum(orders - base, 0) >> shift, DIGITS - 1).to(tl.int32)
+        for digit in tl.static_range(1, DIGITS):
+            tl.store(at + digit, tl.sum(tl.where(reached >= digit, weights, 0)))
+
+
+@triton.jit(do_not_specialize=["num_rows", "turn"])
+def settle(
+    vocab,
+    temperatures,
+    seq,
+    limits,
+    bases,
+    sums,
+    totals,
+    floors,
+    num_rows,
+    num_parts,
+    turn,
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The least order that is kept, in floors; rows without this cut keep everything."""
+    row = tl.program_id(0)
+    i = tl.load(seq + row)
+    floor = tl.full((), _ALL, tl.int64)
+    if _is_cut(limits, i, tl.load(temperatures + i), KIND):
+        wanted = _wanted(limits, i, totals, row, num_parts, vocab, KIND, PARTS)
+        last = turn * num_rows + row
+        floor = _fixed(tl.load(bases + last), sums, wanted, last, num_parts, 0, PARTS)
+    tl.store(floors + row, floor)
+
+
+@triton.jit
+def ties(
+    logits,
+    stride,
+    vocab,
+    temperatures,
+    seq,
+    top_p,
+    peaks,
+    floors,
+    above,  # [R, parts]: probability of the tokens above the floor
+    counts,  # [R, parts]: tokens at the floor
+    masses,  # [R, parts]: their probability
+    num_parts,
+    ORDER_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row, part = tl.program_id(0), tl.program_id(1)
+    i = tl.load(seq + row)
+    temperature = tl.load(temperatures + i)
+    if (temperature > 0) & (tl.load(top_p + i) < 1):
+        _, real, x = load_row(logits, stride, row, part, vocab, BLOCK)
+        scores = scores_of(x, temperature)
+        orders, floor = order_of(x, scores, ORDER_BITS), tl.load(floors + row)
+        highest, at = peak_of(peaks, row, num_parts, PARTS), row * num_parts + part
+        tied = real & (orders == floor)
+        tl.store(above + at, tl.sum(_mass(scores, highest, real & (orders > floor))))
+        tl.store(counts + at, tl.sum(tied.to(tl.int32)))
+        tl.store(masses + at, tl.sum(_mass(scores, highest, tied)))
+
+
+@triton.jit
+def kept_ties(
+    tied, top_p, i, totals, above, counts, masses, row, part, num_parts, vocab, KIND: tl.constexpr, PARTS: tl.constexpr
+):
+    """Of the tokens at the floor, the highest ids that top-p needs to reach its share: ascending order is stable."""
+    missing = _wanted(top_p, i, totals, row, num_parts, vocab, KIND, PARTS) - sum_of(above, row, num_parts, PARTS)
+    parts = tl.arange(0, PARTS)
+    count = tl.load(counts + row * num_parts + parts, mask=parts < num_parts, other=0)
+    mass = tl.maximum(sum_of(masses, row, num_parts, PARTS) // tl.maximum(tl.sum(count), 1), 1)
+    later = tl.sum(tl.where(parts > part, count, 0))
+    rank = tl.cumsum(tied.to(tl.int32), reverse=True) + later  # 1 for the highest id
+    return tied & ((rank - 1).to(tl.int64) * mass < missing)

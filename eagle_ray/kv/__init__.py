@@ -1,0 +1,1 @@
+"""The KV cache in blocks: block manager, prefix cache and the cache itself."""

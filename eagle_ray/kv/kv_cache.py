@@ -1,0 +1,193 @@
+"""KVCache: the keys and values of one model, in blocks that `Blocks` hands out to slots.
+
+Verbs: cells, write, read, commit. Nobody else indexes a slot. A pass may write rows past a slot's committed tokens
+freely: what is not committed is overwritten by the next pass, so a rejected tree leaves no trace.
+Does not know which slots are in use, nor what the tokens were.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import to_device
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.tree.accept import VerifyResult
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSlots:
+    """The slots of B sequences and how many tokens each of them holds, on the device and on the host.
+
+    bound: where the host does not know the lengths, because the step before is not read yet or a captured pass is for
+    any: what none exceeds. host_lengths then says the same of each, or nothing.
+    """
+
+    slots: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+    host_slots: list[int]
+    host_lengths: list[int]
+    bound: int | None = None
+
+    @classmethod
+    def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> DecodeSlots:
+        both = to_device([slots, lengths], device)
+        return cls(both[0], both[1], slots, lengths)
+
+    @classmethod
+    def bounded(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> DecodeSlots:
+        """Whatever the tensors hold when the pass is run, up to a length of `bound`, which is at least 1."""
+        return cls(slots, lengths, [], [], bound)
+
+    def select(self, members: Sequence[int]) -> DecodeSlots:
+        """Those sequences of the batch alone."""
+        slots, lengths = ([values[i] for i in members] for values in (self.host_slots, self.host_lengths))
+        return DecodeSlots.of(slots, lengths, self.slots.device)
+
+    @property
+    def min_length(self) -> int:
+        return 0 if self.bound is not None else min(self.host_lengths)
+
+    @property
+    def max_length(self) -> int:
+        return self.bound if self.bound is not None else max(self.host_lengths)
+
+    def advanced(self, columns: int) -> DecodeSlots:
+        """The same slots with `columns` more tokens in each."""
+        bound = None if self.bound is None else self.bound + columns
+        return DecodeSlots(
+            self.slots, self.lengths + columns, self.host_slots, [n + columns for n in self.host_lengths], bound
+        )
+
+
+class KVCache:
+    """Keys and values [layers, blocks + 1, block size, kv_heads, head_dim]; the last block takes padding rows.
+
+    value_dim: of values, None where it is head_dim too.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        value_dim: int | None = None,
+    ):
+        self.blocks = blocks
+        shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads)
+        self.keys, self.values = (_zeros((*shape, dim), dtype, device) for dim in (head_dim, value_dim or head_dim))
+        self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, cells, kv_heads, head_dim]
+        self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
+        self._blocks_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+
+    @property
+    def num_slots(self) -> int:
+        return self.blocks.num_slots
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def capacity(self) -> int:
+        """Columns of a slot, tree rows included."""
+        return self.blocks.capacity
+
+    def layer(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "cells kv_heads head_dim"], Float[Tensor, "cells kv_heads value_dim"]]:
+        """Return a layer's keys and values by cell: views."""
+        return self._flat_of[layer]
+
+    def cells(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Where `write` stores rows of (slot, column), broadcast; column `blocks.padding` is never read."""
+        size = self.blocks.size
+        block = self.blocks.block_table[slots, torch.div(columns, size, rounding_mode="floor")]
+        return block * size + columns % size
+
+    def write(
+        self,
+        layer: int,
+        cells: Int[Tensor, " R"],
+        keys: Float[Tensor, "kv_heads R head_dim"],
+        values: Float[Tensor, "kv_heads R value_dim"],
+    ) -> None:
+        """Store one row per cell."""
+        flat_keys, flat_values = self._flat_of[layer]
+        flat_keys.index_copy_(0, cells, keys.transpose(0, 1))
+        flat_values.index_copy_(0, cells, values.transpose(0, 1))
+
+    def seen(self, batch: DecodeSlots, more: int) -> int:
+        """Columns of the longest sequence and `more`: as many as a read of them all has."""
+        return min(batch.max_length + more, self.blocks.null_position)
+
+    def where(self, batch: DecodeSlots, more: int) -> slice | Int[Tensor, "B W"]:
+        """Where the columns lie that each sequence holds, and `more` after them: found once for all layers.
+
+        A slice of cells for one sequence in neighbouring blocks, whose read is then a view; else blocks by sequence.
+        Where a shorter one has none any more it is the block of padding rows, which is at hand: its own blocks would
+        come from memory for nothing (1 % of a plain step of 16 sequences).
+        """
+        num_columns, size = self.seen(batch, more), self.blocks.size
+        width = self.blocks.blocks_for(num_columns)
+        first = self.blocks.first_of_run(batch.host_slots[0], width) if len(batch.host_slots) == 1 else None
+        if first is not None:
+            return slice(first * size, first * size + num_columns)
+        begins = torch.arange(0, width * size, size, device=batch.lengths.device)
+        has = begins < (batch.lengths + more)[:, None]
+        return self.blocks.block_table[batch.slots, :width].where(has, self.blocks.num_blocks)
+
+    def read(
+        self, layer: int, where: slice | Int[Tensor, "B W"], num_columns: int
+    ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T value_dim"]]:
+        """The first num_columns columns of each sequence; what lies past its reserved ones is finite but arbitrary."""
+        if isinstance(where, slice):
+            keys, values = (flat[None, where] for flat in self._flat_of[layer])
+        else:
+            keys, values = (
+                pool.index_select(0, where.flatten()).view(where.shape[0], -1, *pool.shape[2:])[:, :num_columns]
+                for pool in self._blocks_of[layer]
+            )
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
+        """Move the accepted path of each tree to the columns right after its committed tokens, in every layer.
+
+        Tree node i was written at column length + i; the j-th accepted node belongs at length + j <= length + i.
+        """
+        longest = result.accepted_nodes.shape[1]
+        if longest == 1:
+            return  # a root alone already stands where it belongs
+        if use_triton(self.keys.device):
+            return self._commit_fused(batch, result)
+        offset = torch.arange(1, longest, device=batch.slots.device)  # the root stays
+        accepted = result.accepted_nodes[:, 1:]
+        moved = torch.where(accepted >= 0, accepted, offset)
+        slots, first = batch.slots[:, None], batch.lengths[:, None]
+        source, target = (self.cells(slots, first + columns).flatten() for columns in (moved, offset))
+        for flat in self._flat:
+            flat.index_copy_(1, target, flat.index_select(1, source))
+
+    def _commit_fused(self, batch: DecodeSlots, result: VerifyResult) -> None:
+        from eagle_ray.kernels import kv_commit as kernel
+
+        kernel.commit(
+            self.keys, self.values, self.blocks.block_table, batch.slots, batch.lengths, result.accepted_nodes
+        )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on a CPU in pages that take memory only once they are written (torch.zeros writes them all)."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

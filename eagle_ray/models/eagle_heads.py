@@ -1,0 +1,236 @@
+"""Draft heads: one transformer layer over (next token, target feature) pairs, in both published generations.
+
+    hidden = head(embeddings, head.reduce(features), positions)      # one pair per position
+    logits = head.logits(hidden, target.logits)                      # over token_ids, or the whole vocabulary
+    hidden = head(embeddings_of_children, hidden, positions + 1)     # the head's own output stands in for the feature
+
+    EagleHead    EAGLE-1 and 2: the target's last feature, the target's lm_head (EAGLE-1, section 3)
+    Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
+
+Module names are the published key names. Does not know trees, caches or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata
+from eagle_ray.models.model_probe import KVSpec
+
+LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
+LEAST_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
+
+
+@runtime_checkable
+class DraftHead(Protocol):
+    """config: the head's own shape. embed_tokens: None where the target's is used. token_ids: the target's id of each
+    token that the head can draft; None where it drafts from the whole vocabulary. first_column: the first token that it
+    reads, at position 0: 1 where each token goes with the feature before it, 0 where tokens go alone.
+    """
+
+    config: PretrainedConfig
+    embed_tokens: nn.Embedding | None
+    token_ids: Int[Tensor, " Dv"] | None
+    first_column: int
+
+    @property
+    def anatomy(self) -> KVSpec:
+        """What it keeps of each token that it reads."""
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """Layers of the target whose inputs, one after the other, are its feature; None is what its lm_head reads."""
+
+    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+        """The target's features as the head reads them: as wide as its own outputs."""
+
+    def __call__(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "B T"],
+        rows: AttentionMetadata | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        """The head's outputs, one per pair.
+
+        embeddings: of the token after each feature. positions: of the features. rows: how the pairs see the cache
+        and each other; None is plain causal attention over T.
+        """
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+        """What follows each output."""
+
+
+class EagleHead(nn.Module):
+    """EAGLE-1 and 2: one decoder layer without input norm and without final norm.
+
+    bias: whether fc has one. own_embedding: whether the checkpoint brings its token embedding.
+    """
+
+    token_ids = None
+    first_column = 1
+
+    def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
+        super().__init__()
+        config._attn_implementation = ATTENTION
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
+        self.layers[0].input_layernorm = nn.Identity()
+        self.layers[0].self_attn.o_proj.bias = None  # published heads have one on q, k and v at most
+        self.rotary = _rotary(config)
+
+    @property
+    def anatomy(self) -> KVSpec:
+        return _anatomy(self.config)
+
+    def feature_layers(self, num_layers: int) -> None:
+        return None
+
+    def reduce(self, features: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+        return features
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "B T"],
+        rows: AttentionMetadata | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        hidden = self.fc(torch.cat([embeddings, features], -1))
+        rotary = self.rotary(hidden, positions)
+        return self.layers[0](hidden, position_ids=positions, position_embeddings=rotary, use_cache=False, rows=rows)
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows V"]:
+        return target_logits(hidden)
+
+
+class Eagle3Head(nn.Module):
+    """EAGLE-3: the embedding enters through attention alone, and the residual stream is the feature.
+
+    config.vocab_size is the target's. draft_vocab_size: tokens that can be drafted. feature_size: width of the
+    target's features together. own_embedding: whether the checkpoint brings its token embedding. feature_layers: of
+    the target, where they are not the published three.
+    """
+
+    first_column = 1
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        draft_vocab_size: int,
+        feature_size: int,
+        own_embedding: bool,
+        feature_layers: tuple[int, ...] | None = None,
+    ):
+        super().__init__()
+        config._attn_implementation = ATTENTION
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        self.rotary = _rotary(config)
+        self._feature_layers = feature_layers
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
+
+    @property
+    def token_ids(self) -> Int[Tensor, " Dv"] | None:
+        """d2t holds offsets. None where every token of the target can be drafted."""
+        if len(self.d2t) == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def anatomy(self) -> KVSpec:
+        return _anatomy(self.config)
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return self._feature_layers or (2, num_layers // 2, num_layers - 3)
+
+    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+        return self.fc(features)
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "B T"],
+        rows: AttentionMetadata | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        return self.midlayer(embeddings, features, self.rotary(features, positions), rows)
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+        return self.lm_head(self.norm(hidden))
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer whose queries, keys and values read the normed embedding beside the normed feature.
+
+    The residual is the feature, and where the config has `norm_before_residual` (speculators' heads) the normed one.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.self_attn, name, wide)
+        self.self_attn.o_proj.bias = None
+        self.norm_before_residual = getattr(config, "norm_before_residual", False)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        hidden: Float[Tensor, "B T H"],
+        rotary: tuple[Float[Tensor, "B T d"], Float[Tensor, "B T d"]],
+        rows: AttentionMetadata | None,
+    ) -> Float[Tensor, "B T H"]:
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        residual = normed if self.norm_before_residual else hidden
+        hidden = residual + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def _anatomy(config: LlamaConfig) -> KVSpec:
+    """Of one layer, whatever the config says of their number."""
+    return KVSpec(1, config.num_key_value_heads, config.head_dim, config.head_dim)
+
+
+class _Rotary(LlamaRotaryEmbedding):
+    """Frequencies stay in fp32, as transformers keeps a target's: in bf16 angles are off by half a radian at 500."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+
+def _rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    """Its tables are in no file: they are real where the weights are still shapes without numbers."""
+    with torch.device("cpu"):
+        return _Rotary(config)

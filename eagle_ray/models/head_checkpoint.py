@@ -1,0 +1,158 @@
+"""Published heads: a directory with config.json and weights <-> a DraftHead.
+
+    head = load_head(path, target.config)        # EAGLE-1, 2 or 3, told from its tensors
+
+Weights are safetensors or pickles (weights only), single or sharded. What fits a target is `fit`'s to say: here it
+is told from headers alone (`meta_head`) and before anything is read. Does not know where directories come from.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from eagle_ray.errors import EngineError, in_one_line
+from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
+from eagle_ray.models.head_spec import Shape, build_head, normalize_names
+
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
+Read = TypeVar("Read")
+
+
+def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """The head published in `path`, in fp32. Raises EngineError where it cannot be read or does not fit the target."""
+    head = meta_head(path, target)
+    tensors = normalize_names(read_tensors(path))
+    if isinstance(head, Eagle3Head):
+        with _with_path(path):
+            tensors |= _vocabulary_maps(head, tensors)
+    head.load_state_dict(tensors, assign=True)
+    return head.float()
+
+
+def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """The head without its weights, which are not read: its parameters lie on the meta device. Raises EngineError."""
+    raw, shapes = read_config(path), read_shapes(path)
+    with _with_path(path):
+        return build_head(raw, shapes, target)
+
+
+def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
+    """Write the published layout: config.json as given and model.safetensors, numbers in bf16."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
+    tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items()}
+    halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
+    save_file(halves, path / SAFETENSORS, metadata={"format": "pt"})
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json as it is written. Raises EngineError."""
+    try:
+        return dict(json.loads((path / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise EngineError(f"the head's config in {path} cannot be read: {in_one_line(error)}") from error
+
+
+def read_shapes(path: Path) -> dict[str, Shape]:
+    """The shape of every tensor by its name, from headers and pickles' directories. Raises EngineError."""
+    return _read(path, _shapes_of_safetensors, _shapes_of_pickle)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor by its name. Raises EngineError."""
+    return _read(path, load_file, lambda file: load_pickle(file, "cpu"))
+
+
+def _read(
+    path: Path, safetensors: Callable[[Path], Mapping[str, Read]], pickled: Callable[[Path], Mapping[str, Read]]
+) -> dict[str, Read]:
+    for name, read in ((SAFETENSORS, safetensors), (PICKLE, pickled)):
+        if files := _files(path, name):
+            return {key: value for file in files for key, value in read_file(file, read).items()}
+    raise EngineError(f"the head's weights in {path} cannot be read: there is neither {SAFETENSORS} nor {PICKLE}")
+
+
+def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
+    """What `read` makes of a file of weights. Raises EngineError with the file and what to do about it."""
+    try:
+        return read(file)
+    except pickle.UnpicklingError as error:
+        raise EngineError(
+            f"the head's weights in {file} cannot be read: it is damaged, or holds more than weights, which is never "
+            "run here; convert it to safetensors"
+        ) from error
+    except UNREADABLE as error:
+        remedy = "" if isinstance(error, ValueError) else "; if it was cut off, fetch it again"
+        reason = in_one_line(error) or type(error).__name__
+        raise EngineError(f"the head's weights in {file} cannot be read: {reason}{remedy}") from error
+
+
+def _files(path: Path, name: str) -> list[Path]:
+    """The one file of this name, or the shards that its index names; none where there is neither."""
+    index = path / f"{name}.index.json"
+    if (path / name).exists() or not index.exists():
+        return [path / name] if (path / name).exists() else []
+    try:
+        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        if all(Path(shard).name == shard for shard in shards):
+            return [path / shard for shard in shards]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise EngineError(f"{index} is no index of weights: {in_one_line(error)}") from error
+    raise EngineError(f"{index} names shards that do not stand beside it")
+
+
+def _shapes_of_safetensors(file: Path) -> dict[str, Shape]:
+    with safe_open(file, "pt") as opened:
+        return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+
+
+def _shapes_of_pickle(file: Path) -> dict[str, Shape]:
+    return {key: tuple(value.shape) for key, value in load_pickle(file, "meta").items()}
+
+
+def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
+    """Weights only: whatever else a pickle would do is refused. Archives are mapped, so that shapes cost nothing."""
+    loaded = torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True)
+    named = isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)
+    if not (named and all(isinstance(value, Tensor) for value in loaded.values())):
+        raise ValueError(f"{file.name} holds something else than named tensors")
+    return loaded
+
+
+def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """d2t and t2d, made where they are left out, and whatever they say where every token is drafted: they are not read.
+
+    Raises ValueError where d2t is no choice of the target's tokens.
+    """
+    count, vocab_size = len(head.d2t), head.config.vocab_size
+    if tensors.get("d2t", head.d2t).is_floating_point():
+        raise ValueError("d2t holds no whole numbers")
+    ids = torch.arange(count) + (0 if count == vocab_size else tensors["d2t"].long())
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"d2t maps to tokens {int(ids.min())} to {int(ids.max())}, and the target has {vocab_size}")
+    if len(ids.unique()) < count:
+        raise ValueError(f"d2t maps {count} draft tokens to {len(ids.unique())} different tokens of the target")
+    chosen = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return {"d2t": ids - torch.arange(count), "t2d": chosen}
+
+
+@contextmanager
+def _with_path(path: Path) -> Iterator[None]:
+    """What does not fit is said with the directory in which it was found."""
+    try:
+        yield
+    except ValueError as error:
+        raise EngineError(f"{path}: {error}") from error

@@ -1,0 +1,233 @@
+"""Fit: which head a published config and its tensors describe, and whether it goes with a target.
+
+    head = build_head(raw, shapes, target.config)      # parameters on the meta device: shapes without numbers
+
+The one place that decides it, asked before a job starts and again where a head is loaded. The generation is told from
+the tensor names. Reads the raw JSON, never a config class that fills in defaults: an absent rope_theta means 10000.
+
+    EAGLE-1, 2     fc [H, 2H], layers.0.*, and embed_tokens or the target's
+    EAGLE-3        fc [H, 3H of the target], midlayer.*, norm, lm_head [Dv, H], d2t, t2d
+    speculators    EAGLE-3 with layers.0.* for midlayer.*, its shape under transformer_layer_config
+
+Does not know files, numbers in tensors, or what a head is run with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.activations import ACT2FN
+
+from eagle_ray.errors import in_one_line
+from eagle_ray.models.eagle_heads import LEAST_LAYERS, Eagle3Head, EagleHead
+
+NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
+OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
+PUBLISHED_ROPE_THETA = 10000.0
+ROPES = {  # what each way of stretching positions must say
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
+UNSUPPORTED = ("norm_output", "fc_norm", "norm_before_fc")  # switches of EAGLE-3.1 that change what a head computes
+MOST_NAMED = 8  # tensors of each fault
+IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
+Named = TypeVar("Named")
+Shape = tuple[int, ...]
+
+
+def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """The head, its parameters and buffers on the meta device.
+
+    raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, the tensor or the
+    two numbers that keep it from being a head of this target.
+    """
+    raw = _flatten(raw)
+    _check_numbers(raw)
+    _check_switches(raw)
+    try:
+        with torch.device("meta"):
+            head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, normalize_names(shapes), target)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever transformers' own classes make of values that they were not made for
+        raise ValueError(f"its config.json makes no head: {in_one_line(error)}") from error
+    _check_shapes(head, normalize_names(shapes))
+    return head
+
+
+def is_eagle3(names: Mapping[str, Any]) -> bool:
+    return any(name.startswith(EAGLE3_KEYS) for name in names)
+
+
+def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
+    """The same under the names of our modules, without what is not read."""
+    layer = "midlayer." if is_eagle3(published) else "layers.0."
+    kept = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
+    return {name.replace("layers.0.", layer, 1): value for name, value in kept.items()}
+
+
+def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
+    """The head's Llama shape from its raw config.json; it has one layer whatever num_hidden_layers says."""
+    _check_heads(raw)
+    heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
+    if activation not in ACT2FN:
+        raise ValueError(f"its hidden_act is {activation!r}, which transformers does not know")
+    return LlamaConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        hidden_act=activation,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        attention_bias=raw.get("qkv_bias", raw.get("attention_bias", False)),
+        mlp_bias=raw.get("mlp_bias", False),
+        rope_parameters=_rope(raw),
+        norm_before_residual=raw.get("norm_before_residual", False),
+    )
+
+
+def _flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without nulls, and speculators' config as the others are: without the key its heads norm before the residual."""
+    said, layer = _drop_nulls(raw), raw.get("transformer_layer_config")
+    if layer is None:
+        return said
+    if not isinstance(layer, dict):
+        raise ValueError("its config.json has a transformer_layer_config that is no section")
+    return {"norm_before_residual": True, **_drop_nulls(layer), **said}
+
+
+def _drop_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _check_numbers(raw: Mapping[str, Any]) -> None:
+    """Whole numbers, 1 or more."""
+    wrong = [key for key in NEEDED if not _counts(raw.get(key))]
+    wrong += [key for key in OPTIONAL if key in raw and not _counts(raw[key])]
+    if wrong:
+        raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
+
+
+def _check_switches(raw: Mapping[str, Any]) -> None:
+    """Refuse a head whose config switches on a computation that this release would leave out."""
+    section = raw.get("eagle_config")
+    settings = {**raw, **(section if isinstance(section, dict) else {})}
+    if switched_on := [key for key in UNSUPPORTED if settings.get(key)]:
+        raise ValueError(
+            f"its config.json switches on {', '.join(switched_on)} (EAGLE-3.1), which this release cannot compute. "
+            "Use an EAGLE-1, 2 or 3 head"
+        )
+
+
+def _check_heads(raw: Mapping[str, Any]) -> None:
+    heads = raw["num_attention_heads"]
+    head_dim, kv_heads = raw.get("head_dim", raw["hidden_size"] // heads), raw.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"its {heads} attention heads cannot share {kv_heads} key/value heads (num_key_value_heads)")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead:
+    _check_equal("hidden_size", raw["hidden_size"], "hidden_size", target)
+    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    own_embedding = "embed_tokens.weight" in shapes
+    return EagleHead(head_config(raw), bias=raw.get("bias", True), own_embedding=own_embedding)
+
+
+def _eagle3(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> Eagle3Head:
+    width = "target_hidden_size" if raw.get("target_hidden_size") else "hidden_size"
+    _check_equal(width, raw[width], "hidden_size", target)
+    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    layers = _feature_layers(raw, target.num_hidden_layers)
+    return Eagle3Head(
+        head_config(raw),
+        draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+        feature_size=len(layers or (1, 2, 3)) * target.hidden_size,
+        own_embedding="embed_tokens.weight" in shapes or raw["hidden_size"] != target.hidden_size,
+        feature_layers=layers,
+    )
+
+
+def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
+    """Whose inputs the head reads. Under eagle_config the ids are of the layers before, whose outputs those are."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    outputs = (raw.get("eagle_config") or {}).get(key)
+    layers = tuple(i + 1 for i in outputs) if outputs else tuple(raw.get(key) or ())
+    if layers and not 0 <= min(layers) <= max(layers) < num_layers:
+        raise ValueError(
+            f"it reads layers {list(layers)} of its target ({key}), and the target has {num_layers} layers"
+        )
+    if not layers and num_layers < LEAST_LAYERS:
+        raise ValueError(
+            f"an EAGLE-3 head reads a target of {LEAST_LAYERS} layers or more, and the target has {num_layers}"
+        )
+    return layers or None
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers 5 writes it (rope_parameters), or older ones (rope_theta, rope_scaling, its `type`)."""
+    said = _drop_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
+    kind = said.pop("type", "default")
+    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
+    if rope["rope_type"] not in ROPES:
+        raise ValueError(
+            f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
+        )
+    if missing := [key for key in ROPES[rope["rope_type"]] if rope.get(key) is None]:
+        raise ValueError(f"its rope of type {rope['rope_type']} has no {', '.join(missing)}")
+    for key in ("rope_theta", "factor"):
+        if not (isinstance(rope.get(key, 1), int | float) and rope.get(key, 1) > 0):
+            raise ValueError(f"its {key} is {rope[key]!r}; it must be a number above 0")
+    return rope
+
+
+def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:
+    if number != (wanted := getattr(target, target_key)):
+        its = "the target's" if key == target_key else f"the target's {target_key}"
+        raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
+
+
+def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], spare: Collection[str] = ()) -> None:
+    """Every tensor of the module, none other, and each in its shape. spare: those that may be left out.
+
+    Raises ValueError that names the first few of each fault.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
+    faults = [
+        *_first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(spare))]),
+        *_first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
+        *_first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
+    ]
+    if faults:
+        raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")
+
+
+def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
+    """The vocabulary maps may be left out where they say nothing."""
+    if isinstance(head, EagleHead):
+        return check_tensors("an EAGLE-1/2 head", head, found)
+    check_tensors("an EAGLE-3 head", head, found, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
+
+
+def _first_few(faults: list[str]) -> list[str]:
+    """The first few: a whole language model in a head's place has hundreds."""
+    more = len(faults) - MOST_NAMED
+    return faults if more <= 0 else [*faults[:MOST_NAMED], f"and {more} more such"]

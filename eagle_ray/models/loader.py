@@ -1,0 +1,131 @@
+"""Targets from directories in transformers' layout: their configs, and their weights, quantised ones included.
+
+    model = load_target(path, "auto", "cuda")
+
+A checkpoint that lacks a tensor, or has one of another shape, is refused: transformers would make one up. Quantised
+checkpoints (config.quantization_config: bitsandbytes, AWQ, GPTQ, fp8, ...) are loaded by transformers and the library
+they name. Does not know caches or trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.utils import logging
+
+from eagle_ray.errors import EngineError, in_one_line
+from eagle_ray.models.supported_models import check_config
+
+UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+
+
+def load_config(path: Path) -> PretrainedConfig:
+    """The config of the causal LM in `path`, without its weights. Raises EngineError where it cannot be run."""
+    config = _read_config(path)
+    check_config(config)
+    _check_quantiser(config)
+    return config
+
+
+def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
+    """A causal LM from a local directory. Raises EngineError where it cannot be read, or not as its files say.
+
+    dtype: "auto" is the checkpoint's own.
+    """
+    config = load_config(path)
+    asked: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    asked |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
+    if quantisation_of(config) is not None:
+        asked |= {"device_map": {"": device}}  # such weights are laid out for a device when they are read
+    try:
+        with _no_progress_bars():
+            model, found = AutoModelForCausalLM.from_pretrained(path, **asked)
+    except UNREADABLE as error:
+        raise EngineError(f"the target in {path} cannot be loaded: {in_one_line(error)}") from error
+    _check_complete(path, found)
+    model = model if quantisation_of(config) is not None else model.to(device)
+    return _finished(model.eval().requires_grad_(False))
+
+
+def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """What the checkpoint says of its quantisation; None where it is plain."""
+    said = getattr(config, "quantization_config", None)
+    return said if said is None or isinstance(said, dict) else said.to_dict()
+
+
+def _read_config(path: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever the family's own class makes of values that it was not made for
+        raise EngineError(f"the config in {path} cannot be read: {in_one_line(error)}") from error
+
+
+def _check_quantiser(config: PretrainedConfig) -> None:
+    """Refuse a checkpoint whose quantiser transformers does not know, or whose library is missing here.
+
+    A missing GPU says nothing yet: who asks may be a machine that only hands out the work.
+    """
+    said = quantisation_of(config)
+    if said is None:
+        return
+    method = said.get("quant_method")
+    if said.get("load_in_8bit") and said.get("llm_int8_threshold", 6.0):
+        raise EngineError(
+            "the target is quantised (bitsandbytes, 8 bits) with an llm_int8_threshold: which columns it keeps in 16 "
+            "bits depends on all rows of a pass, so that a row's tokens would depend on its company; take a checkpoint "
+            "of 4 bits, or set llm_int8_threshold to 0.0 in its config.json"
+        )
+    try:
+        quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(said), pre_quantized=True)
+        quantiser.validate_environment(device_map=None)
+    except RuntimeError:
+        return
+    except (ValueError, TypeError, ImportError) as error:
+        raise EngineError(f"the target is quantised ({method}) and cannot be run here: {in_one_line(error)}") from error
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The generation config's EOS ids, else the config's; empty where neither has one."""
+    generation = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
+    eos = generation if generation is not None else model.config.get_text_config(decoder=True).eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+@torch.no_grad()
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    """After a token: some quantisers make their layers at the first call of the whole model, which is never ours."""
+    if model._forward_pre_hooks:
+        model(torch.ones(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    return model
+
+
+def _check_complete(path: Path, found: dict[str, Any]) -> None:
+    """found: what transformers says of its loading."""
+    missing = sorted(found["missing_keys"])
+    misshapen = [
+        f"{key} is {tuple(given)}, wanted {tuple(wanted)}" for key, given, wanted in sorted(found["mismatched_keys"])
+    ]
+    faults = [f"missing {', '.join(missing)}"] if missing else []
+    if faults or misshapen:
+        raise EngineError(f"the target in {path} is not whole: {'; '.join(faults + misshapen)}")
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws bars for weights that are read in a moment, over whatever the caller prints."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

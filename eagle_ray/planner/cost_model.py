@@ -1,0 +1,204 @@
+"""StepCosts: what the parts of a step cost in seconds, by the rows that they run.
+
+Measured before the first request (`measure.py`) and corrected by the steps that are taken and heard of: a size that was
+just run by little, one that was not run for long by much, and all others with it by how far they tend to drift
+together (`doubt.py`). Does not know values, budgets or how anything is run.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.planner.cost_filter import CurveFilter
+from eagle_ray.planner.planner import StepOutcome
+
+# Rows of a pass that are measured and offered to the budget: the buckets.
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+NEARBY = 0.25  # of a number of rows
+NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
+
+
+@dataclass(slots=True)
+class CostCurve:
+    """Seconds of one pass by its number of rows: measured at some numbers, a line between them, never falling.
+
+    seconds: as measured; where they fall, neighbours are pooled (isotonic regression on their logarithms).
+    """
+
+    rows: list[int]
+    seconds: list[float]
+    _rising: list[float] = field(init=False)
+    _doubt: CurveFilter = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._rising = isotonic(self.seconds)
+        self._doubt = CurveFilter(self.rows)
+
+    def __call__(self, rows: float) -> float:
+        """Seconds at `rows`; past the last measured number it rises as on average before, at least."""
+        if len(self.rows) == 1:
+            return self._rising[0]
+        if rows > self.rows[-1]:
+            return self._rising[-1] + self._slope_beyond * (rows - self.rows[-1])
+        right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        a, b, x, y = self.rows[right - 1], self.rows[right], self._rising[right - 1], self._rising[right]
+        return x + (y - x) * max(rows - a, 0) / (b - a)
+
+    def at(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The same for several numbers of rows at once, in any shape."""
+        beyond = np.maximum(np.subtract(rows, self.rows[-1]), 0)
+        return np.interp(rows, self.rows, self._rising) + self._slope_beyond * beyond
+
+    def slope(self, rows: float) -> float:
+        """Seconds of one row more, on average over those within a quarter of `rows`."""
+        return (self(rows * (1 + NEARBY)) - self(rows * (1 - NEARBY))) / (2 * NEARBY * rows)
+
+    @property
+    def per_row(self) -> float:
+        """Seconds of one row more in a large pass."""
+        return (self._rising[-1] - self._rising[0]) / max(self.rows[-1] - self.rows[0], 1)
+
+    @property
+    def _slope_beyond(self) -> float:
+        """Seconds of one row more past the last measured number: as over the last doubling, or all, if that is more.
+
+        Two numbers side by side say little of it, one of them being off.
+        """
+        if len(self.rows) == 1:
+            return 0.0
+        half = self.rows[-1] / 2
+        return max((self._rising[-1] - self(half)) / half, self.per_row)
+
+    def correct(self, rows: float, ratio: float) -> None:
+        """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it.
+
+        One that is larger than any before also paid for what is made once: what it took too long is half believed, in
+        logarithms, and put right by the second time, if there is one.
+        """
+        if rows > NEW_SIZE * self.rows[-1]:
+            self.seconds = [*self.seconds, self(rows) * min(ratio, math.sqrt(ratio))]
+            self.rows = [*self.rows, round(rows)]
+            self._doubt.add(self.rows[-1])
+        else:
+            factors = self._doubt.factors(self._shares(rows), ratio)
+            self.seconds = [s * factor for s, factor in zip(self._rising, factors, strict=True)]
+        self._rising = isotonic(self.seconds)
+
+    def _shares(self, rows: float) -> dict[int, float]:
+        """The places of the measured numbers next to `rows`, and how much each of them has to do with it."""
+        right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+        left = right if self.rows[right] <= rows else max(right - 1, 0)
+        if left == right:
+            return {right: 1.0}
+        share = (rows - self.rows[left]) / (self.rows[right] - self.rows[left])
+        return {left: 1 - share, right: share}
+
+
+def isotonic(seconds: list[float]) -> list[float]:
+    """The nearest sequence that never falls: wherever one would, neighbours share their geometric mean."""
+    if all(a <= b for a, b in pairwise(seconds)):
+        return seconds
+    pools: list[tuple[float, int]] = []  # mean logarithm and number of what shares it
+    for value in seconds:
+        mean, count = math.log(value), 1
+        while pools and pools[-1][0] > mean:
+            before, number = pools.pop()
+            mean, count = (before * number + mean * count) / (number + count), number + count
+        pools.append((mean, count))
+    return [math.exp(mean) for mean, count in pools for _ in range(count)]
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """All in seconds.
+
+    verify: the target's pass by rows, without sequences or a context. each: more of it for each sequence that the rows
+    belong to. attend: for each token that is cached; attend_row: for each of them, with each row of its sequence beyond
+    the first.
+    read: the drafter's first pass by the pairs it catches up, level 1 included, or a reader's first look by the tokens
+    it reads. level: one further level by rows.
+    plain_rest, draft_rest: everything else of a plain step and of one that drafts, by sequences.
+    """
+
+    verify: CostCurve
+    attend: float
+    read: CostCurve
+    level: CostCurve
+    plain_rest: CostCurve
+    draft_rest: CostCurve
+    attend_row: float = 0.0
+    each: float = 0.0
+
+    def verified(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
+        """Return the seconds of a pass.
+
+        Args:
+            num_cached: cached tokens of all the batch's sequences.
+            num_prefill_rows: rows of prompts in the same pass.
+        """
+        return self.verify(num_rows + num_prefill_rows) + self._behind(num_rows / batch_size, num_cached, batch_size)
+
+    def passes(
+        self, num_rows: Sequence[int], num_cached: float, batch_size: int, num_prefill_rows: int = 0
+    ) -> np.ndarray:
+        """Return the seconds of passes of several numbers of rows."""
+        rows = np.asarray(num_rows)
+        return self.verify.at(rows + num_prefill_rows) + self._behind(rows / batch_size, num_cached, batch_size)
+
+    def row(self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
+        """One row more of a pass of about num_rows."""
+        return self.verify.slope(num_rows + num_prefill_rows) + self.attend_row * num_cached / batch_size
+
+    def _behind(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
+        """What the sequences and their contexts add, with so many rows of each, a number or several."""
+        return self.each * batch_size + num_cached * (self.attend + self.attend_row * (rows_each - 1))
+
+    def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
+        """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""
+        return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
+
+    def further_levels(self, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
+        """[widths, max_depth]: growing the levels after the first, for several widths and all depths from 1 on."""
+        return np.outer(self.level.at([num_members * width for width in widths]), range(max_depth))
+
+    def plain_step(self, batch_size: int, num_cached: float, num_rows: int = 0) -> float:
+        """num_rows: of its pass, where it is padded."""
+        return self.verified(max(num_rows, batch_size), num_cached, batch_size) + self.plain_rest(batch_size)
+
+    def predict(self, outcome: StepOutcome) -> StepTimes:
+        """What a step of this kind takes by all that is known."""
+        verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows)
+        rest = self.draft_rest if outcome.depth else self.plain_rest
+        draft = 0.0
+        if outcome.plan.is_drafting:
+            members = outcome.plan.num_members(outcome.batch_size)
+            draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, max(outcome.depth, 1))
+        return StepTimes(draft, verify, rest(outcome.batch_size))
+
+    def beside(self, outcome: StepOutcome) -> float:
+        """What the prompts add that went through the target in its pass."""
+        return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
+
+    def learn(self, outcome: StepOutcome, foreseen: StepTimes, usual: bool = True) -> None:
+        """Correct what this step has shown to be wrong. foreseen: what it was taken to take.
+
+        usual: whether the rest of it is what others take; else they take no more than that.
+        """
+        seconds = outcome.seconds
+        self.verify.correct(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / foreseen.verify)
+        if outcome.plan.is_drafting:
+            ratio = seconds.draft / foreseen.draft
+            self.read.correct(outcome.num_caught_up, ratio)
+            if outcome.depth > 1:
+                self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
+        if usual or seconds.rest < foreseen.rest:
+            rest = self.draft_rest if outcome.depth else self.plain_rest
+            rest.correct(outcome.batch_size, seconds.rest / foreseen.rest)

@@ -1,0 +1,199 @@
+"""From the name of a method to who drafts and who plans: the one table of both.
+
+    check_weights(speculative, path, target_config)                 # from headers: before anything is started
+    weights = load_weights(speculative, path, target_config)        # what model.draft holds, if the method reads one
+    target = Target(..., feature_layers=feature_layers(weights, num_layers))
+    drafter = make_drafter(speculative, target, weights)
+    planner = fixed_planner(speculative, drafter)                   # where the method itself says which nodes
+
+Names and what they need stand in `config/methods.py`. Does not know rows, files of prompts or Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, draft_requirement
+from eagle_ray.datastore import read_datastore
+from eagle_ray.draft_vocab import read_draft_vocab
+from eagle_ray.drafters.drafter import Drafter
+from eagle_ray.drafters.eagle import EagleDrafter
+from eagle_ray.drafters.ensemble import EnsembleDrafter
+from eagle_ray.drafters.experimental.lookahead import LookaheadDrafter
+from eagle_ray.drafters.experimental.medusa import MedusaDrafter
+from eagle_ray.drafters.experimental.rest import RestIndex
+from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
+from eagle_ray.drafters.lookup import LookupDrafter, LookupIndex
+from eagle_ray.drafters.ngram import NgramIndex
+from eagle_ray.drafters.suffix import SuffixIndex
+from eagle_ray.errors import EngineError
+from eagle_ray.models.draft_model import check_draft_model, load_draft_model
+from eagle_ray.models.eagle_heads import DraftHead, Eagle3Head, EagleHead
+from eagle_ray.models.head_checkpoint import load_head, meta_head
+from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
+from eagle_ray.models.target import TargetModel
+from eagle_ray.planner.planner import Planner
+from eagle_ray.planner.sequoia_planner import SequoiaPlanner
+from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration
+from eagle_ray.sampling.rank_acceptance import RankAcceptance
+from eagle_ray.tree.static_tree import MC_SIM_7B_63
+
+Weights = nn.Module | None  # what a method reads from model.draft
+
+
+def check_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> None:
+    """What `load_weights` would refuse, told without reading weights. Raises EngineError."""
+    CHECKS[draft_requirement(speculative.method)](path, target)
+
+
+def load_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> nn.Module:
+    """What model.draft holds, in fp32. Raises EngineError where it does not fit the method or the target."""
+    return LOADERS[draft_requirement(speculative.method)](path, target)
+
+
+def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
+    """Whether the EAGLE head in `path`, which fits, brings its own lm_head."""
+    return isinstance(meta_head(path, target), Eagle3Head)
+
+
+def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
+    """The layers of the target that the drafter reads; None is what the lm_head reads."""
+    return weights.feature_layers(num_layers) if isinstance(weights, DraftHead) else None
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> Drafter:
+    """Who drafts; a merge of all where several are named."""
+    names = sorted(
+        speculative.method.split("+"), key=lambda name: draft_requirement(name) is None
+    )  # those with a model first
+    parts = [DRAFTERS[name](speculative, target, weights) for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    return EnsembleDrafter(parts, EnsembleCalibration(speculative.max_depth, len(parts), target.device))
+
+
+def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
+    """The planner of a method whose tree is fixed; None where speculative.budget decides."""
+    make = FIXED_PLANNERS.get(speculative.method)
+    return make(speculative, drafter) if make else None
+
+
+def _check_head_3(path: Path, target: PretrainedConfig) -> None:
+    if not isinstance(meta_head(path, target), Eagle3Head):
+        raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
+
+
+def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
+    _check_head_3(path, target)
+    return load_head(path, target)
+
+
+def _eagle(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> EagleDrafter:
+    return _drafter(speculative, target, head, _calibration(speculative, target))
+
+
+def _path(speculative: SpeculativeConfig, target: TargetModel, heads: Weights) -> MedusaDrafter:
+    return MedusaDrafter(heads, target, _calibration(speculative, target), _coupling(speculative, target))
+
+
+def _sequoia(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> EagleDrafter:
+    width = min(speculative.top_k, target.vocab_size)
+    return _drafter(speculative, target, head, RankAcceptance(speculative.max_depth, width, target.device))
+
+
+def _drafter(
+    speculative: SpeculativeConfig, target: TargetModel, head: Weights, calibration: Calibration | None
+) -> EagleDrafter:
+    """speculative.draft_vocab is for a head that reads the target's lm_head."""
+    token_ids = None
+    if speculative.draft_vocab is not None and isinstance(head, EagleHead):
+        ids = read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
+        token_ids = torch.tensor(ids, device=target.device)
+    return EagleDrafter(
+        head, target, calibration=calibration, coupling=_coupling(speculative, target), token_ids=token_ids
+    )
+
+
+def _calibration(speculative: SpeculativeConfig, target: TargetModel) -> Calibration | None:
+    """Return None where speculative.ranking leaves the head's own probabilities as they are."""
+    return None if speculative.ranking == "published" else Calibration(speculative.max_depth, target.device)
+
+
+def _coupling(speculative: SpeculativeConfig, target: TargetModel) -> Coupling | None:
+    return Coupling(speculative.max_depth, target.device) if speculative.ranking == "coupled" else None
+
+
+def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticPlanner:
+    return StaticPlanner(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k))
+
+
+def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> SequoiaPlanner:
+    return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
+
+
+def _text(source: LookupIndex, speculative: SpeculativeConfig) -> LookupDrafter:
+    return LookupDrafter(source, Calibration(speculative.max_depth))
+
+
+def _ngram(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookupDrafter:
+    return _text(NgramIndex(), speculative)
+
+
+def _suffix(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookupDrafter:
+    return _text(SuffixIndex(), speculative)
+
+
+def _rest(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookupDrafter:
+    return _text(RestIndex(read_datastore(speculative.datastore, target.vocab_size)), speculative)
+
+
+def _recycling(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> RecyclingDrafter:
+    calibration = Calibration(speculative.max_depth, target.device)
+    return RecyclingDrafter(target.vocab_size, speculative.top_k, target.device, calibration)
+
+
+def _lookahead(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookaheadDrafter:
+    return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
+
+
+CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
+    HEAD: meta_head,
+    HEAD_3: _check_head_3,
+    DRAFT_MODEL: check_draft_model,
+    HYDRA: check_hydra,
+    MEDUSA: check_medusa,
+}
+LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
+    HEAD: load_head,
+    HEAD_3: _load_head_3,
+    DRAFT_MODEL: load_draft_model,
+    HYDRA: load_hydra,
+    MEDUSA: load_medusa,
+}
+DRAFTERS: dict[str, Callable[[SpeculativeConfig, TargetModel, Weights], Drafter]] = {
+    "draft_model": _eagle,
+    "eagle1": _eagle,
+    "eagle2": _eagle,
+    "eagle3": _eagle,
+    "hydra": _path,
+    "lookahead": _lookahead,
+    "medusa": _path,
+    "ngram": _ngram,
+    "recycling": _recycling,
+    "rest": _rest,
+    "sequoia": _sequoia,
+    "suffix": _suffix,
+}
+FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
+    "eagle1": _eagle1_planner,
+    "sequoia": _sequoia_planner,
+}

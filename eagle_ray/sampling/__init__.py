@@ -1,0 +1,1 @@
+"""Sampling keyed by (seed, position, token), and the calibration of drafted probabilities."""

@@ -1,0 +1,310 @@
+"""The target's own choice of a token: logits processors, keyed noise and the pick.
+
+The noise of a token is a function of (seed, position, token id) alone, so a sample does not depend on the tree, the
+batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that noise.
+Where Triton runs, kernels/sample.py and kernels/log_probs.py do the same without fp32 copies of the logits.
+Does not know trees, models or who asks.
+
+    >>> SamplingParams(temperature=0.8, seed=7).is_greedy
+    False
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import to_device
+from eagle_ray.graph_protocol import PaddedInput
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.sampling_limits import MAX_TEMPERATURE
+
+GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
+GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
+Kind = tuple[bool, bool, bool, bool]
+"""Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence's tokens are chosen. Raises ValueError naming the field whose value is none of those.
+
+    temperature: at most MAX_TEMPERATURE; 0 (below GREEDY_BELOW) is greedy. top_k: 0 is off. top_p: 1 is off.
+    min_p: 0 is off. They apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference
+    implementation applies top_p before top_k.
+    max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
+    seed: any 64-bit integer, the key of this sequence's noise.
+    ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.
+    top_logprobs: with logprobs, record so many of the likeliest tokens at each place too. prompt_logprobs: with
+    logprobs, record all this for the prompt's tokens as well, which then are all computed, also where they are known.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    seed: int = 0
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        limit = MAX_TEMPERATURE
+        self._require("temperature", (int, float), lambda x: 0 <= x <= limit, f"a number between 0 and {limit:g}")
+        self._require("top_p", (int, float), lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+        self._require("top_k", int, lambda x: 0 <= x < 2**63, "an integer, 0 (off) or more")
+        self._require("min_p", (int, float), lambda x: 0 <= x <= 1, "a number between 0 and 1")
+        self._require("max_tokens", int, lambda x: x >= 1, "an integer, 1 or more")
+        self._require("seed", int, lambda x: -(2**63) <= x < 2**64, "a 64-bit integer")
+        self._require("top_logprobs", int, lambda x: x >= 0, "an integer, 0 or more")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def _require(self, name: str, kind: type | tuple[type, ...], is_right: Callable[..., bool], wanted: str) -> None:
+        """Python's own numbers alone: who computes a seed with NumPy says int(seed)."""
+        value = getattr(self, name)
+        if not (isinstance(value, kind) and is_right(value)):
+            raise ValueError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs.
+
+    temperature: 0 for greedy sequences. ends: tokens after which a sequence is over; -1 is none. sampled: those that
+    are not greedy, by index; sampled_rows: the same on the device.
+    is_bound: a captured pass is for any such tensors: `sampled` then names every sequence, and temperatures tell.
+    """
+
+    temperature: Float[Tensor, " B"]
+    top_p: Float[Tensor, " B"]
+    top_k: Int[Tensor, " B"]
+    min_p: Float[Tensor, " B"]
+    seed: Int[Tensor, " B"]
+    ends: Int[Tensor, "B E"]
+    sampled: list[int]
+    sampled_rows: Int[Tensor, " S"]
+    any_top_p: bool
+    any_top_k: bool
+    any_min_p: bool
+    is_bound: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        device: torch.device | str = "cpu",
+        eos_ids: Collection[int] = (),
+    ) -> SamplingBatch:
+        """The parameters of a batch, in its order. Top-k off is stored as 0."""
+        rows = [i for i, p in enumerate(params) if not p.is_greedy]
+        sampled = [params[i] for i in rows]
+        temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
+        floats = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
+        temperature, top_p, min_p = to_device(floats, device, torch.float32)
+        ends = [[-1 if p.ignore_eos else token for p in params] for token in sorted(eos_ids)]
+        top_k, seed, *ends = to_device([[p.top_k for p in params], [as_int64(p.seed) for p in params], *ends], device)
+        return cls(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            ends=torch.stack(ends, 1) if ends else seed.new_empty(len(params), 0),
+            sampled=rows,
+            sampled_rows=to_device(rows, device),
+            any_top_p=any(p.top_p < 1 for p in sampled),
+            any_top_k=any(p.top_k > 0 for p in sampled),
+            any_min_p=any(p.min_p > 0 for p in sampled),
+        )
+
+    def padded(self, num_sequences: int) -> list[PaddedInput]:
+        """What `bound` takes, for so many sequences; who fills up is greedy."""
+        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
+        fills = (0.0, 1.0, 0, 0.0, 0, -1)
+        shapes = [(num_sequences, *x.shape[1:]) for x in columns]
+        return [PaddedInput(x, *rest, is_fixed=True) for x, *rest in zip(columns, shapes, fills, strict=True)]
+
+    @classmethod
+    def bound(
+        cls,
+        kind: Kind,
+        temperature: Float[Tensor, " P"],
+        top_p: Float[Tensor, " P"],
+        top_k: Int[Tensor, " P"],
+        min_p: Float[Tensor, " P"],
+        seed: Int[Tensor, " P"],
+        ends: Int[Tensor, "P E"],
+    ) -> SamplingBatch:
+        """Whatever the tensors hold when the pass is run, as long as it is of this kind."""
+        any_sampled, *flags = kind
+        rows = list(range(len(seed))) if any_sampled else []
+        every = torch.arange(len(rows), device=seed.device)
+        return cls(temperature, top_p, top_k, min_p, seed, ends, rows, every, *flags, is_bound=True)
+
+    @property
+    def kind(self) -> Kind:
+        """Whether any of them is sampled at all, and which processors any needs."""
+        return self.any_sampled, self.any_top_p, self.any_top_k, self.any_min_p
+
+    @property
+    def any_sampled(self) -> bool:
+        return bool(self.sampled)
+
+    @property
+    def any_cut(self) -> bool:
+        """Whether any sequence drops tokens before it picks."""
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
+    def select(self, members: Sequence[int]) -> SamplingBatch:
+        """The same for some of the sequences."""
+        index = to_device(members, self.seed.device)
+        sampled = set(self.sampled)
+        rows = [i for i, member in enumerate(members) if member in sampled]
+        return replace(
+            self,
+            temperature=self.temperature[index],
+            top_p=self.top_p[index],
+            top_k=self.top_k[index],
+            min_p=self.min_p[index],
+            seed=self.seed[index],
+            ends=self.ends[index],
+            sampled=rows,
+            sampled_rows=to_device(rows, self.seed.device),
+        )
+
+
+def sample(
+    logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+) -> Int[Tensor, " R"]:
+    """The token each row's target chooses; ties go to the lowest id.
+
+    seq: the row's sequence, an index into sampling. positions: index, in prompt + output, of the token being chosen.
+    """
+    if use_triton(logits.device):
+        return _pick_fused(logits, sampling, seq, positions)
+    greedy = logits.argmax(-1)
+    if not sampling.any_sampled:
+        return greedy
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
+    noisy = process(logits, sampling, seq) + gumbel_noise(sampling.seed[seq], positions, token_ids)
+    return torch.where(sampling.temperature[seq] == 0, greedy, noisy.argmax(-1))
+
+
+def _pick_fused(
+    logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
+) -> Int[Tensor, " R"]:
+    from eagle_ray.kernels import sample as kernel
+
+    top_k = sampling.top_k if sampling.any_top_k else None
+    top_p = sampling.top_p if sampling.any_top_p else None
+    min_p = sampling.min_p if sampling.any_min_p else None
+    return kernel.pick(logits, sampling.temperature, top_k, top_p, min_p, sampling.seed, seq, positions)
+
+
+def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Temperature, top-k, top-p and min-p, in transformers' order, in fp32; dropped tokens are -inf.
+
+    Greedy rows pass through with temperature 1: their result is not used.
+    """
+    temperature = sampling.temperature[seq]
+    scores = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    if sampling.any_top_k:
+        scores = _keep_top_k(scores, sampling.top_k[seq])
+    if sampling.any_top_p:
+        scores = _keep_top_p(scores, sampling.top_p[seq])
+    if sampling.any_min_p:
+        scores = _keep_min_p(scores, sampling.min_p[seq])
+    return scores
+
+
+def _keep_top_k(scores: Float[Tensor, "R V"], top_k: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Keep the k highest scores and whatever ties with the last of them; k = 0 keeps all."""
+    vocab = scores.shape[-1]
+    rank = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab)) - 1
+    threshold = scores.sort(-1, descending=True).values.gather(1, rank[:, None])
+    return scores.masked_fill(scores < threshold, -torch.inf)
+
+
+def _keep_top_p(scores: Float[Tensor, "R V"], top_p: Float[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Keep the smallest set of most probable tokens whose probability reaches p; at least one token."""
+    ascending, order = scores.sort(dim=-1, stable=True)
+    drop = ascending.softmax(-1).cumsum(-1) <= (1 - top_p)[:, None]
+    drop[:, -1] = False
+    drop &= (top_p < 1)[:, None]
+    return scores.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+
+
+def _keep_min_p(scores: Float[Tensor, "R V"], min_p: Float[Tensor, " R"]) -> Float[Tensor, "R V"]:
+    """Keep tokens at least min_p times as probable as the most probable one."""
+    probs = scores.softmax(-1)
+    return scores.masked_fill(probs < min_p[:, None] * probs.amax(-1, keepdim=True), -torch.inf)
+
+
+def gumbel_noise(
+    seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], token_ids: Int[Tensor, " V"]
+) -> Float[Tensor, "R V"]:
+    """Standard Gumbel noise keyed by (seed, position, token id), in fp32.
+
+    The upper half of a splitmix64 hash is the uniform v; it stays below 1, so that every value is finite.
+    """
+    v = keyed_hash(seed, positions, token_ids).float().add_(0.5).mul_(2.0**-32)
+    return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
+
+
+def keyed_hash(
+    seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], token_ids: Int[Tensor, " V"]
+) -> Int[Tensor, "R V"]:
+    """32 well-mixed bits for each (seed, position, token id), as int64 in [0, 2**32)."""
+    key = mix64_tensor(mix64_tensor(seed) + positions)
+    return mix64_tensor(key[:, None] + token_ids * as_int64(GOLDEN)).bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
+
+
+def mix64_tensor(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """splitmix64's finaliser on int64 bit patterns (multiplication wraps, shifts are logical).
+
+    In place where it can: over a vocabulary, memory that is new each time takes longer than the arithmetic.
+    """
+    x = _xor_shifted(x, 30).mul_(as_int64(_MIX_1))
+    x = _xor_shifted(x, 27).mul_(as_int64(_MIX_2))
+    return _xor_shifted(x, 31)
+
+
+def _xor_shifted(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(x)
+
+
+def mix64(x: int) -> int:
+    """splitmix64's finaliser on one integer; the result is in [0, 2**64)."""
+    x %= 2**64
+    x = ((x ^ (x >> 30)) * _MIX_1) % 2**64
+    x = ((x ^ (x >> 27)) * _MIX_2) % 2**64
+    return x ^ (x >> 31)
+
+
+def sample_seed(seed: int, sample_index: int) -> int:
+    """The key of one of n samples, as a signed 64-bit integer: the seed itself for sample 0, a mix of both after it."""
+    return as_int64(seed if sample_index == 0 else mix64(mix64(seed) + sample_index))
+
+
+def as_int64(x: int) -> int:
+    """The signed 64-bit integer with the same bits as x."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """Log-probability of each token under the unprocessed logits, in fp32."""
+    if use_triton(logits.device):
+        from eagle_ray.kernels import log_probs as kernel
+
+        return kernel.log_probs_of(logits, tokens)
+    return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]

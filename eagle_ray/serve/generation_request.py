@@ -1,0 +1,174 @@
+"""From a request to the sequences an engine takes: one for each prompt and choice, prompt by prompt.
+
+Sampling and seeds are a job's: choice j of a request with seed s has the key that sample j of a row with seed s has.
+Does not know HTTP, engines' insides or Ray.
+
+    >>> asked_of(request, config, text).choices
+    [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.config import ServeConfig
+from eagle_ray.core.sequence import Sequence, StopCheck
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling.sampler import SamplingParams, sample_seed
+from eagle_ray.serve.admission import Need
+from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
+from eagle_ray.tokenizer import Tokenizer
+
+OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """ids as the model sees them; text as an echo shows them."""
+
+    ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One answer of a request. num_wanted: output ids that it is to show; None shows all."""
+
+    index: int
+    prompt: Prompt
+    sequence: Sequence
+    num_wanted: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """A request, ready for the engine. stop_ids: tokens that end a choice and are not part of its text.
+
+    is_typed: whether it is for a text completion whose client's types know no null (``typed``).
+    client: the number of the client's API key.
+    """
+
+    id: str
+    created: int
+    model: str
+    request: ChatRequest | CompletionRequest
+    prompts: list[Prompt]
+    choices: list[Choice]
+    stops: list[str]
+    stop_ids: frozenset[int]
+    is_typed: bool = False
+    client: int = 0
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
+
+    @property
+    def echo(self) -> bool:
+        return not self.is_chat and self.request.echo
+
+
+def prepare_generation(
+    request: ChatRequest | CompletionRequest,
+    config: ServeConfig,
+    text: Tokenizer | NoText,
+    is_typed: bool = False,
+    client: int = 0,
+) -> GenerationRequest:
+    """Raises RequestError where it cannot be answered."""
+    kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+    id = f"{kind}-{secrets.token_hex(12)}"
+    prompts = _prompts(request, text)
+    stops = config.sampling.stop if request.stops is None else request.stops
+    stop_ids = frozenset(request.stop_token_ids)
+    n = request.n or config.sampling.n
+    choices = [
+        Choice(
+            index=i * n + j,
+            prompt=prompt,
+            sequence=Sequence(
+                f"{id}/{i * n + j}", prompt.ids, _sampling(request, config, j), _stop_check(text, stops, stop_ids)
+            ),
+            num_wanted=0 if request.wanted_tokens == 0 else None,
+        )
+        for i, prompt in enumerate(prompts)
+        for j in range(n)
+    ]
+    is_typed = is_typed and kind == "cmpl"
+    return GenerationRequest(
+        id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids, is_typed, client
+    )
+
+
+def num_tokens(sequence: Sequence, max_model_len: int) -> int:
+    """Return the most tokens that a sequence can have, prompt and output."""
+    return min(len(sequence.prompt_ids) + sequence.sampling.max_tokens, max_model_len)
+
+
+def need_of(asked: GenerationRequest, max_model_len: int) -> Need:
+    """Return what the request takes up while it is in flight."""
+    return Need(len(asked.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in asked.choices))
+
+
+def least_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Need:
+    """Return what the request takes up at least, before its texts are tokenized: each counts as one token."""
+    max_tokens = _max_tokens(request, config)
+    lengths = [1]
+    if isinstance(request, CompletionRequest):
+        lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in request.prompts]
+    n = request.n or config.sampling.n
+    return Need(n * len(lengths), n * sum(min(length + max_tokens, max_model_len) for length in lengths))
+
+
+def _max_tokens(request: ChatRequest | CompletionRequest, config: ServeConfig) -> int:
+    return config.sampling.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
+
+
+def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NoText) -> list[Prompt]:
+    if isinstance(request, ChatRequest):
+        return [Prompt(text.encode_chat([message.plain() for message in request.messages]), "")]
+    return [
+        Prompt(text.encode(prompt), prompt)
+        if isinstance(prompt, str)
+        else Prompt(prompt, text.decode(prompt) if request.echo else "")
+        for prompt in request.prompts
+    ]
+
+
+def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, index: int) -> SamplingParams:
+    """The server's own settings but for what the request says; without a seed, one of nobody's choosing."""
+    defaults = config.sampling
+    own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
+    values: dict[str, Any] = defaults.model_dump(include=set(OWN_SAMPLING)) | own
+    top_k = defaults.top_k if request.top_k is None else max(0, request.top_k)
+    try:
+        return SamplingParams(
+            **values,
+            top_k=top_k,
+            max_tokens=_max_tokens(request, config),
+            seed=secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
+            logprobs=request.tops is not None,
+            top_logprobs=request.tops or 0,
+            prompt_logprobs=request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
+        )
+    except ValueError as error:
+        raise RequestError("invalid_sampling", str(error)) from None
+
+
+def _stop_check(text: Tokenizer | NoText, stops: list[str], stop_ids: frozenset[int]) -> StopCheck | None:
+    """Stop strings and stop tokens, whichever comes first."""
+    by_text = text.stop_check(stops)
+    if not stop_ids:
+        return by_text
+
+    def check(output_ids: list[int]) -> int | None:
+        ends = [i + 1 for i, token in enumerate(output_ids) if token in stop_ids][:1]
+        if by_text is not None and (kept := by_text(output_ids)) is not None:
+            ends.append(kept)
+        return min(ends, default=None)
+
+    return check

@@ -1,0 +1,123 @@
+"""What clients get once a request is answered: choices, usage and how the drafts fared.
+
+    >>> answer_of(asked, text)["choices"][0]["message"]["content"]
+    'Paris.'
+
+Does not know engines' insides, streams or HTTP.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+from eagle_ray.serve.generation_request import Choice, GenerationRequest
+from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
+from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
+
+Json = dict[str, Any]
+
+
+def answer_of(asked: GenerationRequest, text: Tokenizer | NoText) -> Json:
+    """The body of a request that does not stream; every sequence is finished."""
+    of = _chat_choice if asked.is_chat else _text_choice
+    return head(asked, "chat.completion" if asked.is_chat else "text_completion") | {
+        "choices": [of(asked, choice, text) for choice in asked.choices],
+        "usage": usage_of(asked),
+        "metrics": metrics_of(asked),
+    }
+
+
+def head(asked: GenerationRequest, kind: str) -> Json:
+    return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
+
+
+def shown_ids(asked: GenerationRequest, choice: Choice) -> list[int]:
+    """Output ids whose text is shown: without a stop token."""
+    ids = choice.sequence.output_ids[: choice.num_wanted]
+    return ids[:-1] if ids and ids[-1] in asked.stop_ids else ids
+
+
+def num_output(choice: Choice) -> int:
+    return len(choice.sequence.output_ids[: choice.num_wanted])
+
+
+def usage_of(asked: GenerationRequest) -> Json:
+    """A prompt counts once, however many choices it has."""
+    prompt = sum(len(prompt.ids) for prompt in asked.prompts)
+    completion = sum(num_output(choice) for choice in asked.choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def metrics_of(asked: GenerationRequest) -> Json:
+    """vLLM's keys, over all choices together: steps without drafts are none of its steps."""
+    stats = reduce(AcceptanceStats.merge, (choice.sequence.stats for choice in asked.choices))
+    num_steps = stats.num_steps - stats.num_plain_steps
+    histogram = [stats.histogram[0] - stats.num_plain_steps, *stats.histogram[1:]]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + stats.num_accepted_draft_tokens / num_steps if num_steps else None,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_spec_tokens": stats.num_spec_tokens,
+        }
+    }
+
+
+def finish_reason(choice: Choice) -> str | None:
+    """What is cut to nothing ends by length."""
+    return "length" if choice.num_wanted == 0 else choice.sequence.finish_reason
+
+
+def token_ids(asked: GenerationRequest, choice: Choice) -> Json:
+    """The ids themselves, for who asks; the prompt's too."""
+    if not asked.request.return_token_ids:
+        return {}
+    return {
+        "prompt_token_ids": choice.sequence.prompt_ids,
+        "token_ids": choice.sequence.output_ids[: choice.num_wanted],
+    }
+
+
+def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json:
+    sequence = choice.sequence
+    logprobs = None
+    if asked.request.tops is not None:
+        logprobs = {"content": chat_logprobs(output_places(sequence, 0, num_output(choice)), text), "refusal": None}
+    content = text.text_of(shown_ids(asked, choice), asked.stops)
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": content, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": finish_reason(choice),
+    } | token_ids(asked, choice)
+
+
+def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json:
+    output = text.text_of(shown_ids(asked, choice), asked.stops)
+    return {
+        "index": choice.index,
+        "text": choice.prompt.text + output if asked.echo else output,
+        "logprobs": _text_logprobs(asked, choice, text),
+        "finish_reason": finish_reason(choice),
+    } | token_ids(asked, choice)
+
+
+def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json | None:
+    if asked.request.tops is None:
+        return None
+    places = output_places(choice.sequence, 0, num_output(choice))
+    places = prompt_places(choice.sequence) + places if asked.echo else places
+    return text_logprobs(places, text, asked.request.tops > 0)
+
+
+def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> tuple[str, Json | None]:
+    """An echo, before the first output id: the prompt's text and log-probabilities."""
+    if asked.request.tops is None:
+        return choice.prompt.text, None
+    return choice.prompt.text, text_logprobs(prompt_places(choice.sequence), text, asked.request.tops > 0)

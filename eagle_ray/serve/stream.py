@@ -1,0 +1,119 @@
+"""What a stream carries, each event a chunk of one choice, as its sequence grows.
+
+    chunks = ChoiceChunks(asked, choice, text)
+    for count in counts:                        # of output ids, as the engine tells them
+        yield from chunks.until(count)
+
+A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. Who asks
+for stream_options.include_steps is also told how each token came (``steps``). Does not know engines or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from eagle_ray.serve.generation_request import Choice, GenerationRequest
+from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.responses import Json, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
+from eagle_ray.serve.step_trace import Steps
+from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
+from eagle_ray.tokenizer import Tokenizer
+
+
+def last_chunk(asked: GenerationRequest) -> Json:
+    """Usage, and how the drafts fared, behind all choices."""
+    return _head(asked) | {"choices": [], "usage": usage_of(asked), "metrics": metrics_of(asked)}
+
+
+def wants_usage(asked: GenerationRequest) -> bool:
+    options = asked.request.stream_options
+    return options is not None and options.include_usage
+
+
+def wants_steps(asked: GenerationRequest) -> bool:
+    options = asked.request.stream_options
+    return options is not None and options.include_steps
+
+
+def _head(asked: GenerationRequest) -> Json:
+    return head(asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
+
+
+def num_logprobs(chunk: Json) -> int:
+    """Return how many log-probabilities a chunk holds, alternatives left out."""
+    found = [choice.get("logprobs") for choice in chunk["choices"]]
+    return sum(len(logprobs.get("tokens") or logprobs.get("content") or ()) for logprobs in found if logprobs)
+
+
+class ChoiceChunks:
+    """One choice of a stream. Its texts together are the text it would have without streaming."""
+
+    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText):
+        self._asked, self._choice, self._text = asked, choice, text
+        self._growing = text.growing(asked.stops)
+        self._steps = Steps(choice.sequence) if wants_steps(asked) else None
+        self._num_told = 0
+        self._is_begun = False
+        self._offset = 0  # characters of the tokens whose log-probabilities were told
+
+    def num_untold(self, count: int) -> int:
+        """Return how many tokens the next chunks show if they go up to `count` output ids; an echo is among them."""
+        echoed = len(self._choice.sequence.prompt_ids) if self._asked.echo and not self._is_begun else 0
+        return echoed + count - self._num_told
+
+    def until(self, count: int) -> Iterator[Json]:
+        """The chunks that the first `count` output ids bring; the last ones once the sequence is finished."""
+        sequence = self._choice.sequence
+        if not self._is_begun:
+            self._is_begun = True
+            yield from self._beginning()
+        is_end = sequence.finish_reason is not None and count == len(sequence.output_ids)
+        if self._choice.num_wanted is not None:
+            count = min(count, self._choice.num_wanted)
+        start, self._num_told = self._num_told, count
+        yield from self._chunk(self._texts(start, count, is_end), start, count, is_end)
+
+    def _texts(self, start: int, end: int, is_end: bool) -> list[str]:
+        """What the output ids [start, end) add to the text: by id where steps are asked for, else in one piece."""
+        ids = self._choice.sequence.output_ids[start:end]
+        groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
+        texts = [self._growing.grow(group) for group in groups[:-1]]  # no stop string ends before the last id
+        last = self._growing.end(shown_ids(self._asked, self._choice)) if is_end else self._growing.grow(groups[-1])
+        return [*texts, last]
+
+    def _beginning(self) -> Iterator[Json]:
+        """The role of a chat's answer; the prompt, where it is to be echoed."""
+        if self._asked.is_chat:
+            yield self._with({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+        elif self._asked.echo:
+            echo, logprobs = prompt_part(self._asked, self._choice, self._text)
+            self._offset = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
+            yield self._with({"text": echo, "logprobs": logprobs, "finish_reason": None})
+
+    def _chunk(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
+        piece, logprobs = "".join(texts), self._logprobs(start, end)
+        tells_ids = self._asked.request.return_token_ids or self._steps is not None
+        if not (piece or is_end or logprobs or (tells_ids and end > start)):
+            return
+        reason = finish_reason(self._choice) if is_end else None
+        said: Json = {"delta": {"content": piece} if piece else {}} if self._asked.is_chat else {"text": piece}
+        if self._asked.request.return_token_ids:
+            said["token_ids"] = self._choice.sequence.output_ids[start:end]
+        if self._steps is not None:
+            said["steps"] = self._steps.next(texts[: end - start])
+        yield self._with(said | {"logprobs": logprobs, "finish_reason": reason})
+
+    def _logprobs(self, start: int, end: int) -> Json | None:
+        if self._asked.request.tops is None or start == end:
+            return None
+        places = output_places(self._choice.sequence, start, end)
+        if self._asked.is_chat:
+            return {"content": chat_logprobs(places, self._text), "refusal": None}
+        logprobs = text_logprobs(places, self._text, self._asked.request.tops > 0, self._offset)
+        self._offset += sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+    def _with(self, said: dict[str, Any]) -> Json:
+        chunk = _head(self._asked) | {"choices": [{"index": self._choice.index} | said]}
+        return chunk | {"usage": None} if wants_usage(self._asked) else chunk

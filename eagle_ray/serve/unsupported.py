@@ -1,0 +1,70 @@
+"""Parameters that are not built: each is refused by name unless its value asks for nothing; none is ever ignored.
+
+>>> refuse_unbuilt({"user": "me", "frequency_penalty": 0})
+>>> refuse_unbuilt({"frequency_penalty": 0.5})
+Traceback (most recent call last):
+...
+eagle_ray.serve.http_errors.ApiError: frequency_penalty is not supported: 0.5 asks for what this server does not do; ...
+
+Does not know the parameters that are built.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_ray.serve.http_errors import unsupported
+
+SAYS_NOTHING = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+)  # of the tokens
+OFF: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "add_special_tokens": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "min_tokens": (0,),
+    "add_generation_prompt": (True,),
+}  # what is not built, and the values with which it changes nothing
+NO_TEXT: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}  # the same of a message
+
+
+def refuse_unbuilt(extra: Mapping[str, Any]) -> None:
+    """extra: what a request has beside the parameters that are built. Raises ApiError."""
+    for name, value in extra.items():
+        if name not in SAYS_NOTHING and not _is_off(value, OFF.get(name, ())):
+            raise unsupported(name, f"{reprlib.repr(value)} asks for what this server does not do; leave it out")
+
+
+def refuse_in_message(extra: Mapping[str, Any], where: str) -> None:
+    """extra: what a message has beside role and content. where: its place in the request. Raises ApiError."""
+    for name, values in NO_TEXT.items():
+        if name in extra and not _is_off(extra[name], values):
+            raise unsupported(f"{where}.{name}", "this server reads and writes text alone; leave it out")
+
+
+def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether it is one of the values, in JSON too: there false is not 0."""
+    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in values)

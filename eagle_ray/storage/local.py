@@ -1,0 +1,176 @@
+"""Files of this machine that appear whole or not at all: the local half of ``storage.Location``.
+
+A reader, or a driver that starts again after a kill, never sees half a file: bytes go to a hidden temporary file beside
+the final name, to the disk, and only then get that name. Does not know what the files are for.
+
+    >>> write_whole("/work/runs/a/_progress.json", b"{}", None)
+    Stamp(size=2, version=1700000000000000000)
+"""
+
+from __future__ import annotations
+
+import glob as globbing
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+from uuid import uuid4
+
+from eagle_ray.storage.file_version import FileVersion
+from eagle_ray.storage.storage_errors import DISK_FULL
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
+BeforePublish = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
+
+
+def is_file(path: str) -> bool:
+    return os.path.isfile(path)
+
+
+def is_directory(path: str) -> bool:
+    return os.path.isdir(path)
+
+
+def stat(path: str) -> FileVersion:
+    found = os.stat(path)
+    return FileVersion(found.st_size, found.st_mtime_ns)
+
+
+def read_stamped(path: str) -> tuple[bytes, FileVersion]:
+    """The bytes, and the stamp of the very file that held them."""
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())
+        return file.read(), FileVersion(found.st_size, found.st_mtime_ns)
+
+
+def open_file(path: str) -> BinaryIO:
+    return open(path, "rb")
+
+
+def files_in(directory: str) -> dict[str, FileVersion]:
+    """Every file below a directory, linked directories left out."""
+    names = [os.path.join(place, name) for place, _, names in os.walk(directory) for name in names]
+    return {name: stat(name) for name in names if is_file(name)}
+
+
+def names_in(directory: str) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
+    names = globbing.glob(pattern, root_dir=directory, recursive=True)
+    paths = [os.path.join(directory, name) for name in names]
+    return {path: stat(path) for path in paths if is_file(path)}
+
+
+def write_whole(path: str, data: bytes, before_publish: BeforePublish) -> FileVersion:
+    """Replace path by data in one step, its directory made where it is missing."""
+    return _publish(path, data, before_publish, os.replace)
+
+
+def create(path: str, data: bytes, before_publish: BeforePublish) -> FileVersion | None:
+    """The same, or None where there is a file already: it stays as it is."""
+    try:
+        return _publish(path, data, before_publish, _link)
+    except FileExistsError:
+        if not os.path.lexists(path):  # it was the directory: a file has its name
+            raise
+        return None
+
+
+def replace(path: str, data: bytes, version: int | str, before_publish: BeforePublish) -> FileVersion | None:
+    """The same, or None where the file is not of this version. Look and rename are two steps: hold the lock."""
+    with suppress(FileNotFoundError):
+        if stat(path).version == version:
+            return write_whole(path, data, before_publish)
+    return None
+
+
+def remove(path: str, missing_ok: bool) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        if not missing_ok:
+            raise
+
+
+def make_directory(path: str) -> None:
+    os.makedirs(path, exist_ok=True)
+
+
+def remove_temporary(directory: str) -> None:
+    """Delete what a killed writer left half-written, here and below."""
+    for place, _, names in os.walk(directory):
+        for name in names:
+            if TEMPORARY.fullmatch(name):
+                remove(os.path.join(place, name), missing_ok=True)
+
+
+def check_writable(directory: str) -> None:
+    """Raises OSError where nothing can be written, there or where the directory would be made. Leaves nothing."""
+    while not os.path.exists(directory):
+        directory = os.path.dirname(directory)
+    try:
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, directory) from None
+
+
+def _publish(
+    path: str, data: bytes, before_publish: BeforePublish, give_name: Callable[[str, str], None]
+) -> FileVersion:
+    directory, name = os.path.split(path)
+    make_directory(directory)
+    temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")
+    try:
+        _write_synced(temp, data, path)
+        stamp = stat(temp)
+        if before_publish is not None:
+            before_publish()
+        give_name(temp, path)
+    finally:
+        remove(temp, missing_ok=True)
+    _sync_directory(directory)
+    return stamp
+
+
+def _write_synced(temp: str, data: bytes, path: str) -> None:
+    """Write data to temp and to the disk. Raises OSError with the final path, and with the sizes for a full disk."""
+    try:
+        with open(temp, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        reason = error.strerror
+        if error.errno in DISK_FULL:
+            reason += f" ({len(data):,} bytes needed, {_free_bytes(os.path.dirname(temp)):,} free)"
+        raise OSError(error.errno, reason, path) from None
+
+
+def _free_bytes(directory: str) -> int:
+    system = os.statvfs(directory)
+    return system.f_bavail * system.f_frsize
+
+
+def _link(temp: str, path: str) -> None:
+    """Give the file a name that no file has; raises FileExistsError."""
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links on this file system: look, then rename
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        os.replace(temp, path)
+
+
+def _sync_directory(path: str) -> None:
+    """The rename itself is on the disk only once its directory is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,345 @@
+"""Objects of an S3 bucket that appear whole or not at all: the s3:// half of ``storage.Location``.
+
+Every request is made in one place, with limits on time and tries; what fails is an OSError that names the object and
+the endpoint. A write is one PUT: an output stream that is left by an exception would publish what it holds. Endpoint,
+credentials and region come from the standard environment. Does not know what the objects are for.
+
+    >>> create("s3://bucket/runs/a/_lock", b"mine", None)
+    Stamp(size=4, version='"8fcb0a1ec9e8ba3e..."')
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+import aiohttp
+from botocore import exceptions as boto
+from botocore.parsers import ResponseParserError
+from fsspec.asyn import sync
+from s3fs import S3FileSystem
+
+from eagle_ray.storage.file_version import FileVersion
+from eagle_ray.storage.glob_match import glob_matches
+from eagle_ray.storage.retry_budget import longer_waits
+from eagle_ray.storage.storage_errors import (
+    Changed,
+    ConditionFailed,
+    NoAnswer,
+    NotAllowed,
+    NotFound,
+    NotSupported,
+    StorageError,
+)
+
+SCHEME = "s3://"
+CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
+SLOWEST = 32 << 10  # bytes per second, below which a transfer is given up
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between the tries, of which there is one more
+MAY_PASS = {"InternalError", "SlowDown", "RequestTimeout", "Throttling", "ServiceUnavailable", "OperationAborted"}
+LATE = (boto.ReadTimeoutError, boto.ConnectTimeoutError, asyncio.TimeoutError, TimeoutError)
+BROKEN = (
+    *LATE,
+    boto.HTTPClientError,
+    boto.ConnectionError,
+    boto.IncompleteReadError,
+    aiohttp.ClientError,
+    ConnectionError,
+    ResponseParserError,
+)
+FAILURES = (*BROKEN, boto.ClientError, boto.BotoCoreError)
+PAGE = 1000  # names in one answer to a listing
+SMALL = 1 << 20  # an object of this size is read at once
+LEAST_AHEAD, MOST_AHEAD = 64 << 10, 8 << 20
+
+BeforePublish = Callable[[], None] | None  # the last look before each try: what it raises leaves everything as it was
+
+
+def is_file(url: str) -> bool:
+    try:
+        stat(url)
+    except NotFound:
+        return False
+    return True
+
+
+def is_directory(url: str) -> bool:
+    bucket, prefix = _prefix(url)
+    return bool(_request(url, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1).get("Contents"))
+
+
+def stat(url: str) -> FileVersion:
+    bucket, key = split(url)
+    if not key:
+        raise NotFound(f"{url}: a bucket is no file")
+    found = _request(url, "head_object", Bucket=bucket, Key=key)
+    return FileVersion(found["ContentLength"], found["ETag"])
+
+
+def read_stamped(url: str, size: int = SMALL) -> tuple[bytes, FileVersion]:
+    """The bytes, and the stamp of the very object that held them. size: of bytes, for which there is time."""
+    bucket, key = split(url)
+    found = _request(url, "get_object", size, Bucket=bucket, Key=key)
+    return found["Body"], FileVersion(len(found["Body"]), found["ETag"])
+
+
+def open_file(url: str) -> BinaryIO:
+    """Read by ranges, as much ahead as it is read in order; never the whole of a large object."""
+    return io.BufferedReader(RangeFile(url, stat(url)), LEAST_AHEAD)
+
+
+def files_in(directory: str) -> dict[str, FileVersion]:
+    return dict(_listed(directory, ""))
+
+
+def names_in(directory: str) -> list[str]:
+    """Of a thousand at most."""
+    bucket, prefix = _prefix(directory)
+    page = _request(directory, "list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/")
+    keys = [found["Key"] for found in page.get("Contents", ())] + [p["Prefix"] for p in page.get("CommonPrefixes", ())]
+    return sorted(key.removeprefix(prefix).rstrip("/") for key in keys)
+
+
+def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
+    parts, start = pattern.split("/"), len(directory) + 1
+    literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    return {url: stamp for url, stamp in _listed(directory, literal) if glob_matches(parts, url[start:].split("/"))}
+
+
+def write_whole(url: str, data: bytes, before_publish: BeforePublish) -> FileVersion:
+    """Replace the object by data in one PUT."""
+    return _put(url, data, before_publish)
+
+
+def create(url: str, data: bytes, before_publish: BeforePublish) -> FileVersion | None:
+    """The same, or None where there is an object already: it stays as it is."""
+    return _put_where(url, data, before_publish, IfNoneMatch="*")
+
+
+def replace(url: str, data: bytes, version: int | str, before_publish: BeforePublish) -> FileVersion | None:
+    """The same, or None where the object is not of this version."""
+    return _put_where(url, data, before_publish, IfMatch=version)
+
+
+def remove(url: str, missing_ok: bool) -> None:
+    if not missing_ok:
+        stat(url)  # S3 deletes what is not there
+    bucket, key = split(url)
+    _request(url, "delete_object", Bucket=bucket, Key=key)
+
+
+def make_directory(url: str) -> None:
+    """There are none: names alone make them."""
+
+
+def remove_temporary(directory: str) -> None:
+    """There are none: a PUT that breaks off leaves nothing."""
+
+
+def check_writable(directory: str) -> None:
+    """Raises OSError where nothing can be written, or what is there is not left by a create. Leaves nothing behind."""
+    probe = f"{directory}/.probe-{uuid4().hex[:12]}"
+    create(probe, b"first", None)
+    kept = create(probe, b"second", None) is None and read_stamped(probe)[0] == b"first"
+    remove(probe, missing_ok=True)
+    if not kept:
+        raise NotSupported(
+            f"{directory} at {_endpoint() or 'the default endpoint'}: the server ignores If-None-Match, so that two "
+            "drivers could write at once: choose one with conditional writes"
+        )
+
+
+class RangeFile(io.RawIOBase):
+    """An object as a seekable file; raises Changed where it was replaced since it was opened."""
+
+    def __init__(self, url: str, stamp: FileVersion):
+        self._url, self._stamp = url, stamp
+        self._position, self._start, self._chunk, self._ahead = 0, 0, b"", LEAST_AHEAD
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._stamp.size}[whence]
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        wanted = min(len(buffer), self._stamp.size - self._position)
+        if wanted <= 0:
+            return 0
+        if not self._start <= self._position < self._start + len(self._chunk):
+            self._fetch(wanted)
+        offset = self._position - self._start
+        part = self._chunk[offset : offset + wanted]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def _fetch(self, wanted: int) -> None:
+        in_order = self._position == self._start + len(self._chunk)
+        self._ahead = min(2 * self._ahead, MOST_AHEAD) if in_order else LEAST_AHEAD
+        start, stop = self._position, min(self._stamp.size, self._position + max(wanted, self._ahead))
+        if self._stamp.size <= SMALL:
+            start, stop = 0, self._stamp.size
+        self._chunk = self._get(start, stop)
+        self._start = start
+
+    def _get(self, start: int, stop: int) -> bytes:
+        bucket, key = split(self._url)
+        span = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": self._stamp.version}
+        try:
+            return _request(self._url, "get_object", stop - start, Bucket=bucket, Key=key, **span)["Body"]
+        except ConditionFailed as error:
+            raise Changed(f"{self._url} changed while it was read: run the job again") from error
+
+
+def split(url: str) -> tuple[str, str]:
+    """Bucket and key; the key of a bucket itself is empty."""
+    bucket, _, key = url.removeprefix(SCHEME).partition("/")
+    return bucket, key
+
+
+def _prefix(directory: str) -> tuple[str, str]:
+    bucket, key = split(directory)
+    return bucket, f"{key}/" if key else ""
+
+
+def _listed(directory: str, start: str) -> Iterator[tuple[str, FileVersion]]:
+    """Every object below the directory whose name begins with start, in the order of names."""
+    bucket, prefix = _prefix(directory)
+    wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE}
+    while wanted:
+        page = _request(directory, "list_objects_v2", **wanted)
+        for found in page.get("Contents", ()):
+            if not found["Key"].endswith("/"):  # what consoles make for an empty directory
+                yield f"{SCHEME}{bucket}/{found['Key']}", FileVersion(found["Size"], found["ETag"])
+        token = page.get("NextContinuationToken")
+        wanted = wanted | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
+
+
+def _put(url: str, data: bytes, before: BeforePublish, **condition: Any) -> FileVersion:
+    bucket, key = split(url)
+    answer = _request(url, "put_object", len(data), before, Bucket=bucket, Key=key, Body=data, **condition)
+    return FileVersion(len(data), answer["ETag"])
+
+
+def _put_where(url: str, data: bytes, before: BeforePublish, **condition: Any) -> FileVersion | None:
+    try:
+        return _put(url, data, before, **condition)
+    except (ConditionFailed, NotFound):
+        return _own_earlier_try(url, data)
+
+
+def _own_earlier_try(url: str, data: bytes) -> FileVersion | None:
+    """A try whose answer was lost may have arrived: then the object holds these very bytes."""
+    try:
+        found, stamp = read_stamped(url, len(data))
+    except NotFound:
+        return None
+    return stamp if found == data else None
+
+
+def _request(url: str, method: str, size: int = 0, before: BeforePublish = None, **arguments: Any) -> dict[str, Any]:
+    """The answer to one request, its body read. size: bytes to be moved, for which there is more time."""
+    for wait in (*WAITS_S, *longer_waits(), None):
+        if before is not None:
+            before()
+        try:
+            session = _session(os.getpid(), _endpoint())
+            limit = CONNECT_S + READ_S + size / SLOWEST
+            return sync(session.loop, _answer, session, method, arguments, timeout=limit)
+        except FAILURES as error:
+            if wait is None or not _may_pass(error):
+                raise _named(error, f"{url} at {_endpoint() or 'the default endpoint'}") from error
+        time.sleep(wait)
+    raise AssertionError("the last try returns or raises")
+
+
+async def _answer(session: S3FileSystem, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    client = await session.set_session()
+    answer = await getattr(client, method)(**arguments)
+    if "Body" in answer:
+        async with answer["Body"] as body:
+            answer["Body"] = await body.read()
+    return answer
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+@lru_cache(maxsize=8)
+def _session(process: int, endpoint: str | None) -> S3FileSystem:
+    """One for all threads of a process (a fork needs its own) and all requests to an endpoint.
+
+    Raises NotSupported for an endpoint that is no URL.
+    """
+    config: dict[str, Any] = {
+        "connect_timeout": CONNECT_S,
+        "read_timeout": READ_S,
+        "retries": {"total_max_attempts": 1},  # tries are counted in one place
+        "max_pool_connections": 32,
+    }
+    if endpoint:  # S3's friends seldom have a host name per bucket
+        config["s3"] = {"addressing_style": "path"}
+    region = os.environ.get("AWS_REGION")  # botocore itself reads AWS_DEFAULT_REGION only
+    client = {"region_name": region} if region else {}
+    session = S3FileSystem(endpoint_url=endpoint, config_kwargs=config, client_kwargs=client, skip_instance_cache=True)
+    try:
+        session.connect()
+    except ValueError as error:
+        raise NotSupported(f"AWS_ENDPOINT_URL: {error}: write it as http://host:port") from None
+    return session
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may fare better: no connection, no answer, half an answer, or the server's own trouble."""
+    if isinstance(error, boto.ClientError):
+        return _status(error) >= 500 or _status(error) in (409, 429) or _code(error) in MAY_PASS
+    return isinstance(error, BROKEN)
+
+
+def _named(error: Exception, place: str) -> StorageError:
+    """The same failure as an OSError that says where."""
+    if isinstance(error, boto.ClientError):
+        return _refusal(error, place)
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
+        return NotAllowed(f"{place}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    if isinstance(error, LATE):
+        return NoAnswer(f"{place}: no answer in time, {len(WAITS_S) + len(longer_waits()) + 1} times")
+    return StorageError(f"{place}: {str(error).strip() or type(error).__name__}")
+
+
+def _refusal(error: boto.ClientError, place: str) -> StorageError:
+    said = f"{place}: {_code(error)} {error.response.get('Error', {}).get('Message', '')}".strip()
+    if _code(error) == "NoSuchBucket":
+        return NotFound(f"{place}: there is no such bucket")
+    if _status(error) == 404:
+        return NotFound(f"{place}: there is no such object")
+    if _status(error) in (401, 403):
+        return NotAllowed(f"{said}: check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and their rights")
+    if _status(error) in (409, 412):
+        return ConditionFailed(said)
+    is_final = _status(error) < 500 and not _may_pass(error)
+    return NotSupported(said) if is_final else StorageError(said)
+
+
+def _status(error: boto.ClientError) -> int:
+    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+
+
+def _code(error: boto.ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))

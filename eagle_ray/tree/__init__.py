@@ -1,0 +1,1 @@
+"""Draft trees as tensors: expansion, budget, acceptance, static trees and statistics."""

@@ -1,0 +1,194 @@
+"""DraftTree: B trees of candidate tokens as six [B, N] tensors, and their packing into the rows of one verify pass.
+
+Node 0 is the root: the last committed token. The laws, which hold for every tree made here (``check_laws`` in the
+tests): parents come before their children, nodes stand in breadth-first order, a child's log value never exceeds its
+parent's, siblings carry different tokens, valid nodes are a prefix of each row.
+
+        0 root          tokens   [the, cat, dog, sat]
+       / \\              parents  [ -1,   0,   0,   1]
+      1   2             depths   [  0,   1,   1,   2]
+      |
+      3
+
+Does not know who proposed a node, what it costs or whether the target agrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.tree.tree_mask import diagonal, unpack_mask
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """B trees, nodes breadth-first, node 0 is the root.
+
+    parents: -1 for the root and for padding; the only stored topology.
+    log_values: fp32 log-probability of the path from the root, calibrated; root 0, padding -inf.
+    draft_log_probs: fp32 log-probability of the node given its parent, as the drafter said; root 0, padding -inf.
+    valid: a prefix of each row.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    depths: Int[Tensor, "B N"]
+    log_values: Float[Tensor, "B N"]
+    draft_log_probs: Float[Tensor, "B N"]
+    valid: Bool[Tensor, "B N"]
+
+    @classmethod
+    def of_roots(cls, roots: Int[Tensor, " B"]) -> DraftTree:
+        """Trees of a root each and nothing else: a step of plain decoding."""
+        tokens = roots[:, None]
+        zeros = torch.zeros_like(tokens)
+        return cls(tokens, zeros - 1, zeros, zeros.float(), zeros.float(), torch.ones_like(tokens, dtype=torch.bool))
+
+    @property
+    def num_nodes(self) -> int:
+        """N, padding and root included."""
+        return self.tokens.shape[1]
+
+    def rerank(self, keep: Bool[Tensor, "B N"], num_nodes: int) -> DraftTree:
+        """The trees of the kept nodes in [B, num_nodes]; keep holds the root and the ancestors of all it holds.
+
+        num_nodes is at least the number of nodes kept of any tree (EAGLE-2, section 4.2).
+        """
+        if self.num_nodes == 1:
+            return self
+        index = torch.arange(self.num_nodes, device=keep.device)
+        return self._select(torch.where(keep, index, self.num_nodes).sort(1).values[:, :num_nodes])
+
+    def spread(self, members: Int[Tensor, " M"], roots: Int[Tensor, " B"]) -> DraftTree:
+        """These M trees as trees members[m] of a batch of B, whose other trees are their roots alone."""
+        batch = DraftTree.of_roots(roots)
+
+        def place(own: Tensor, alone: Tensor, padding: int | float) -> Tensor:
+            rows = own.new_full((len(roots), self.num_nodes), padding)
+            rows[:, 0] = alone[:, 0]
+            return rows.index_copy(0, members, own)
+
+        return DraftTree(
+            tokens=place(self.tokens, batch.tokens, 0),
+            parents=place(self.parents, batch.parents, -1),
+            depths=place(self.depths, batch.depths, 0),
+            log_values=place(self.log_values, batch.log_values, -torch.inf),
+            draft_log_probs=place(self.draft_log_probs, batch.draft_log_probs, -torch.inf),
+            valid=place(self.valid, batch.valid, False),
+        )
+
+    def first(self, num_trees: int) -> DraftTree:
+        """The first so many of the trees."""
+        return DraftTree(*(column[:num_trees] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All of it, in the order in which it is made."""
+        return self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid
+
+    def to(self, device: torch.device | str) -> DraftTree:
+        """The same trees on another device."""
+        return DraftTree(*(column.to(device, non_blocking=True) for column in self.columns))
+
+    def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
+        """The subtrees on the given nodes: ascending indices, N where there is none."""
+        batch, num_nodes = self.tokens.shape
+        kept = nodes < num_nodes
+        nodes = nodes.clamp(max=num_nodes - 1)
+        new_index = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
+        index_of = nodes.new_zeros(batch, num_nodes + 1)
+        index_of.scatter_(1, torch.where(kept, nodes, num_nodes), new_index)
+        old_parents = self.parents.gather(1, nodes)
+        parents = index_of.gather(1, old_parents.clamp(min=0))
+        return DraftTree(
+            tokens=torch.where(kept, self.tokens.gather(1, nodes), 0),
+            parents=torch.where(kept & (old_parents >= 0), parents, -1),
+            depths=torch.where(kept, self.depths.gather(1, nodes), 0),
+            log_values=torch.where(kept, self.log_values.gather(1, nodes), -torch.inf),
+            draft_log_probs=torch.where(kept, self.draft_log_probs.gather(1, nodes), -torch.inf),
+            valid=kept,
+        )
+
+    def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
+        """[b, i, j]: node j is node i or an ancestor of it; max_depth bounds the depths."""
+        if self.num_nodes == 1:
+            return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
+        return unpack_mask(self.ancestor_words(max_depth), self.num_nodes)
+
+    def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
+        """The same in bits, by pointer doubling: each turn a node learns what one twice as far up has seen."""
+        batch, num_nodes = self.tokens.shape
+        words = diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
+        if num_nodes == 1:
+            return words
+        jump = torch.where(self.parents >= 0, self.parents, torch.arange(num_nodes, device=self.tokens.device))
+        distance = 1
+        while True:
+            words = words | words.gather(1, jump[:, :, None].expand_as(words))
+            distance *= 2
+            if distance > max_depth:
+                return words
+            jump = jump.gather(1, jump)
+
+    def confidences(self) -> Float[Tensor, "B N"]:
+        """Calibrated probability of each node given that its parent was accepted; 1 for roots, 0 for padding."""
+        parent_values = self.log_values.gather(1, self.parents.clamp(min=0))
+        ratio = (self.log_values - torch.where(self.parents >= 0, parent_values, 0.0)).exp()
+        return torch.where(self.valid, ratio, 0.0)
+
+    def draft_confidences(self) -> Float[Tensor, "B N"]:
+        """The same as the drafter said, before calibration."""
+        return self.draft_log_probs.exp()
+
+    def pack(self, lengths: Int[Tensor, " B"], num_rows: int, sizes: list[int] | None = None) -> VerifyRows:
+        """Lay the valid nodes out as num_rows rows of one pass; num_rows is at least their number.
+
+        sizes: valid nodes of each tree, where the host knows them.
+
+        Where num_rows is B * N the rectangle itself is the layout, with padding nodes as padding rows; otherwise the
+        nodes of each tree follow those of the tree before it and padding comes last.
+        """
+        batch, num_nodes = self.tokens.shape
+        positions = lengths[:, None] + self.depths
+        seq = torch.arange(batch, device=lengths.device)[:, None].expand(batch, num_nodes)
+        node = torch.arange(num_nodes, device=lengths.device).expand(batch, num_nodes)
+        seq = torch.where(self.valid, seq, -1)
+        if num_rows == batch * num_nodes:
+            row_of = torch.arange(num_rows, device=lengths.device).view(batch, num_nodes)
+            return VerifyRows(*(x.reshape(-1) for x in (self.tokens, positions, seq, node)), row_of, sizes)
+        counts = self.valid.sum(1)
+        first = (counts.cumsum(0) - counts)[:, None]
+        row_of = torch.where(self.valid, first + node, num_rows)
+
+        def place(values: Int[Tensor, "B N"], padding: int) -> Int[Tensor, " R"]:
+            rows = values.new_full((num_rows + 1,), padding)
+            return rows.scatter(0, row_of.reshape(-1), values.reshape(-1))[:num_rows]
+
+        columns = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
+        return VerifyRows(*columns, row_of.clamp(max=num_rows - 1), sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRows:
+    """Trees packed into the R rows of one target pass.
+
+    seq: the row's sequence, -1 for padding rows, which belong to none. node: its index in that tree.
+    positions: the row's position in its sequence (root: the number of cached tokens).
+    row_of: the row of each node; some row or other for padding nodes. sizes: nodes of each tree, where the host knows.
+    """
+
+    tokens: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    seq: Int[Tensor, " R"]
+    node: Int[Tensor, " R"]
+    row_of: Int[Tensor, "B N"]
+    sizes: list[int] | None = None
+
+    @property
+    def is_rectangle(self) -> bool:
+        """Row b * N + i is node i of tree b."""
+        return self.tokens.shape[0] == self.row_of.numel()

@@ -1,0 +1,141 @@
+"""Growing candidates level by level: EAGLE-2's expansion phase for B trees at once.
+
+    builder = TreeBuilder(roots, width=10)
+    builder.grow(log_probs, tokens)          # level 1: children of the roots
+    while more levels are wanted:
+        frontier = builder.frontier()        # the nodes of the last level that are worth children
+        builder.grow(log_probs, tokens)      # their children
+    tree = builder.build()
+
+Which nodes those are is decided by value, or by a shape that was fixed before. Does not know where the
+log-probabilities come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import to_device
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.static_tree import StaticTree
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The F nodes of the last level that are worth children.
+
+    parent_rows: each node's parent, as an index into the frontier before (0, the root, at level 1).
+    log_values: of their paths; -inf is padding, whose children are padding too.
+    """
+
+    tokens: Int[Tensor, "B F"]
+    parent_rows: Int[Tensor, "B F"]
+    log_values: Float[Tensor, "B F"]
+
+
+class TreeBuilder:
+    """Collects every child that is offered; keeps some nodes of each level as the next frontier.
+
+    width: how many at most, the most valuable ones. shape: names them instead, whatever they are worth.
+    ends: tokens that are the last of their sequence, which get no children worth anything; None where there are none.
+    """
+
+    def __init__(
+        self,
+        roots: Int[Tensor, " B"],
+        width: int,
+        shape: StaticTree | None = None,
+        ends: Int[Tensor, "B E"] | None = None,
+    ):
+        tree = DraftTree.of_roots(roots)
+        self._width, self._shape, self._ends = width, shape, ends
+        self._tokens, self._parents, self._log_values = [tree.tokens], [tree.parents], [tree.log_values]
+        self._draft_log_probs = [tree.draft_log_probs]
+        self._frontier_nodes = torch.zeros_like(tree.tokens)
+        self._frontier_values = tree.log_values
+        self._frontier: Frontier | None = None  # of the last level, once it was asked for
+        self._num_nodes = 1
+        self.levels: list[Float[Tensor, "B _ K"]] = []
+
+    @property
+    def depth(self) -> int:
+        """Levels grown so far; `levels` has their log values."""
+        return len(self.levels)
+
+    def grow(
+        self,
+        log_probs: Float[Tensor, "B F K"],
+        tokens: Int[Tensor, "B F K"],
+        draft_log_probs: Float[Tensor, "B F K"] | None = None,
+    ) -> None:
+        """Add K children to each frontier node, with their fp32 log-probabilities given that node; -inf is padding.
+
+        draft_log_probs: what the drafter itself said, where log_probs are calibrated.
+        """
+        values = _mask_nan(self._frontier_values[:, :, None] + log_probs)
+        parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
+        self._frontier = None
+        self.levels.append(values)
+        self._log_values.append(values.flatten(1))
+        said = log_probs if draft_log_probs is None else draft_log_probs
+        self._draft_log_probs.append(_mask_nan(said).flatten(1))
+        self._tokens.append(tokens.flatten(1))
+        self._parents.append(parents.flatten(1))
+        self._num_nodes += tokens[0].numel()
+
+    def frontier(self) -> Frontier:
+        """The `width` nodes of the last level whose children may be worth most, ties to the earlier one, best first.
+
+        With a shape: those of the level that have children in it, in its order.
+        """
+        if self._frontier is None:
+            self._frontier = self._made_frontier()
+        return self._frontier
+
+    def _made_frontier(self) -> Frontier:
+        values, tokens = self._log_values[-1], self._tokens[-1]
+        if self._ends is not None:
+            is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
+            values = values.masked_fill(is_end, -torch.inf)
+        children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
+        index = self._best(values) if self._shape is None else self._named(values, children_each)
+        first_of_level = self._num_nodes - tokens.shape[1]
+        self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
+        return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
+
+    def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+        return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
+
+    def _named(self, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
+        return _places(self._shape, self.depth, children_each, values.device).expand(len(values), -1)
+
+    def build(self) -> DraftTree:
+        """All candidates so far: 1 + F*K nodes a level, breadth-first. Padding is marked where it stands: `rerank`
+        by `valid` drops it.
+        """
+        tokens, log_values = torch.cat(self._tokens, 1), torch.cat(self._log_values, 1)
+        levels = [torch.full_like(level, depth) for depth, level in enumerate(self._tokens)]
+        return DraftTree(
+            tokens=tokens,
+            parents=torch.cat(self._parents, 1),
+            depths=torch.cat(levels, 1),
+            log_values=log_values,
+            draft_log_probs=torch.cat(self._draft_log_probs, 1),
+            valid=log_values > -torch.inf,
+        )
+
+
+@lru_cache(maxsize=64)
+def _places(shape: StaticTree, depth: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
+    """Where the nodes of a level that have children stand among all of it; sent to the device once."""
+    return to_device([parent * children_each + rank for parent, rank in shape.expanded(depth)], device)
+
+
+def _mask_nan(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
+    """What a drafter cannot put a number on, in half precision say, it does not offer: NaN would outrank the root."""
+    return log_probs.masked_fill(log_probs.isnan(), -torch.inf)

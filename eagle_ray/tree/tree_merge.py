@@ -1,0 +1,115 @@
+"""merge: the trees of several drafters as one, a node that several of them offer only once.
+
+       a        +      a          =        a            said of b: -0.2, -inf
+      / \\             / \\               / | \\                    c: -1.9, -0.9
+     b   c            c   d             b  c   d                  d: -inf, -1.2
+                      |                    |                      e: -inf, -0.1
+                      e                    e
+
+Two nodes are the same where their paths carry the same tokens; paths are told apart by 64-bit hashes. Does not know
+what a node that two drafters agree on is worth: that is the blend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.sampling.sampler import GOLDEN, as_int64, mix64_tensor
+from eagle_ray.tree.draft_tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The nodes of A trees as one tree. Its log values are the highest that any of them has for a node.
+
+    said: what each drafter's tree has for a node's log-probability given its parent; -inf where it lacks the node.
+    """
+
+    tree: DraftTree
+    said: Float[Tensor, "B N A"]
+
+    def valued(self, log_probs: Float[Tensor, "B N"], max_depth: int) -> DraftTree:
+        """The tree with these log-probabilities of its nodes given their parents; roots' and padding's are not read."""
+        tree = self.tree
+        drafted = tree.parents >= 0
+        given = torch.where(drafted, log_probs, 0.0)
+        values, parents = given, tree.parents.clamp(min=0)
+        for _ in range(max_depth - 1):
+            values = given + torch.where(drafted, values.gather(1, parents), 0.0)
+        return replace(tree, log_values=values.masked_fill(~tree.valid, -torch.inf))
+
+
+def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
+    """All nodes of trees on the same roots, breadth-first, the first tree's before the others' at each depth.
+
+    max_depth bounds their depths. draft_log_probs are those of the first tree that has a node.
+    """
+    codes = torch.cat([path_hashes(tree, max_depth) for tree in trees], 1)
+    valid = torch.cat([tree.valid for tree in trees], 1)
+    place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
+    first = _first_occurrence(codes)
+    kept = valid & (first == place)
+    depths = torch.cat([tree.depths for tree in trees], 1)
+    order = torch.where(kept, depths, max_depth + 1).sort(dim=1, stable=True).indices
+    index = torch.empty_like(order).scatter_(1, order, place).gather(1, first)  # of each node in the merged tree
+    own = index.split([tree.num_nodes for tree in trees], 1)
+    parents = [
+        torch.where(tree.parents >= 0, at.gather(1, tree.parents.clamp(min=0)), -1)
+        for tree, at in zip(trees, own, strict=True)
+    ]
+    values = [_spread(tree, tree.log_values, at, order) for tree, at in zip(trees, own, strict=True)]
+    said = [_spread(tree, _given_parents(tree), at, order) for tree, at in zip(trees, own, strict=True)]
+    kept = kept.gather(1, order)
+
+    def placed(columns: list[Tensor], padding: int | float) -> Tensor:
+        return torch.where(kept, torch.cat(columns, 1).gather(1, order), padding)
+
+    merged = DraftTree(
+        tokens=placed([tree.tokens for tree in trees], 0),
+        parents=placed(parents, -1),
+        depths=placed([tree.depths for tree in trees], 0),
+        log_values=torch.stack(values, 2).amax(2),
+        draft_log_probs=placed([tree.draft_log_probs for tree in trees], -torch.inf),
+        valid=kept,
+    )
+    return Merged(merged, torch.stack(said, 2))
+
+
+def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
+    """A hash of the tokens from the root to each node, the root's not among them; padding has one of its own."""
+    parents, drafted = tree.parents.clamp(min=0), tree.parents >= 0
+    tokens, begin = mix64_tensor(tree.tokens + 1), (~tree.valid).long()
+    codes = begin
+    for _ in range(max_depth):
+        codes = torch.where(drafted, codes.gather(1, parents) * as_int64(GOLDEN) + tokens, begin)
+    return codes
+
+
+def _first_occurrence(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
+    """The first place in its row at which each code stands."""
+    ranked, order = codes.sort(dim=1, stable=True)
+    begins = torch.ones_like(ranked, dtype=torch.bool)
+    begins[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
+    place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
+    run = torch.where(begins, place, 0).cummax(1).values
+    return torch.empty_like(order).scatter_(1, order, order.gather(1, run))
+
+
+def _given_parents(tree: DraftTree) -> Float[Tensor, "B N"]:
+    """Log-probability of each node given its parent; 0 for roots."""
+    above = tree.log_values.gather(1, tree.parents.clamp(min=0))
+    return torch.where(tree.parents >= 0, tree.log_values - above, 0.0)
+
+
+def _spread(
+    tree: DraftTree, values: Float[Tensor, "B M"], index: Int[Tensor, "B M"], merged: Int[Tensor, "B N"]
+) -> Float[Tensor, "B N"]:
+    """Values of the tree's nodes at their indices in the merged tree, -inf elsewhere."""
+    num_nodes = merged.shape[1]
+    at = torch.where(tree.valid, index, num_nodes)
+    return values.new_full((len(values), num_nodes + 1), -torch.inf).scatter_(1, at, values)[:, :num_nodes]

@@ -1,0 +1,54 @@
+"""Runs in the place of ``worker_main``: a Worker whose process does not bear every start and every prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+
+import pyarrow as pa
+import torch
+
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.worker import Worker
+from eagle_ray.batch.worker_subprocess import main
+from eagle_ray.config import JobConfig
+from eagle_ray.errors import EngineError
+
+TOO_LARGE, CRASHES, IS_BUGGY, LOGS = "too large", "crashes", "is buggy", "logs"  # names of jobs
+LOGGED = "measuring the cost of steps: for up to 5 s"
+KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
+
+
+class FragileWorker(Worker):
+    """The real one, but it dies as it loads for the first time, with its parent over one prompt, over others alone."""
+
+    def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
+        if config.name == TOO_LARGE:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        mark = run.output / "_loaded_once"
+        if config.name == CRASHES and not mark.exists():
+            mark.write_whole(b"")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if config.name == LOGS:
+            logging.getLogger("eagle_ray").info(LOGGED)
+        self._is_buggy = config.name == IS_BUGGY
+        super().__init__(config, run, passthrough, threads)
+
+    async def answer(self, requests: pa.Table) -> pa.Table:
+        prompts = [row["prompt_token_ids"] for row in requests.to_pylist() if row["error_code"] is None]
+        if self._is_buggy:
+            raise KeyError("a bug")
+        if KILLER in prompts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ORPHAN in prompts:
+            os.kill(os.getppid(), signal.SIGKILL)
+            await asyncio.Event().wait()  # for ever, if nothing else ends it
+        if GREEDY in prompts:
+            raise EngineError("the engine failed") from torch.OutOfMemoryError("CUDA out of memory")
+        return await super().answer(requests)
+
+
+if __name__ == "__main__":
+    main(FragileWorker)

@@ -1,0 +1,123 @@
+"""Batch lines: what they ask for is what the row asks for, and what this system does not do is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eagle_ray.batch.input.openai_batch import OFF_VALUES
+from eagle_ray.batch.input.parameters import NO_OP_VALUES
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from tests.conftest import small_job
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "Hi"}
+
+
+def line(custom_id="a", url=CHAT, method="POST", **body):
+    prompt = {"messages": [USER]} if url == CHAT else {"prompt": "Hi"}
+    body = {name: value for name, value in ({"model": "m"} | prompt | body).items() if value != "absent"}
+    return {"custom_id": custom_id, "method": method, "url": url, "body": body}
+
+
+@pytest.fixture
+def requests(tmp_path):
+    """The requests of a batch file of these lines: texts are written as they are."""
+
+    def of(*lines) -> list[dict]:
+        texts = [text if isinstance(text, str) else json.dumps(text) for text in lines]
+        (tmp_path / "in.jsonl").write_text("\n".join(texts))
+        return list(requests_of(plan_input(small_job(tmp_path, **{"input.format": "openai_batch"}))))
+
+    return of
+
+
+def test_a_line_of_each_endpoint(requests):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    chat, text, tokens = requests(
+        line("a", seed=1, n=2, stop=["x"], max_completion_tokens=5, messages=[{"role": "user", "content": parts}]),
+        line("b", COMPLETIONS, temperature=0.5, top_p=0.9, stop="x", max_tokens=7, logprobs=0, model="absent"),
+        line("c", COMPLETIONS, prompt=[1, 2], logprobs=None),
+    )
+    assert json.loads(chat["messages"]) == [USER]
+    assert [chat[name] for name in ("seed", "n", "stop", "max_tokens", "logprobs")] == [1, 2, ["x"], 5, None]
+    names = ("prompt", "temperature", "top_p", "stop", "max_tokens", "logprobs")
+    assert [text[name] for name in names] == ["Hi", 0.5, 0.9, ["x"], 7, True]
+    assert (tokens["prompt"], tokens["prompt_token_ids"], tokens["logprobs"]) == (None, [1, 2], None)
+    assert [(row["request_id"], row["url"], row["model"]) for row in (chat, text, tokens)] == [
+        ("a", CHAT, "m"),
+        ("b", COMPLETIONS, None),
+        ("c", COMPLETIONS, "m"),
+    ]
+
+
+def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
+    off = OFF_VALUES | {name: values[0] for name, values in NO_OP_VALUES.items()} | {"tools": [], "logit_bias": {}}
+    [row] = requests(line(user="me", metadata={"a": "b"}, temperature=None, suffix=None, **{**off, "n": 1}))
+    assert row["error_message"] is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "says"),
+    [
+        (line(stream=True), "unsupported_parameter", "body.stream is not supported"),
+        (line(tools=[{"type": "function"}]), "unsupported_parameter", "body.tools"),
+        (line(frequency_penalty=0.5), "unsupported_parameter", "body.frequency_penalty"),
+        (line(response_format={"type": "json_object"}), "unsupported_parameter", "body.response_format"),
+        (line(top_logprobs=3), "unsupported_parameter", "body.top_logprobs"),
+        (line(logprobs=1), "unsupported_parameter", "body.logprobs"),
+        (line(url=COMPLETIONS, logprobs=5), "unsupported_parameter", "body.logprobs"),
+        (line(url=COMPLETIONS, echo=True), "unsupported_parameter", "body.echo"),
+        (line(url=COMPLETIONS, suffix="."), "unsupported_parameter", "body.suffix"),
+        (line(url=COMPLETIONS, prompt=["a", "b"]), "unsupported_parameter", "body.prompt"),
+        (line(url=COMPLETIONS, messages=[USER]), "unsupported_parameter", "body.messages"),
+        (line(prompt="Hi"), "unsupported_parameter", "body.prompt"),
+        (line(beam="wide"), "unsupported_parameter", "body.beam"),
+        (line(repetition_penalty=1.2), "unsupported_parameter", "body.repetition_penalty"),
+        (line(frequency_penalty=False), "unsupported_parameter", "body.frequency_penalty"),
+        (line(min_tokens=5), "unsupported_parameter", "body.min_tokens"),
+        (line(stop_token_ids=[3]), "unsupported_parameter", "body.stop_token_ids"),
+        (line(guided_json={"type": "object"}), "unsupported_parameter", "body.guided_json"),
+        (line(temperature=1e308), "bad_sampling", "temperature"),
+        (line(min_p=2), "bad_sampling", "min_p"),
+        (line(ignore_eos="yes"), "bad_sampling", "ignore_eos"),
+        (line() | {"priority": 1}, "unsupported_parameter", "priority"),
+        (line(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "unsupported_parameter", "content[0]"),
+        (line(url="/v1/embeddings"), "bad_type", "url must be /v1/chat/completions or"),
+        (line(url=["/v1/completions"]), "bad_type", "url must be"),
+        (line(method="GET"), "bad_type", "method must be POST"),
+        (line() | {"body": [1]}, "bad_type", "body must be an object"),
+        (line(model=5), "bad_type", "body.model must be a text"),
+        (line(messages="Hi"), "bad_type", "body.messages must be a list"),
+        (line(messages="absent"), "prompt_missing", "body.messages is absent"),
+        (line(messages=[{"role": "robot", "content": "Hi"}]), "bad_role", "messages[0].role"),
+        (line(temperature="hot"), "bad_sampling", "temperature"),
+        (line(max_tokens=4, max_completion_tokens=5), "bad_sampling", "differ"),
+        (line(stop=["a", ""]), "bad_sampling", "stop"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_bad_line_names_the_parameter_and_keeps_its_id(requests, tmp_path, bad, code, says):
+    good, row = requests(line("good"), bad)
+    assert good["error_code"] is None
+    assert (row["request_id"], row["error_code"]) == ("a", code)
+    assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, line 2: ") and says in row["error_message"]
+
+
+def test_min_p_and_ignore_eos_of_the_body_are_read(requests):
+    [row] = requests(line(min_p=0.2, ignore_eos=True, top_k=3))
+    assert [row[name] for name in ("min_p", "ignore_eos", "top_k")] == [0.2, True, 3]
+
+
+@pytest.mark.parametrize("custom_id", ["", "  "])
+def test_an_empty_custom_id_is_an_error_row(requests, tmp_path, custom_id):
+    [row] = requests(line(custom_id))
+    assert (row["request_id"], row["error_code"]) == ("in.jsonl:0", "empty_id")
+    assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, line 1: custom_id is an empty text.")
+
+
+def test_lines_that_are_none_and_ids_that_are_missing(requests):
+    rows = requests('{"custom_id": "a"', "[1]", line(None), line([1]), "")
+    assert [row["error_code"] for row in rows] == ["bad_json", "bad_json", None, "bad_type"]
+    assert [row["request_id"] for row in rows] == [f"in.jsonl:{i}" for i in range(4)]

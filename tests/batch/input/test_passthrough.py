@@ -1,0 +1,71 @@
+"""Types of carried columns: a join that neither order nor grouping changes, and values that fit the joined type."""
+
+import json
+
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_ray.batch.input.passthrough import JSON, column_of, field_of, join, type_in_parquet, type_of
+
+TYPES = st.sampled_from(
+    [
+        pa.null(),
+        pa.bool_(),
+        pa.int32(),
+        pa.int64(),
+        pa.uint64(),
+        pa.float32(),
+        pa.float64(),
+        pa.string(),
+        pa.date32(),
+        JSON,
+    ]
+)
+SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text()
+VALUES = st.lists(SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(), SCALARS, max_size=2), max_size=6)
+
+
+@settings(deadline=None)
+@given(TYPES, TYPES)
+def test_join_is_commutative_and_above_both(a, b):
+    assert join(a, b) == join(b, a)
+    assert join(join(a, b), b) == join(a, b)
+
+
+def test_joins():
+    assert join(pa.int64(), pa.float64()) == pa.float64()
+    assert join(pa.int32(), pa.int64()) == pa.int64()
+    assert join(pa.null(), pa.bool_()) == pa.bool_()
+    assert join(pa.bool_(), pa.int64()) == JSON
+    assert join(pa.string(), pa.int64()) == JSON
+    assert join(pa.uint64(), pa.int64()) == JSON
+    assert join(pa.uint64(), pa.uint8()) == pa.uint64()
+
+
+def test_parquet_types_that_stay_and_that_become_json():
+    assert type_in_parquet(pa.timestamp("us", "UTC")) == pa.timestamp("us", "UTC")
+    assert type_in_parquet(pa.large_string()) == pa.string()
+    assert type_in_parquet(pa.dictionary(pa.int8(), pa.string())) == pa.string()
+    assert type_in_parquet(pa.list_(pa.int64())) == JSON
+    assert type_in_parquet(pa.struct([("a", pa.int64())])) == JSON
+
+
+@settings(deadline=None)
+@given(VALUES)
+def test_every_value_fits_the_joined_type_and_can_be_read_back(values):
+    type_ = pa.null()
+    for value in values:
+        type_ = join(type_, type_of(value))
+    column = column_of(values, type_)
+    assert column.type == field_of("x", type_).type
+    assert not pa.types.is_null(column.type)
+    assert [value is None for value in column.to_pylist()] == [value is None for value in values]
+    if type_ == JSON:
+        assert [None if value is None else json.loads(value) for value in column.to_pylist()] == values
+    elif type_ != pa.float64():
+        assert column.to_pylist() == values
+
+
+def test_integers_above_2_53_among_floats():
+    assert column_of([2**60 + 1, 0.5], pa.float64()).to_pylist() == [float(2**60 + 1), 0.5]

@@ -1,0 +1,344 @@
+"""The plan: both formats through one parser; bad lines, limits, carried columns, ids that occur twice."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.batch.input import shards
+from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.config import ConfigError, load_config
+
+ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
+
+
+def plan(path: Path | list[Path], *sets: str) -> InputPlan:
+    paths = [str(p) for p in path] if isinstance(path, list) else str(path)
+    return plan_input(load_config(None, sets=sets, env={}, overrides={"input.path": paths, "output.path": "unused"}))
+
+
+def write_jsonl(path: Path, rows: list, newline: str = "\n") -> Path:
+    path.write_bytes("".join(json.dumps(row) + newline for row in rows).encode())
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict], **options: int) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def ids(the_plan: InputPlan) -> list[str]:
+    return [row["request_id"] for row in requests_of(the_plan)]
+
+
+def errors(the_plan: InputPlan) -> list[str | None]:
+    return [row["error_code"] for row in requests_of(the_plan)]
+
+
+def test_both_formats_give_the_same_requests(tmp_path):
+    jsonl = list(requests_of(plan(write_jsonl(tmp_path / "a.jsonl", ROWS))))
+    parquet = list(requests_of(plan(write_parquet(tmp_path / "a.parquet", ROWS, row_group_size=3))))
+    place = {"source_file": "", "source_line": None}
+    assert [row | place for row in jsonl] == [row | place for row in parquet]
+    assert jsonl[3]["request_id"] == "3"
+    assert (jsonl[3]["prompt"], jsonl[3]["category"], jsonl[3]["score"], jsonl[3]["row_index"]) == ("p3", "b", 1.5, 3)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@pytest.mark.parametrize("limit", [1, 7, 10, 99])
+def test_shards_and_limit_keep_order_and_count(tmp_path, monkeypatch, write, limit):
+    monkeypatch.setattr(shards, "SHARD_ROWS", 4)
+    path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), ROWS)
+    the_plan = plan(path, f"input.limit={limit}")
+    assert ids(the_plan) == [str(i) for i in range(min(limit, 10))]
+    assert the_plan.num_rows == min(limit, 10)
+
+
+def test_files_follow_each_other_and_rows_without_id_are_named_by_their_place(tmp_path):
+    for name in ("b", "a"):
+        write_jsonl(
+            tmp_path / f"{name}.jsonl", [{"prompt": "x"}, {"prompt": "y", "id": None}, {"prompt": "z", "id": name}]
+        )
+    assert ids(plan(tmp_path)) == ["a.jsonl:0", "a.jsonl:1", "a", "b.jsonl:0", "b.jsonl:1", "b"]
+
+
+def test_a_malformed_line_is_one_bad_row(tmp_path):
+    lines = [
+        b'\xef\xbb\xbf{"prompt": "bom"}',
+        b"",
+        b'{"prompt": "cut',
+        b'{"prompt": "\xff"}',
+        b"[1]",
+        b'{"prompt": "half \\ud83d a pair"}',
+        b'{"prompt": "\\ud83d\\ude00"}',
+        b"[" * 100_000,
+        b"   ",
+        b'{"prompt": "last"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\r\n".join(lines))
+    found = list(requests_of(plan(tmp_path / "a.jsonl")))
+    assert [row["row_index"] for row in found] == [0, 2, 3, 4, 5, 6, 7, 9]
+    assert [row["prompt"] for row in found] == ["bom", None, None, None, None, "😀", None, "last"]
+    codes = [None, "bad_json", "bad_encoding", "bad_json", "bad_encoding", None, "bad_json", None]
+    assert [row["error_code"] for row in found] == codes
+    assert found[1]["error_message"].startswith(f"{tmp_path}/a.jsonl, line 3: the line is not JSON")
+    assert found[1]["request_id"] == "a.jsonl:2"
+
+
+def test_it_is_said_where_a_line_is_cut(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x"\n{"prompt": "y"}\n')
+    cut, whole = requests_of(plan(tmp_path / "a.jsonl"))
+    assert "line 1: the line is not JSON (Expecting ',' delimiter: character 15)" in cut["error_message"]
+    assert whole["prompt"] == "y"
+
+
+def test_a_text_in_parquet_that_is_not_utf8_is_one_bad_row(tmp_path):
+    bad = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": bad}), tmp_path / "a.parquet")
+    assert errors(plan(tmp_path / "a.parquet")) == [None, "bad_encoding", None]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
+def test_a_file_without_rows_is_fine(tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert plan(tmp_path / "a.jsonl").num_rows == 0
+    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    assert plan(tmp_path).num_rows == 10
+
+
+def test_a_parquet_file_without_rows_is_fine(tmp_path):
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert plan(tmp_path / "a.parquet").num_rows == 0
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but not really")
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.parquet as parquet"):
+        plan(tmp_path / "a.parquet")
+
+
+def test_carried_types_are_fixed_over_all_files(tmp_path):
+    rows = [{"prompt": "x", "number": 1, "mixed": 1, "nested": {"a": 1}, "nothing": None, "flag": True}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "y", "number": 0.5, "mixed": "one", "late": "z"}])
+    the_plan = plan(tmp_path)
+    types = {field.name: str(field.type) for field in the_plan.passthrough}
+    texts = dict.fromkeys(["mixed", "nested", "nothing", "late"], "string")
+    assert types == texts | {"number": "double", "flag": "bool"}
+    first, second = requests_of(the_plan)
+    assert (first["number"], first["mixed"], first["nested"], first["late"]) == (1.0, "1", '{"a": 1}', None)
+    assert (second["number"], second["mixed"], second["late"], second["flag"]) == (0.5, '"one"', "z", None)
+
+
+def test_parquet_and_jsonl_join_their_types(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [{"prompt": "x", "score": 1, "tags": ["u"]}])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "y", "score": 2.5, "tags": None}])
+    assert [(row["score"], row["tags"]) for row in requests_of(plan(tmp_path))] == [(1.0, '["u"]'), (2.5, None)]
+
+
+def test_parquet_types_of_every_input_column(tmp_path):
+    message = pa.struct([("role", pa.string()), ("content", pa.large_string()), ("name", pa.string())])
+    columns = {
+        "id": pa.array([1.0, None, 3.0]),
+        "messages": pa.array([[{"role": "user", "content": "Hi", "name": None}], None, None], pa.list_(message)),
+        "prompt_token_ids": pa.array([None, [1, 2], None], pa.list_(pa.uint16())),
+        "prompt": pa.array([None, None, "Hi"]).dictionary_encode(),
+        "max_tokens": pa.array([5.0, None, 7.0]),
+        "stop": pa.array([["a"], None, []]),
+        "when": pa.array([0, 1, None], pa.timestamp("ns")),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    the_plan = plan(tmp_path / "a.parquet")
+    assert the_plan.passthrough == [pa.field("when", pa.timestamp("ns"))]
+    first, second, third = requests_of(the_plan)
+    assert json.loads(first["messages"]) == [{"role": "user", "content": "Hi"}]
+    assert (second["prompt_token_ids"], third["prompt"]) == ([1, 2], "Hi")
+    assert [row["request_id"] for row in (first, second, third)] == ["1", "a.parquet:1", "3"]
+    assert [row["max_tokens"] for row in (first, second, third)] == [5, None, 7]
+    assert [row["stop"] for row in (first, second, third)] == [["a"], None, []]
+    assert [row["error_code"] for row in (first, second, third)] == [None] * 3
+
+
+def test_what_was_used_is_not_carried_again_but_what_a_path_reads_is(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"qid": 1, "turns": ["Hi", "So"], "temperature": 0.5, "category": "c"}])
+    the_plan = plan(path, "input.columns.messages=turns[0]", "input.columns.id=qid")
+    assert [field.name for field in the_plan.passthrough] == ["turns", "category"]
+    [row] = requests_of(the_plan)
+    assert (row["request_id"], row["turns"], row["temperature"]) == ("1", '["Hi", "So"]', 0.5)
+    assert json.loads(row["messages"]) == [{"role": "user", "content": "Hi"}]
+
+
+def test_passthrough_none_and_a_list(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert plan(path, "input.passthrough=none").passthrough == []
+    assert plan(path, "input.passthrough=[score]").passthrough == [pa.field("score", pa.float64())]
+    with pytest.raises(ConfigError, match=r"no file has a column 'scor'; did you mean score\?"):
+        plan(path, "input.passthrough=[scor]")
+
+
+def test_a_name_that_the_output_has_cannot_be_carried(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "text": "y", "score": 1, "status": "new"}])
+    with pytest.raises(
+        ConfigError, match=r"'text', 'status' would be .* rename them .* --set \"input\.passthrough=\['score'\]\""
+    ):
+        plan(path)
+    assert plan(path, "input.passthrough=['score']").num_rows == 1
+    assert plan(path, "input.passthrough=none").num_rows == 1
+
+
+def test_a_configured_column_must_exist_somewhere(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question_id": 1, "turns": ["a"]}])
+    with pytest.raises(
+        ConfigError, match=r"input.columns.messages: no file has a column 'turn\[0\]'; did you mean turns"
+    ):
+        plan(path, "input.columns.messages=turn[0]")
+    with pytest.raises(
+        ConfigError, match=r"input.columns.id: no file has a column 'questionid'; did you mean question_id"
+    ):
+        plan(path, "input.columns.messages=turns[0]", "input.columns.id=questionid")
+    with pytest.raises(ConfigError, match=r"input\.columns\.id: 'a\.\.b' is not a column"):
+        plan(path, "input.columns.id=a..b")
+
+
+def test_a_row_that_a_configured_path_does_not_reach_names_the_key(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"turns": []}, {"turns": ["Hi"]}])
+    bad, good = requests_of(plan(path, "input.columns.messages=turns[0]"))
+    assert "column 'turns[0]' (input.columns.messages) is absent or null" in bad["error_message"]
+    assert good["error_message"] is None
+
+
+def test_empty_ids_are_error_rows_with_ids_of_their_places(tmp_path):
+    rows = [{"id": "", "prompt": "x"}, {"id": "", "prompt": "y"}, {"id": "c", "prompt": "z"}]
+    the_plan = plan(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert ids(the_plan) == ["a.jsonl:0", "a.jsonl:1", "c"]
+    assert errors(the_plan) == ["empty_id", "empty_id", None]
+
+
+def test_without_any_prompt_column_the_job_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "x"}])
+    with pytest.raises(ConfigError, match=r"column prompt, messages or prompt_token_ids.*columns: question"):
+        plan(path)
+
+
+def test_rows_may_use_different_prompt_columns(tmp_path):
+    rows = [
+        {"prompt": "x"},
+        {"messages": "y"},
+        {"prompt_token_ids": [1]},
+        {"prompt": "x", "messages": "y"},
+        {"other": 1},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert errors(plan(path)) == [None, None, None, "prompt_ambiguous", "prompt_missing"]
+
+
+def test_where_one_prompt_column_is_configured_only_it_is_read(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "prompt_token_ids": [1]}])
+    the_plan = plan(path, "input.columns.prompt=question", "input.passthrough=none")
+    assert [row["prompt"] for row in requests_of(the_plan)] == ["q"]
+
+
+def test_an_id_that_occurs_twice_names_both_places(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    write_parquet(tmp_path / "b.parquet", [{"id": "7", "prompt": "again"}])
+    with pytest.raises(ConfigError, match=r"id '7' occurs twice: .*a\.jsonl, line 8 and .*b\.parquet, row 0 \(counted"):
+        plan(tmp_path)
+    assert ids(plan(tmp_path, "input.limit=10")) == [str(i) for i in range(10)]
+
+
+def test_ids_made_from_places_can_clash_and_are_found(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "a.jsonl", [{"prompt": "x"}])
+    assert ids(plan(tmp_path)) == ["x/a.jsonl:0", "y/a.jsonl:0"]
+    with pytest.raises(ConfigError, match=r"id 'a.jsonl:0' occurs twice: .*x/a.jsonl, line 1 and .*y/a.jsonl, line 1"):
+        plan([tmp_path / "x", tmp_path / "y"])
+    with pytest.raises(ConfigError, match=r"the same name below their roots: use one glob or a parent directory"):
+        plan([tmp_path / "x", tmp_path / "y"])
+
+
+def test_on_bad_row_fail_refuses_the_job(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": 5}])
+    assert errors(plan(path)) == [None, "bad_type"]
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: column 'prompt' must be a text.*on_bad_row is fail"):
+        plan(path, "input.on_bad_row=fail")
+
+
+UNHOLDABLE = [
+    pa.array([2**62], pa.timestamp("ms")),
+    pa.array([2**30], pa.date32()),
+    pa.array([2**60], pa.duration("s")),
+    pa.array([1], pa.timestamp("us", "Mars/Base")),
+    pa.array([[2**30]], pa.list_(pa.date32())),
+]
+
+
+@pytest.mark.parametrize("values", UNHOLDABLE, ids=lambda values: str(values.type))
+def test_a_column_that_python_cannot_hold_is_named_and_may_be_left_out(tmp_path, values):
+    pq.write_table(pa.table({"prompt": ["x"], "when": values}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: column 'when' .*cast it.*leave it out with input\.passthrough"):
+        ids(plan(tmp_path / "a.parquet"))
+    assert ids(plan(tmp_path / "a.parquet", "input.passthrough=none")) == ["a.parquet:0"]
+
+
+def test_values_that_do_not_fit_the_carried_type_name_file_and_column(tmp_path):
+    days = pa.array([[(date(2026, 1, 1), 1)]], pa.map_(pa.date32(), pa.int64()))
+    pq.write_table(pa.table({"prompt": ["x"], "days": days}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: column 'days' cannot be carried through.*input\.passthrough"):
+        ids(plan(tmp_path / "a.parquet"))
+
+
+def test_times_in_nanoseconds_are_carried_as_text(tmp_path):
+    pq.write_table(pa.table({"prompt": ["x"], "at": pa.array([1], pa.time64("ns"))}), tmp_path / "a.parquet")
+    [row] = requests_of(plan(tmp_path / "a.parquet"))
+    assert row["at"] == "00:00:00.000000001"
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array([1]), pa.array([2])], names=["prompt", "tag", "tag"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet has more than one column 'tag': rename"):
+        plan(tmp_path / "a.parquet")
+
+
+def test_a_parquet_file_with_damaged_pages_is_named(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "x" * 99, "id": str(i)} for i in range(99)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.parquet as parquet"):
+        ids(plan(path))
+
+
+def test_a_parquet_file_of_no_bytes_is_named_with_the_fix(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    (tmp_path / "b.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"cannot read .*b\.parquet as parquet \(.*\): delete it"):
+        plan(tmp_path)
+
+
+def test_a_parquet_file_of_another_schema_among_good_ones_is_error_rows(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [{"id": "a", "prompt": "x", "tag": 1}])
+    write_parquet(tmp_path / "b.parquet", [{"question": "x", "tag": "u"}])
+    write_parquet(tmp_path / "c.parquet", [{"id": 7, "prompt": 5, "tag": 1.5}])
+    write_parquet(tmp_path / "d.parquet", [{"id": {"x": 1}, "prompt": "p", "tag": [1]}])
+    rows = list(requests_of(plan(tmp_path)))
+    assert [row["request_id"] for row in rows] == ["a", "b.parquet:0", "7", "d.parquet:0"]
+    assert [row["error_code"] for row in rows] == [None, "prompt_missing", "bad_type", "bad_type"]
+    assert [row["tag"] for row in rows] == ["1", '"u"', "1.5", "[1]"]
+    place = f"{tmp_path}/c.parquet, row 0 (counted from 0)"
+    assert rows[2]["error_message"].startswith(f"{place}: column 'prompt' must be a text, got 5")
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": ""}, {"messages": ""}, {"messages": []}, {"prompt_token_ids": []}])
+def test_a_prompt_of_nothing_is_an_error_row(tmp_path, prompt):
+    assert errors(plan(write_jsonl(tmp_path / "a.jsonl", [prompt]))) == ["prompt_empty"]
+
+
+def test_what_is_wrong_is_said_shortly(tmp_path):
+    [row] = requests_of(plan(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "temperature": "hot" * 10_000}])))
+    assert row["error_code"] == "bad_sampling" and len(row["error_message"]) < 200 + len(str(tmp_path))

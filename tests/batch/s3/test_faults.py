@@ -1,0 +1,119 @@
+"""Storage that fails: what passes is tried again, what does not ends in one line and in time."""
+
+import time
+
+import pytest
+
+from eagle_ray.cli.main import main
+from eagle_ray.storage import retry_budget, s3
+from eagle_ray.storage.path import NoAnswer, StorageError, StoragePath
+from eagle_ray.storage.retry_budget import LONGER_WAITS_S, outlasting_outages
+from eagle_ray.storage.s3 import WAITS_S
+from tests.batch.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
+
+TRIES = len(s3.WAITS_S) + 1
+SLOW_DOWN, BROKEN = Refuse(503, "SlowDown"), Refuse(500, "InternalError")
+DATA = b"0123456789" * 20_000
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, BreakOff(), LoseTheAnswer(), Refuse(429, "TooManyRequests")])
+def test_a_write_that_fails_a_few_times_is_made(bucket, proxy, fault):
+    proxy.fail("PUT", fault, TRIES - 1)
+    assert (bucket / "a").write_whole(DATA).size == len(DATA)
+    assert (bucket / "a").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, CutShort(), LoseTheAnswer(), Trickle(0.02)])
+def test_a_read_that_fails_a_few_times_is_made(bucket, proxy, fault):
+    (bucket / "a").write_whole(DATA)
+    proxy.fail("GET", fault, TRIES - 1)
+    assert (bucket / "a").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN])
+def test_the_tries_are_counted_and_the_error_says_where(bucket, proxy, fault):
+    proxy.fail("PUT", fault, 100)
+    with pytest.raises(StorageError, match=f"{bucket}/a at {proxy.url}: {fault.code} injected") as error:
+        (bucket / "a").write_whole(DATA)
+    assert len(proxy.seen) == TRIES and "\n" not in str(error.value)
+
+
+def test_a_job_outlasts_more_failures_than_a_command(bucket, proxy, monkeypatch):
+    monkeypatch.setattr(retry_budget, "LONGER_WAITS_S", (0.01, 0.01))
+    proxy.fail("PUT", SLOW_DOWN, TRIES + 1)
+    with outlasting_outages():
+        (bucket / "a").write_whole(DATA)
+    assert len(proxy.seen) == TRIES + 2
+    assert sum(s3.WAITS_S) < 20 < 60 < sum((*WAITS_S, *LONGER_WAITS_S))
+
+
+def test_what_will_not_pass_is_not_tried_again(bucket, proxy):
+    proxy.fail("PUT", Refuse(403, "AccessDenied"), 100)
+    with pytest.raises(PermissionError, match="AccessDenied injected: check the credentials"):
+        (bucket / "a").write_whole(DATA)
+    assert len(proxy.seen) == 1
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_a_server_that_never_answers_is_an_error_in_time(bucket, proxy, method, monkeypatch):
+    monkeypatch.setattr(s3, "WAITS_S", (0.01,))
+    (bucket / "a").write_whole(DATA)
+    proxy.fail(method, NeverAnswer(), 100)
+    act = {"GET": StoragePath.read_bytes, "PUT": lambda file: file.write_whole(b"x")}[method]
+    began = time.monotonic()
+    with pytest.raises(NoAnswer, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"):
+        act(bucket / "a")
+    assert time.monotonic() - began < 60  # twice a second, on a busy machine
+
+
+def test_nobody_there_is_an_error_with_the_endpoint(bucket, proxy, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(StorageError, match=r"http://127\.0\.0\.1:9"):
+        (bucket / "a").read_bytes()
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1", "http://"])
+def test_an_endpoint_that_is_no_url_is_an_error_with_its_name(bucket, endpoint, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StorageError, match=f"AWS_ENDPOINT_URL: .*{endpoint}"):
+        (bucket / "a").stat()
+
+
+def test_a_connection_that_is_dropped_in_the_middle_of_a_put_leaves_nothing(bucket, proxy):
+    (bucket / "b").write_whole(b"old")
+    proxy.fail("PUT", BreakOff(), 100)
+    for name in ("a", "b"):
+        with pytest.raises(StorageError):
+            (bucket / name).write_whole(DATA)
+    assert not (bucket / "a").exists() and (bucket / "b").read_bytes() == b"old"
+
+
+def test_a_conditional_put_whose_answer_is_lost_is_known_as_ours(bucket, proxy):
+    proxy.fail("PUT", LoseTheAnswer())
+    first = (bucket / "a").create(b"mine")
+    assert first == (bucket / "a").stat()
+    proxy.fail("PUT", LoseTheAnswer())
+    assert (bucket / "a").replace(b"mine again", first.version) == (bucket / "a").stat()
+    assert (bucket / "a").create(b"theirs") is None
+
+
+def test_the_last_look_is_before_every_try(bucket, proxy):
+    looks = []
+    proxy.fail("PUT", BROKEN, 2)
+    (bucket / "a").write_whole(b"x", lambda: looks.append(len(proxy.seen)))
+    assert looks == [0, 1, 2]
+
+
+def test_a_slow_answer_is_waited_for_while_it_comes(bucket, proxy):
+    (bucket / "a").write_whole(DATA)
+    proxy.fail("GET", Trickle(0.1), 1)
+    with (bucket / "a").open() as opened:
+        assert opened.read() == DATA
+    assert len([request for request in proxy.seen if request.method == "GET"]) == 1
+
+
+def test_a_command_whose_storage_fails_says_so_in_one_line(bucket, proxy, capsys):
+    proxy.fail("GET", SLOW_DOWN, 100)
+    assert main(["report", f"{bucket}/out"]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith(f"eagle-ray: {bucket}/out/_run.json at {proxy.url}: SlowDown") and said.count("\n") == 1

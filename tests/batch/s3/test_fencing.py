@@ -1,0 +1,134 @@
+"""Writers of an attempt that is over publish nothing that matters, in a bucket as locally."""
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from eagle_ray.batch.input.plan import plan_input
+from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked
+from eagle_ray.batch.output.fencing import remove_stale_files
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.batch.output.manifest import RUN, SUCCESS, open_run, read_manifest, record_outcome
+from eagle_ray.batch.output.nested_rows import nest
+from eagle_ray.batch.output.schema import output_schema, table_of
+from eagle_ray.batch.output.sink import AtomicParquetSink
+from eagle_ray.config import ConfigError
+from tests.batch.s3.proxy import Refuse
+from tests.conftest import small_job, token_rows
+
+SCHEMA = output_schema([])
+COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}
+TASK = SimpleNamespace(task_idx=7)
+
+
+@pytest.fixture(params=["local", "s3"])
+def job(request, tmp_path):
+    small_job(tmp_path, token_rows(2))
+    output = str(tmp_path / "out") if request.param == "local" else f"{request.getfixturevalue('bucket')}/out"
+    return lambda **settings: small_job(tmp_path, None, **{"output.path": output} | settings)
+
+
+def start(config):
+    return open_run(config, plan_input(config).files)
+
+
+def sink(run) -> AtomicParquetSink:
+    return AtomicParquetSink(run, SCHEMA, ids_per_file=10, compression="zstd")
+
+
+def block(*ids: str) -> pa.Table:
+    return nest(table_of([COMMON | {"request_id": id} for id in ids], SCHEMA))
+
+
+def test_an_overtaken_writer_publishes_nothing(job):
+    first = start(job())
+    start(job())
+    with pytest.raises(FencedError):
+        sink(first).write([block("a")], TASK)
+    assert first.data.glob("**/*.parquet") == []
+
+
+def test_an_output_that_was_emptied_stays_empty(job):
+    run = start(job())
+    for file in run.output.stamps():
+        file.remove()
+    with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
+        sink(run).write([block("a")], TASK)
+    assert not run.output.stamps()
+
+
+def test_a_repeated_task_leaves_what_its_first_try_published(job):
+    run = start(job())
+    sink(run).write([block("a")], TASK)
+    before = run.data.stamps()
+    sink(run).write([block("a")], TASK)
+    assert run.data.stamps() == before
+
+
+def test_of_two_drivers_at_once_one_gets_the_attempt(job, monkeypatch):
+    first = start(job())
+    second = None
+
+    def slip_in(*args: object) -> dict:
+        """Another driver begins between this one's look and its write."""
+        nonlocal second
+        monkeypatch.setattr("eagle_ray.batch.output.manifest._versions", dict)
+        second = start(job())
+        return {}
+
+    monkeypatch.setattr("eagle_ray.batch.output.manifest._versions", slip_in)
+    with pytest.raises(OutputLocked, match="is being written by another driver"):
+        start(job())
+    assert second.attempt == first.attempt + 1 == read_manifest(first.output)["attempt"]
+    second.check_current()
+
+
+def test_an_outcome_is_not_noted_over_a_newer_attempts_record(job, monkeypatch):
+    first = start(job())
+    checked = type(first).check_current
+
+    def slip_in(run) -> None:
+        checked(run)
+        monkeypatch.setattr(type(first), "check_current", checked)
+        start(job())
+
+    monkeypatch.setattr(type(first), "check_current", slip_in)
+    with record_outcome(first):
+        pass
+    found = read_manifest(first.output)
+    assert found["attempt"] == 2 and "outcome" not in found["attempts"][0]
+
+
+def test_attempts_go_on_counting_over_a_damaged_record_and_late_files_of_the_old_run_are_deleted(job):
+    first = start(job())
+    sink(first).write([block("a")], TASK)
+    (first.output / RUN).write_whole(b"{")
+    second = start(job(**{"output.if_exists": "overwrite"}))
+    assert second.attempt == 2 and second.data.glob("**/*.parquet") == []
+    (second.data / "part-001-000003.parquet").write_whole(b"late")
+    sink(second).write([block("a")], TASK)
+    remove_stale_files(second)
+    assert [file.name for file in second.data.glob("**/*.parquet")] == ["part-002-000007.parquet"]
+
+
+def test_the_lock_holds_on_both(job):
+    run = start(job())
+    with lock_output(run.output), pytest.raises(OutputLocked), lock_output(run.output):
+        pass
+
+
+def test_an_attempt_that_cannot_begin_leaves_no_success_that_is_not_true(bucket, proxy, tmp_path):
+    output = {"output.path": f"{bucket}/out"}
+    run = start(small_job(tmp_path, token_rows(2), **output))
+    sink(run).write([block("a")], TASK)
+    (run.output / SUCCESS).write_whole(b"")
+    record = read_manifest(run.output)
+    proxy.fail("DELETE", Refuse(403, "AccessDenied"), path=SUCCESS)
+    with pytest.raises(ConfigError, match="AccessDenied"):
+        start(small_job(tmp_path, None, **output))
+    assert read_manifest(run.output) == record  # what it is true of
+    proxy.fail("DELETE", Refuse(403, "AccessDenied"), path="part-")
+    with pytest.raises(ConfigError, match="AccessDenied"):
+        start(small_job(tmp_path, None, **output, **{"output.if_exists": "overwrite"}))
+    assert not (run.output / SUCCESS).exists()

@@ -1,0 +1,158 @@
+"""The lock in a bucket: one driver at a time, taken over from the dead and never from the living."""
+
+import json
+import logging
+import threading
+import time
+
+import pytest
+
+from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
+from eagle_ray.batch.output import lock
+from eagle_ray.batch.output.lock import LOCK, Lease, lock_output
+from eagle_ray.config import ConfigError
+from eagle_ray.storage import s3
+from tests.batch.s3.proxy import IgnoreConditions, Refuse
+
+
+@pytest.fixture(autouse=True)
+def quicker(monkeypatch, quick_lease):
+    for name, seconds in {"LEASE_S": 3.5, "HEARTBEAT_S": 0.5, "SELF_FENCE_S": 3.0, "POLL_S": 0.2}.items():
+        monkeypatch.setattr(lock, name, seconds)
+
+
+DEAD = b'{"holder": "process 1 on gone", "token": "x", "beat": 7}'  # and never beats again
+
+
+def holder(output):
+    return json.loads((output / LOCK).read_bytes())["holder"]
+
+
+def test_a_second_driver_is_refused_while_the_first_lives_and_let_in_after(bucket):
+    with lock_output(bucket):
+        name = holder(bucket)
+        with pytest.raises(OutputLocked, match=f"{bucket} is being written by {name}"), lock_output(bucket):
+            pass
+    assert holder(bucket) is None
+    with lock_output(bucket):
+        assert holder(bucket) == name
+
+
+def test_a_silent_holder_is_taken_over_once_its_lease_is_stale(bucket, caplog):
+    caplog.set_level(logging.INFO, "eagle_ray")
+    logging.getLogger("eagle_ray").addHandler(caplog.handler)
+    (bucket / LOCK).write_whole(DEAD)
+    began = time.monotonic()
+    with lock_output(bucket):
+        assert time.monotonic() - began >= lock.LEASE_S
+    said = dict.fromkeys(r.getMessage().split(": ")[-1] for r in caplog.records if r.name == "eagle_ray")
+    assert list(said) == ["waiting 4 s for a sign of life", "taken over"]
+    logging.getLogger("eagle_ray").removeHandler(caplog.handler)
+
+
+def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
+    (bucket / LOCK).write_whole(DEAD)
+    outcomes = []
+
+    def wait() -> None:
+        try:
+            Lease(bucket).take()
+            outcomes.append("taken")
+        except OutputLocked:
+            outcomes.append("busy")
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["busy", "busy", "taken"]
+
+
+def test_a_driver_whose_lease_was_taken_over_stops(bucket):
+    with pytest.raises(FencedError, match=r"somebody else has taken .* over: this driver stops"), lock_output(bucket):
+        (bucket / LOCK).write_whole(b'{"holder": "somebody else", "token": "x", "beat": 1}')
+        time.sleep(30)
+    assert holder(bucket) == "somebody else"
+
+
+def break_storage(proxy, times=100_000):
+    for method in ("PUT", "GET", "HEAD"):
+        proxy.fail(method, Refuse(503, "SlowDown"), times)
+
+
+def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_meanwhile(bucket, proxy):
+    with lock_output(bucket) as check:
+        check()
+        break_storage(proxy)
+        publishing = threading.Thread(target=check, daemon=True)
+        time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
+        publishing.start()
+        publishing.join(2.0)
+        assert publishing.is_alive()  # in doubt: it waits
+        proxy.reset()
+        publishing.join(60)
+        assert not publishing.is_alive()
+        check()
+    assert holder(bucket) is None
+
+
+def test_a_driver_that_was_taken_over_during_an_outage_stops_before_it_publishes(bucket, proxy):
+    with pytest.raises(FencedError, match=r"process 9 on elsewhere has taken .* over"), lock_output(bucket) as check:
+        break_storage(proxy)
+        time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
+        proxy.reset()
+        proxy.fail("PUT", Refuse(503, "SlowDown"), 100_000, path=LOCK)  # it can read again, and not yet write
+        through(bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy)
+        check()
+        time.sleep(30)
+    assert holder(bucket) == "process 9 on elsewhere"
+
+
+def through(file, data, proxy):
+    """Write past the proxy, as another driver on another network does."""
+    bucket, key = s3.split(str(file))
+    host, port = proxy.upstream
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}")
+    client.put_object(Bucket=bucket, Key=key, Body=data)
+
+
+def test_a_driver_whose_storage_stays_away_ends_with_a_transient_reason(bucket, proxy, monkeypatch):
+    monkeypatch.setattr(lock, "OUTAGE_S", 5.0)
+    says = r"_lock could not be written for 5 s: this driver stops"
+    with pytest.raises(StorageUnavailable, match=says) as stopped, lock_output(bucket):
+        break_storage(proxy)
+        time.sleep(60)
+    assert outcome_of(stopped.value).code == 5
+
+
+def test_a_lease_that_was_deleted_ends_its_driver(bucket):
+    with pytest.raises(OutputDamaged, match="_lock was deleted"), lock_output(bucket):
+        (bucket / LOCK).remove()
+        time.sleep(60)
+
+
+def test_a_late_put_of_a_dead_driver_is_no_sign_of_life(bucket):
+    (bucket / LOCK).write_whole(DEAD)
+    late = threading.Timer(1.0, (bucket / LOCK).write_whole, [DEAD.replace(b"7", b"8")])
+    late.start()
+    began = time.monotonic()
+    with lock_output(bucket):
+        assert time.monotonic() - began >= 1.0 + lock.LEASE_S  # the clock began anew
+
+
+def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
+    proxy.fail("PUT", IgnoreConditions(), 100)
+    says = f"{bucket} at {proxy.url}: the server ignores If-None-Match"
+    with pytest.raises(ConfigError, match=says), lock_output(bucket):
+        pass
+    assert bucket.stamps() == {}
+
+
+def test_a_few_failed_beats_are_survived(bucket, proxy):
+    with lock_output(bucket):
+        proxy.fail("PUT", Refuse(500, "InternalError"), 5, path=LOCK)
+        time.sleep(lock.SELF_FENCE_S + 1)
+    assert holder(bucket) is None

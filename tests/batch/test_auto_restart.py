@@ -1,0 +1,177 @@
+"""--keep-going: what is transient is started again in a new process, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from eagle_ray.batch.auto_restart import delay_s
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.config.job import RestartsConfig
+from eagle_ray.storage.path import StoragePath
+from tests.batch.nodes import parent_of
+from tests.conftest import PAIR, token_rows
+
+COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run", "--keep-going"]
+PATIENCE_S = 300
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in token_rows(24)))
+    settings = {
+        "model.target": PAIR / "target",
+        "speculative.method": "none",
+        "sampling.max_tokens": 80,
+        "execution.slots": 1,
+        "execution.rows_per_file": 1,
+        "execution.ray_address": "local",
+        "execution.restarts": "{limit: 1, backoff_s: 0.2}",
+        "on_finish.command": json.dumps(["sh", "-c", f"cat >> {tmp_path}/told"]),
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    return ["-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out", *sets]
+
+
+def start(*flags: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(
+        [*COMMAND, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if parent_of(int(path.name)) == pid:
+                found.append(int(path.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """A zombie does not run; who reaps it is not this test's business."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, run: subprocess.Popen) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[1]
+        time.sleep(0.05)
+
+
+def no_cluster() -> list[str]:
+    """Settings of a cluster that does not answer: nothing listens at its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return ["--set", f"execution.ray_address=127.0.0.1:{server.getsockname()[1]}"]
+
+
+def test_the_wait_doubles_up_to_a_limit_and_is_shortened_at_random():
+    restarts = RestartsConfig(backoff_s=2.0, max_backoff_s=60.0)
+    for number, longest in enumerate([2, 4, 8, 16, 32, 60, 60]):
+        waits = {delay_s(restarts, number) for _ in range(200)}
+        assert len(waits) > 1 and longest / 2 <= min(waits) <= max(waits) <= longest
+    assert delay_s(restarts, 10_000) <= 60
+
+
+def test_a_transient_end_is_restarted_up_to_the_limit_and_told_once(flags, tmp_path):
+    run = start(*flags, *no_cluster())
+    _, said = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 5, said
+    assert said.count("reading the input") == 2
+    assert said.count("eagle-ray: restart 1 of 1 in ") == said.count("eagle-ray: restart ") == 1
+    assert "because of: execution.ray_address: nothing answers" in said
+    assert "giving up after 1 restarts in a row that added no file" in said
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["exit_code"], told["outcome"], told["restarts"]) == (5, "transient", 1)
+
+
+def test_a_permanent_end_is_not_restarted(flags, tmp_path):
+    run = start(*flags, "-i", "/nowhere/*.jsonl")
+    _, said = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 2 and "restart" not in said and said.count("reading the input") == 1
+    assert json.loads((tmp_path / "told").read_text())["restarts"] == 0
+
+
+def test_a_busy_output_is_not_waited_for(flags, tmp_path):
+    with lock_output(StoragePath.of(tmp_path / "out")):
+        run = start(*flags)
+        _, said = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 7 and "is being written by process" in said and "restart" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_wait_for_a_restart_can_be_interrupted(flags, tmp_path, number):
+    run = start(*flags, *no_cluster(), "--set", "execution.restarts.backoff_s=300")
+    for line in run.stderr:
+        if "restart 1 of 1" in line:
+            break
+    run.send_signal(number)
+    said = run.communicate(timeout=60)[1]
+    assert run.returncode == 130 and "Traceback" not in said, said
+    assert json.loads((tmp_path / "told").read_text())["outcome"] == "interrupted"
+
+
+def test_an_interrupt_ends_the_attempt_in_order_and_a_dead_parent_its_child(flags, tmp_path):
+    run = start(*flags)
+    data = tmp_path / "out" / "data"
+    wait_for(lambda: list(data.glob("*.parquet")), run)
+    [child] = children_of(run.pid)
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=120)[1]
+    assert run.returncode == 130 and "eagle-ray: interrupted" in said and "restart" not in said
+    assert not is_running(child)
+
+    run = start(*flags)
+    made = len(list(data.glob("*.parquet")))
+    wait_for(lambda: len(list(data.glob("*.parquet"))) > made, run)
+    [child] = children_of(run.pid)
+    run.kill()
+    run.communicate(timeout=60)
+    deadline = time.monotonic() + 120
+    while is_running(child):
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gcs_server", "raylet", "driver"])
+def test_a_ray_or_driver_that_is_killed_is_replaced_and_every_id_is_there_once(flags, tmp_path, name):
+    """Although the command says --overwrite: what the first attempt made stays."""
+    run = start(*flags, "--overwrite")
+    data = tmp_path / "out" / "data"
+    wait_for(lambda: len(list(data.glob("*.parquet"))) > 2, run)
+    [driver] = children_of(run.pid)
+    victims = [pid for pid in children_of(driver) if name in os.path.realpath(f"/proc/{pid}/exe")]
+    [victim] = [driver] if name == "driver" else victims
+    os.kill(victim, signal.SIGKILL)
+    kept = {file.name for file in data.glob("*.parquet")}
+    _, said = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 0, said
+    assert said.count("eagle-ray: restart 1 of 1 in ") == 1
+    assert kept <= {file.name for file in data.glob("*.parquet")}
+    rows = duckdb.sql(f"select count(*), count(distinct request_id) from '{data}/*.parquet'").fetchall()
+    assert rows == [(24, 24)] and (tmp_path / "out" / "_SUCCESS").exists()
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["exit_code"], told["restarts"], told["rows"]) == (0, 1, 24)
+
+
+def test_a_child_whose_parent_died_before_it_could_ask_ends_at_once():
+    """PID 1 adopts such a child, so its parent is not the one that it was started by."""
+    child = "from eagle_ray.batch.auto_restart import end_with_parent\nend_with_parent(2**22 + 1)\nprint('still here')"
+    ended = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGTERM and ended.stdout == ""

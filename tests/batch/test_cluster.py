@@ -1,0 +1,198 @@
+"""How many engines a cluster carries, and how rows are shared out among them."""
+
+import socket
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from eagle_ray.batch import cluster
+from eagle_ray.batch.actor import _for_the_user
+from eagle_ray.batch.cluster import (
+    GROWTH,
+    GcsWatch,
+    WorkerPlan,
+    _check_answers,
+    _send_ray_output_to_stderr,
+    check_alive,
+    plan_workers,
+    threads_wanted,
+)
+from eagle_ray.batch.error_classifier import SMALLER
+from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
+from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
+from eagle_ray.batch.ray_environment import RAY_JOB
+from eagle_ray.config import ConfigError, ExecutionConfig
+
+TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "nodes", "wanted"),
+    [
+        ({}, "auto", [{"CPU": 2}], WorkerPlan(1, 1, 0, threads=2)),
+        ({}, "auto", [{"CPU": 16}], WorkerPlan(8, 8, 0, threads=2)),
+        ({}, "auto", [{"CPU": 48}, {"CPU": 48}], WorkerPlan(8, 8, 0, threads=12)),
+        ({"actors": 2}, "auto", [{"CPU": 2}], WorkerPlan(2, 2, 0, threads=1)),
+        ({}, "auto", TWO_NODES, WorkerPlan(8, 8 * GROWTH, 1, threads=2)),
+        ({"gpus_per_actor": 2}, "auto", TWO_NODES, WorkerPlan(4, 4 * GROWTH, 2, threads=4)),
+        ({"gpus_per_actor": 3}, "auto", TWO_NODES, WorkerPlan(2, 2 * GROWTH, 3, threads=8)),
+        ({"gpus_per_actor": 0.5}, "cuda", [{"CPU": 4, "GPU": 1}], WorkerPlan(2, 2 * GROWTH, 0.5, threads=2)),
+        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 1}], WorkerPlan(3, 3, 1 / 3, threads=2)),
+        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 2}], WorkerPlan(3, 3, 0.5, threads=2)),
+        ({"actors": 2}, "auto", TWO_NODES, WorkerPlan(2, 2, 1, threads=8)),
+        ({}, "cpu", [{"CPU": 8, "GPU": 8}], WorkerPlan(4, 4, 0, threads=2)),
+        ({"gpus_per_actor": 1}, "cpu", [{"CPU": 2}, {"CPU": 1, "GPU": 1}], WorkerPlan(1, GROWTH, 1, threads=3)),
+        ({"actors": {"min": 2, "max": 6}}, "auto", [{"CPU": 6}], WorkerPlan(2, 6, 0, threads=1)),
+        ({"actors": {"min": 1, "max": 6}}, "cuda", [{"CPU": 6, "GPU": 2}], WorkerPlan(1, 6, 1, threads=1)),
+    ],
+)
+def test_actors_follow_the_clusters_devices(settings, device, nodes, wanted):
+    assert plan_workers(ExecutionConfig.model_validate(settings), device, nodes, num_rows=1000) == wanted
+
+
+def test_there_are_never_more_actors_than_rows():
+    assert plan_workers(ExecutionConfig(actors=4), "cpu", [{"CPU": 4}], num_rows=3).most == 3
+
+
+def test_the_users_threads_are_a_ceiling():
+    two_cores = partial(plan_workers, ExecutionConfig(actors=1), "cpu", [{"CPU": 2}], num_rows=9)
+    assert [two_cores(most_threads=n).threads for n in (None, 1, 2, 8)] == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "4,2"}, None),
+        ({"OMP_NUM_THREADS": "1", RAY_JOB: "{}"}, None),
+    ],
+)
+def test_threads_are_the_users_word_and_not_rays(environ, threads):
+    assert threads_wanted(environ) == threads
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "todo"),
+    [
+        ({}, "cuda", "run it on a machine with one, or set it to auto"),
+        ({"gpus_per_actor": 1}, "auto", "a machine with a GPU, or set execution.gpus_per_actor to 0"),
+    ],
+)
+def test_gpus_that_are_not_there_stop_the_job(settings, device, todo):
+    with pytest.raises(ClusterUnfit, match=todo):
+        plan_workers(ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10)
+
+
+def test_gpus_of_one_actor_are_on_one_node():
+    execution = ExecutionConfig(gpus_per_actor=2)
+    with pytest.raises(ClusterError, match=r"\(GPUs by node: 1, 1\): set execution.gpus_per_actor to 1, or"):
+        plan_workers(execution, "cuda", [{"CPU": 4, "GPU": 1}] * 2, num_rows=10)
+
+
+@pytest.mark.parametrize(
+    ("actors", "todo"), [(5, "set execution.actors to 4"), ({"min": 5, "max": 9}, "set execution.actors.min to 4")]
+)
+def test_what_is_advised_for_too_many_actors_works(actors, todo):
+    nodes = [{"CPU": 4, "GPU": 2}] * 2
+    with pytest.raises(ClusterError, match=todo):
+        plan_workers(ExecutionConfig(actors=actors, gpus_per_actor=1), "cuda", nodes, num_rows=10)
+    assert plan_workers(ExecutionConfig(actors=4, gpus_per_actor=1), "cuda", nodes, num_rows=10).fewest == 4
+
+
+@pytest.mark.parametrize("slots", [1, 2, 16, 64])
+def test_what_is_in_flight_fills_the_slots_several_times_over(slots):
+    assert _batch_size(slots, actors=2, num_rows=10_000) * CALLS_PER_ACTOR >= 4 * slots
+
+
+def test_few_rows_are_spread_over_all_actors():
+    assert _batch_size(slots=16, actors=4, num_rows=16) == 2
+    assert _batch_size(slots=16, actors=4, num_rows=1) == 1
+
+
+@pytest.mark.parametrize("form", ["{}", "ray://{}"])
+def test_an_address_where_nothing_listens_is_refused_at_once(form):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = form.format(f"127.0.0.1:{server.getsockname()[1]}")
+        _check_answers(address)
+    with pytest.raises(ClusterError, match=r"execution\.ray_address: nothing answers"):
+        _check_answers(address)
+
+
+@pytest.mark.parametrize(("gone", "says"), [("gcs_server", "gcs_server has ended"), ("raylet", "raylet has ended")])
+def test_a_cluster_of_our_own_that_falls_apart_is_said(monkeypatch, gone, says):
+    dead = [("monitor", None), (gone, None)]
+    node = SimpleNamespace(dead_processes=lambda: dead[:1], get_logs_dir_path=lambda: "/tmp/ray/logs")
+    for there in (None, node):
+        monkeypatch.setattr(ray._private.worker, "_global_node", there)
+        check_alive()
+    node.dead_processes = lambda: dead
+    with pytest.raises(ClusterError, match=f"{says}.*the same command goes on.*/tmp/ray/logs"):
+        check_alive()
+
+
+def test_a_cluster_elsewhere_whose_gcs_stops_answering_is_lost_after_a_while(monkeypatch):
+    monkeypatch.setattr(cluster, "ASK_GCS_EVERY_S", 0.0)
+    monkeypatch.setattr(cluster, "LOST_AFTER_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        watch = GcsWatch(address)
+        time.sleep(1.1)
+        watch.check()
+    watch.check()  # it may come back
+    time.sleep(1.1)
+    with pytest.raises(ClusterError, match=f"the Ray cluster at {address} is lost: .*Run the same command again"):
+        watch.check()
+    GcsWatch(None).check()
+
+
+@pytest.mark.parametrize("address", ["auto", "local"])
+def test_words_are_no_addresses(address):
+    _check_answers(address)
+
+
+TRACEBACK = """ray::Map(EngineActor)() (pid=7)
+  File "worker.py", line 3, in answer
+    raise ValueError("no")
+ValueError: no room for 3 rows
+This task will not be retried: set max_retries to let Ray retry it."""
+
+
+def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
+    assert _what_happened(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
+    assert _what_happened(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
+    assert _what_happened(KeyError()) == "KeyError: KeyError"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError(), SMALLER),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"), SMALLER),
+        (IndexError("list index out of range"), "a worker cannot start: IndexError: list index out of range"),
+    ],
+)
+def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
+    told = _for_the_user(error)
+    assert isinstance(told, ClusterError) and says in str(told) and "\n" not in str(told)
+    refused = ConfigError("model.target: no")
+    assert _for_the_user(refused) is refused
+
+
+def test_batches_of_a_long_job_are_larger():
+    assert _batch_size(slots=16, actors=2, num_rows=1_000) == 8
+    assert _batch_size(slots=16, actors=2, num_rows=4_000) == 31
+    assert _batch_size(slots=16, actors=2, num_rows=10_000_000) == 64
+
+
+def test_what_ray_says_of_its_dead_does_not_stand_among_results(capsys, monkeypatch):
+    worker = ray._private.worker
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
+    _send_ray_output_to_stderr()
+    worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
+    said = capsys.readouterr()
+    assert said.out == "" and "Raylet is terminated." in said.err

@@ -1,0 +1,34 @@
+"""What a failing worker says of itself, and whether another might do better."""
+
+import pytest
+import torch
+
+from eagle_ray.batch.error_classifier import LOOK, SMALLER, classify_error
+from eagle_ray.errors import EngineError
+
+
+def engine_error(cause: Exception) -> EngineError:
+    """As AsyncEngine raises it."""
+    error = EngineError(f"the engine failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "is_own"),
+    [
+        (MemoryError(), SMALLER, True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), SMALLER, True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"), SMALLER, True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), SMALLER, True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), LOOK, True),
+        (RuntimeError("CUDA error: device-side assert triggered"), LOOK, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), LOOK, True),
+        (IndexError("list index out of range"), "IndexError: list index out of range", False),
+        (EngineError("target and head are not a pair"), "target and head are not a pair", False),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [lambda error: error, engine_error])
+def test_faults_are_told_apart(error, says, is_own, wrapped):
+    fault = classify_error(wrapped(error))
+    assert says in fault.line and fault.is_own == is_own and "\n" not in fault.line

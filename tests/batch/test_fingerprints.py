@@ -1,0 +1,54 @@
+"""Input files that are known again: by content, at a cost that is bounded."""
+
+import os
+
+import pytest
+
+from eagle_ray.batch import fingerprints as module
+from eagle_ray.batch.fingerprints import fingerprints, may_be_same, what_changed
+from eagle_ray.batch.input.files import find_files
+from eagle_ray.storage.path import StoragePath
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "Hi"}\n')
+    return file
+
+
+def found(path, known):
+    return fingerprints(find_files(str(path), "auto"), known)[str(path)]
+
+
+def test_a_file_with_the_noted_stamp_is_not_read(path, monkeypatch):
+    noted = found(path, {})
+    monkeypatch.setattr(StoragePath, "open", None)
+    assert found(path, {str(path): noted}) == noted
+
+
+def test_a_large_input_is_not_read_and_known_by_its_time(path, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", path.stat().st_size - 1)
+    noted = found(path, {})
+    assert "digest" not in noted and what_changed(noted, found(path, {})) is None
+    os.utime(path, ns=(1, 1))
+    assert what_changed(noted, found(path, {})) == "its time; its content is not noted"
+
+
+def test_a_record_without_digests_is_given_them(path):
+    noted = found(path, {})
+    assert found(path, {str(path): {key: noted[key] for key in ("size", "mtime_ns")}}) == noted
+
+
+def test_an_object_is_known_by_its_etag():
+    was = {"size": 2, "etag": "a"}
+    assert what_changed(was, dict(was)) is None
+    assert what_changed(was, was | {"etag": "b"}) == "its content"
+
+
+def test_a_copy_may_be_the_same_file_and_one_of_other_content_is_not():
+    local, unread = {"size": 3, "mtime_ns": 1, "digest": "a"}, {"size": 3, "mtime_ns": 2}
+    assert may_be_same(local, local | {"mtime_ns": 9}) and not may_be_same(local, local | {"digest": "b"})
+    assert may_be_same(local, unread) and not may_be_same(unread, unread | {"size": 4})
+    stored = {"size": 3, "etag": "x"}
+    assert may_be_same(stored, local) and not may_be_same(stored, {"size": 3, "etag": "y"})

@@ -1,0 +1,53 @@
+"""Rows that end the process that answers them: they become error rows, and nobody else pays."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle_ray.batch import pipeline, worker_process
+from eagle_ray.batch.actor import EngineActor
+from eagle_ray.batch.run import run_job
+from tests.batch import fragile_worker
+from tests.batch.fragile_worker import CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
+from tests.batch.test_job import ids_of, rows_of
+from tests.conftest import token_rows
+
+
+class FragileActor(EngineActor):
+    """The real one, beside a fragile worker."""
+
+    def __init__(self, *args: object):
+        worker_process.MODULE = fragile_worker.__name__
+        super().__init__(*args)
+
+
+@pytest.fixture(autouse=True)
+def fragile(ray_session, monkeypatch) -> None:
+    monkeypatch.setattr(pipeline, "EngineActor", FragileActor)
+
+
+def test_where_no_worker_can_start_the_job_ends_with_the_reason(make_job, messages):
+    assert run_job(make_job(token_rows(4), **{"name": TOO_LARGE, "execution.actors": 2})) == 5
+    assert "stopped: a worker cannot start: its memory is too small" in messages[-1]
+    assert "set execution.kv_tokens" in messages[-1] and "\n" not in messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason", "last_words"),
+    [
+        pytest.param(KILLER, "the engine's process was ended by signal 9", 5, id="engine"),
+        pytest.param(ORPHAN, "the process was killed", 1, id="actor", marks=pytest.mark.slow),
+        pytest.param(GREEDY, "CUDA out of memory", 5, id="memory", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killer_is_an_error_row_and_every_other_row_is_answered(make_job, messages, prompt, reason, last_words):
+    """One of the last words is spoken over the worker that dies as it loads."""
+    rows = [*token_rows(9), {"id": "killer", "prompt_token_ids": prompt}, *token_rows(20, start=9)]
+    config = make_job(rows, **{"name": CRASHES, "execution.actors": 2})
+    assert run_job(config) == 0
+    assert ids_of(config) == sorted(row["id"] for row in rows)
+    (bad,) = [row for row in rows_of(config) if row["status"] == "error"]
+    assert (bad["request_id"], bad["error_code"]) == ("killer", "worker_died")
+    assert "line 10: 4 workers died while they answered it" in bad["error_message"]
+    assert reason in bad["error_message"] and "set execution." in bad["error_message"]
+    assert sum(line.startswith("worker ") and " ends: " in line for line in messages) == last_words

@@ -1,0 +1,209 @@
+"""Whose an output directory is: attempts, fencing, the lock, and what a resume may not change."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.batch.input.plan import plan_input
+from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.batch.output.manifest import RUN, RunHandle, open_run, output_of, record_outcome
+from eagle_ray.batch.output.schema import output_schema
+from eagle_ray.cli.validate import validate
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.storage.path import StoragePath, read_json, write_json
+from tests.conftest import token_rows
+
+HOLD = """
+import sys
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.storage.path import Location
+with lock_output(Location.of(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def here(location: StoragePath) -> Path:
+    return Path(location.text)
+
+
+def start(config: JobConfig) -> RunHandle:
+    with lock_output(output_of(config)):
+        return open_run(config, plan_input(config).files)
+
+
+def test_each_start_is_an_attempt_of_the_same_run(make_job):
+    first, second = start(make_job(token_rows(2))), start(make_job())
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert first.run_id == second.run_id
+    record = read_json(first.output / RUN)
+    assert [attempt["attempt"] for attempt in record["attempts"]] == [1, 2]
+    assert record["config"]["sampling"]["max_tokens"] == 12 and record["versions"]["pyarrow"]
+
+
+def test_an_overtaken_writer_is_refused(make_job):
+    first = start(make_job(token_rows(2)))
+    first.check_current()
+    second = start(make_job())
+    second.check_current()
+    with pytest.raises(FencedError, match=r"attempt 2, not run .* attempt 1"):
+        first.check_current()
+
+
+def test_overwriting_overtakes_as_well_and_deletes_only_what_a_run_writes(make_job):
+    first = start(make_job(token_rows(2)))
+    (here(first.data) / "part-001-000000.parquet").write_bytes(b"rows")
+    (here(first.output) / "notes.txt").write_text("mine")
+    (here(first.data) / "mine.csv").write_text("mine")
+    second = start(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
+    assert second.run_id != first.run_id and second.attempt == 2
+    with pytest.raises(FencedError):
+        first.check_current()
+    kept = {path.name for path in here(second.output).rglob("*") if path.is_file()}
+    assert kept == {"notes.txt", "mine.csv", "_run.json", "_lock"}
+
+
+def test_a_resume_names_every_changed_key(make_job):
+    start(make_job(token_rows(2)))
+    with pytest.raises(OutputMismatch) as error:
+        start(make_job(**{"sampling.temperature": 0.7, "seed": 4, "execution.slots": 1}))
+    assert "sampling.temperature: was 0.0, now 0.7" in str(error.value)
+    assert "seed: was 0, now 4" in str(error.value)
+    assert "slots" not in str(error.value)
+
+
+def test_a_record_that_lacks_a_newer_key_is_the_same_job_to_run_and_validate(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    del record["config"]["input"]["on_unknown"], record["config"]["speculative"]["ranking"]
+    (here(first.output) / RUN).write_text(json.dumps(record))
+    assert f"would resume run {first.run_id}" in validate(make_job())
+    assert start(make_job()).attempt == 2
+
+
+def test_a_changed_input_file_is_refused_and_a_new_one_is_added(make_job, tmp_path):
+    run = start(make_job(token_rows(2)))
+    (tmp_path / "more.jsonl").write_text('{"id": "z", "prompt_token_ids": [5]}\n')
+    start(make_job(**{"input.path": str(tmp_path / "*.jsonl")}))
+    assert len(read_json(run.output / RUN)["inputs"]) == 2
+    with pytest.raises(OutputMismatch, match=r"in\.jsonl \(\d+ bytes then, \d+ now\)"):
+        start(make_job(token_rows(3)))
+
+
+def test_a_touched_input_file_is_the_same_and_one_of_other_content_is_not(make_job, tmp_path):
+    run, file = start(make_job(token_rows(2))), tmp_path / "in.jsonl"
+    text = file.read_text()
+    os.utime(file, ns=(1, 1))
+    assert start(make_job()).attempt == 2
+    assert read_json(run.output / RUN)["inputs"][str(file)]["mtime_ns"] == 1
+    file.write_text(text.replace("5", "6"))
+    with pytest.raises(OutputMismatch, match=r"in\.jsonl \(its content\): put it back, "):
+        start(make_job())
+    file.write_text(text)
+    assert start(make_job()).attempt == 3
+
+
+def test_if_exists_fail_refuses_a_second_start(make_job):
+    start(make_job(token_rows(2), **{"output.if_exists": "fail"}))
+    with pytest.raises(ConfigError, match=r"output\.if_exists is 'fail'"):
+        start(make_job(**{"output.if_exists": "fail"}))
+
+
+def test_parquet_files_of_somebody_else_are_neither_read_nor_joined(make_job, tmp_path):
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    (tmp_path / "out" / "data" / "theirs.parquet").write_bytes(b"")
+    with pytest.raises(OutputMismatch, match=r"theirs\.parquet"):
+        start(make_job(token_rows(2)))
+
+
+def test_a_full_disk_is_named_with_the_output(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", refuse)
+    says = rf"output\.path: cannot write to {tmp_path}: No space left"
+    with pytest.raises(StorageUnavailable, match=says), lock_output(StoragePath.of(tmp_path)):
+        pass
+
+
+def test_a_second_live_driver_is_refused_and_a_dead_one_is_not(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], env=environment, **pipes)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(OutputLocked, match=f"process {holder.pid}"), lock_output(StoragePath.of(tmp_path)):
+        pass
+    holder.kill()
+    holder.communicate()
+    with lock_output(StoragePath.of(tmp_path)):
+        pass
+
+
+def test_how_an_attempt_ended_is_noted(make_job):
+    run = start(make_job(token_rows(2)))
+    with pytest.raises(KeyboardInterrupt), record_outcome(run):
+        raise KeyboardInterrupt
+    assert read_json(run.output / RUN)["attempts"][-1]["outcome"] == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", ""])
+def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
+    first = start(make_job(token_rows(2)))
+    (here(first.output) / RUN).write_text(text)
+    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged .*--overwrite"):
+        start(make_job())
+    second = start(make_job(**{"output.if_exists": "overwrite"}))
+    assert second.run_id != first.run_id
+    second.check_current()
+
+
+def test_overwriting_deletes_files_of_any_name_that_carry_our_version(make_job):
+    first = start(make_job(token_rows(2)))
+    pq.write_table(output_schema([]).empty_table(), here(first.data) / "moved.parquet")
+    assert start(make_job(**{"output.if_exists": "overwrite"})).data.names() == []
+
+
+def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job):
+    first = start(make_job(token_rows(2)))
+    pq.write_table(output_schema([]).empty_table(), here(first.data) / "part-001-000000.parquet")
+    pq.write_table(output_schema([]).empty_table().replace_schema_metadata({}), here(first.data) / "theirs.parquet")
+    with pytest.raises(OutputMismatch, match=r"data/theirs\.parquet was not made by eagle-ray"):
+        start(make_job(**{"output.if_exists": "overwrite"}))
+    assert len(first.data.names()) == 2
+    first.check_current()
+
+
+def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
+    run = start(make_job(token_rows(2)))
+    with pytest.raises(ZeroDivisionError), record_outcome(run):
+        (here(run.output) / RUN).write_text("{")
+        raise ZeroDivisionError
+
+
+def test_a_run_of_an_older_release_is_resumed_although_its_record_lacks_keys(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    speculative = record["config"]["speculative"]
+    del speculative["ranking"]
+    speculative["coupled"] = True  # the older spelling
+    write_json(first.output / RUN, record)
+
+    assert start(make_job()).attempt == 2
+
+
+def test_an_older_spelling_of_another_setting_is_still_another_configuration(make_job):
+    first = start(make_job(token_rows(2)))
+    record = read_json(first.output / RUN)
+    del record["config"]["speculative"]["ranking"]
+    record["config"]["speculative"]["coupled"] = False
+    write_json(first.output / RUN, record)
+
+    with pytest.raises(OutputMismatch, match=r"speculative\.ranking: was 'calibrated', now 'coupled'"):
+        start(make_job())

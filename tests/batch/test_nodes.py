@@ -1,0 +1,82 @@
+"""Several nodes with fake GPUs: engines spread, a node dies, another joins, the pool grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.batch.nodes import ON_FAKE_GPUS, add_node, cluster_of, parent_of, raylet_of, start_run
+from tests.batch.test_job import ids_of, rows_of
+from tests.conftest import token_rows
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 180
+
+
+def until(condition: Callable[[], bool], driver) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert driver.poll() is None, driver.stderr.read()
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.2)
+
+
+def nodes_used(config, nodes) -> set[int]:
+    """Which of the living nodes have written rows, by their place in the list."""
+    raylets, used = [raylet_of(node) for node in nodes], set()
+    for worker_id in {row["worker_id"] for row in rows_of(config)}:
+        try:
+            actor = parent_of(int(worker_id.rpartition(":")[2]))
+            used.add(raylets.index(parent_of(actor)))
+        except (FileNotFoundError, ValueError):  # a worker, or its node, that is gone
+            continue
+    return used
+
+
+@pytest.mark.parametrize("actors", ["auto", {"min": 1, "max": 2}])
+def test_a_node_joins_and_is_used_another_dies_and_the_job_goes_on(make_job, tmp_path, actors):
+    rows = token_rows(1200)
+    with cluster_of(1) as cluster:
+        settings = {"sampling.max_tokens": 60, "execution.rows_per_file": 8, "execution.ray_address": cluster.address}
+        config = make_job(rows, **ON_FAKE_GPUS | settings | {"execution.actors": actors})
+        (first,) = cluster.worker_nodes
+        driver = start_run(config, tmp_path)
+        until(lambda: nodes_used(config, [first]) == {0}, driver)
+        second = add_node(cluster)
+        until(lambda: nodes_used(config, [first, second]) == {0, 1}, driver)
+        cluster.remove_node(first, allow_graceful=False)
+        _, err = driver.communicate(timeout=PATIENCE_S)
+    assert driver.returncode == 0, err
+    assert ids_of(config) == sorted(row["id"] for row in rows)
+    assert "Traceback" not in err
+
+
+def test_a_node_that_dies_and_is_not_replaced_costs_time_and_no_row(make_job, tmp_path):
+    rows = token_rows(200)
+    with cluster_of(2) as cluster:
+        settings = {"sampling.max_tokens": 60, "execution.rows_per_file": 8, "execution.ray_address": cluster.address}
+        config = make_job(rows, **ON_FAKE_GPUS | settings)
+        nodes = sorted(cluster.worker_nodes, key=raylet_of)
+        driver = start_run(config, tmp_path)
+        until(lambda: nodes_used(config, nodes) == {0, 1}, driver)  # they spread
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        _, err = driver.communicate(timeout=PATIENCE_S)
+    assert driver.returncode == 0, err
+    assert ids_of(config) == sorted(row["id"] for row in rows)
+
+
+def test_a_cluster_that_is_lost_is_exit_5_in_one_line(make_job, tmp_path):
+    """Ray itself would end the process after a minute, with exit code 1 and without a word."""
+    settings = {"sampling.max_tokens": 200, "sampling.ignore_eos": True, "execution.rows_per_file": 1}
+    with cluster_of(1) as cluster:
+        config = make_job(token_rows(60), **ON_FAKE_GPUS | settings | {"execution.ray_address": cluster.address})
+        driver = start_run(config, tmp_path, "--set", "execution.slots=1")
+        until(lambda: len(rows_of(config)) > 1, driver)
+        cluster.head_node.all_processes["gcs_server"][0].process.kill()
+        _, err = driver.communicate(timeout=PATIENCE_S)
+    assert driver.returncode == 5, err
+    assert (
+        f"the Ray cluster at {config.execution.ray_address} is lost" in err.splitlines()[-1] and "Traceback" not in err
+    )

@@ -1,0 +1,78 @@
+"""The sum of what workers report, whether a failing one ends the job, and when to give up."""
+
+import logging
+
+import pytest
+
+from eagle_ray.batch.job_errors import ClusterError, TooManyErrors
+from eagle_ray.batch.progress import Progress, ProgressActor, WorkerReport
+from eagle_ray.batch.progress_monitor import Limits
+
+
+def test_a_report_replaces_the_one_before():
+    progress = Progress()
+    progress.add(WorkerReport("a", 1, 2, 1.0, rows=3, output_tokens=30))
+    progress.add(WorkerReport("a", 2, 4, 5.0, rows=5, output_tokens=50))
+    progress.add(WorkerReport("b", 2, 2, 2.0, rows=1, output_tokens=10))
+    assert (progress.rows, progress.output_tokens, progress.busy_slots) == (6, 60, 4 / 6)
+    assert progress.engine_s == (5 + 2) / 2 and Progress().engine_s == 0
+
+
+def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
+    progress = Progress()
+    for _ in range(3):
+        progress.add_start()
+    progress.add(WorkerReport("a", 0, 0))
+    progress.add(WorkerReport("a", 0, 0, rows=2, errors=2))
+    assert progress.starts_in_a_row == 3
+    progress.add(WorkerReport("a", 0, 0, rows=3, errors=2))
+    assert (progress.starts_in_a_row, progress.starts) == (0, 3)
+
+
+def test_a_hopeless_job_is_given_up():
+    limits, progress = Limits(max_error_rate=0.1, max_starts=4), Progress()
+    for i in range(4):
+        progress.add(WorkerReport(f"worker {i}", 0, 0, rows=24, errors=12))
+    assert limits.exceeded_by(progress) is None  # 96 rows say little
+    progress.add(WorkerReport("worker 4", 0, 0, rows=24))
+    assert isinstance(limits.exceeded_by(progress), TooManyErrors)
+    assert Limits(1.0, max_starts=4).exceeded_by(progress) is None
+    progress.notes.append("worker a:1 ends: device fault")
+    for _ in range(5):
+        progress.add_start()
+    reason = Limits(1.0, max_starts=4).exceeded_by(progress)
+    assert isinstance(reason, ClusterError) and "device fault" in str(reason)
+
+
+def test_a_start_again_blames_what_was_in_flight_with_the_last_words():
+    book = ProgressActor(num_workers=1)
+    book.start("actor")
+    book.take("actor", ["a"])
+    book.last_words("actor", "host:1", "out of memory")
+    book.start("actor")
+    assert book.take("actor", ["a", "b"])["a"].reason == "out of memory"
+    assert book.snapshot().notes == ["worker host:1 ends: out of memory"]
+
+
+@pytest.mark.parametrize(("is_own", "ready", "fatal"), [(False, 0, True), (True, 0, False), (False, 1, False)])
+def test_a_worker_that_cannot_start_ends_the_job_only_where_no_other_may(is_own, ready, fatal):
+    book = ProgressActor(num_workers=2)
+    for i in range(ready):
+        book.report(WorkerReport(f"host:{i}", 0, 0))
+    assert book.fail("one", ClusterError("no"), is_own) == fatal
+    assert (book.snapshot().fatal is not None) == fatal
+    if is_own:
+        assert book.fail("one", ClusterError("no"), is_own) is False  # the same one again
+        assert book.fail("two", ClusterError("no"), is_own) is True
+
+
+def test_the_part_of_a_start_that_was_logged_last_is_known_until_a_worker_is_ready():
+    book = ProgressActor(num_workers=2)
+    assert book.snapshot().starting is None
+    for line in ("reading the target's weights: 0.9 GB from here", "measuring the cost of steps: for up to 5 s"):
+        book.log(logging.INFO, line)
+        book.log(logging.INFO, line)  # of the other worker
+    assert len(book.snapshot().start_lines) == 2
+    assert book.snapshot().starting == "measuring the cost of steps"
+    book.report(WorkerReport("a", 0, 0))
+    assert book.snapshot().starting is None

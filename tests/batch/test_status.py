@@ -1,0 +1,155 @@
+"""Where a run stands, read from its files."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from eagle_ray.batch.job_errors import ClusterError
+from eagle_ray.batch.output.manifest import open_run, read_manifest, record_outcome
+from eagle_ray.batch.process_id import Process
+from eagle_ray.batch.status import status_of, status_text
+from eagle_ray.cli import main as cli
+from eagle_ray.config import ConfigError
+from eagle_ray.storage.path import StoragePath, write_json
+from tests.batch.test_display import FACTS
+from tests.conftest import token_rows
+
+AGAIN = "run the same command again to resume."
+LATER = timedelta(seconds=30)
+MUCH_LATER = timedelta(hours=3)
+
+
+HOLD = """
+import dataclasses, json, time
+from eagle_ray.batch.process_id import Process
+print(json.dumps(dataclasses.asdict(Process.this())), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def started(make_job):
+    """An attempt that has just begun."""
+    config = make_job(token_rows(3))
+    output = StoragePath.of(config.output.path)
+    output.make_directory()
+    return open_run(config, []), output
+
+
+def now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def say(run, **facts) -> None:
+    word = {"run_id": run.run_id, "attempt": run.attempt, "written_at": now().isoformat(timespec="seconds")}
+    write_json(run.output / "_progress.json", FACTS | word | facts)
+
+
+def record_process(run, process) -> None:
+    record = read_manifest(run.output)
+    record["attempts"][-1]["process"] = process
+    write_json(run.output / "_run.json", record)
+
+
+def test_a_run_that_speaks_is_running(started):
+    run, output = started
+    assert status_of(output, now() + LATER).state == "running"
+    say(run)
+    status = status_of(output, now() + LATER)
+    assert status.state == "running" and 29 <= status.quiet_s <= 32
+    assert "running, attempt 1" in status_text(status) and "40 of 96 rows, 32 in files" in status_text(status)
+
+
+def test_a_run_that_was_killed_falls_silent(started):
+    run, output = started
+    say(run)
+    text = status_text(status_of(output, now() + MUCH_LATER))
+    assert "silent, attempt 1" in text and "the same command goes on" in text
+
+
+def test_a_run_whose_process_is_gone_from_this_machine_was_killed(started):
+    run, output = started
+    driver = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    noted = json.loads(driver.stdout.readline())
+    record_process(run, noted)
+    say(run)
+    assert status_of(output).state == "running"
+    driver.kill()
+    driver.wait()
+    text = status_text(status_of(output))
+    assert "killed, attempt 1" in text and f"process {driver.pid} is gone from" in text and "the same command" in text
+
+
+@pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"pids": "pid:[1]"}])
+def test_a_process_of_another_machine_is_judged_by_its_last_sign_of_life(started, other):
+    run, output = started
+    record_process(run, asdict(Process.this()) | {"pid": 2**30} | other)
+    assert status_of(output, now() + LATER).state == "running"
+    assert "no sign of life for 10,8" in status_text(status_of(output, now() + MUCH_LATER))
+
+
+def test_a_number_that_another_process_has_got_since_is_gone():
+    this = Process.this()
+    assert this.is_gone() is False and replace(this, started="1").is_gone() is True
+
+
+def test_an_earlier_attempts_progress_says_nothing_of_this_one(started):
+    run, output = started
+    say(run, attempt=0)
+    assert status_of(output, now()).progress is None
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(ClusterError("no GPU"), "ClusterError: no GPU"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_run_that_stopped_says_why(started, error, says):
+    run, output = started
+    with pytest.raises(type(error)), record_outcome(run):
+        raise error
+    text = status_text(status_of(output))
+    assert "stopped, attempt 1" in text and says in text and text.count("\n") == 1
+
+
+def test_a_remedy_is_said_once_and_a_stopped_run_has_no_last_sign_of_life(started):
+    run, output = started
+    say(run)
+    error = ClusterError("cannot write x: No space left on device. Free some space there, then " + AGAIN)
+    with pytest.raises(ClusterError), record_outcome(run):
+        raise error
+    text = status_text(status_of(output))
+    assert text.count("the same command") == 1 and "sign of life" not in text
+    assert "its last progress: 40 of 96 rows, 32 in files" in text
+
+
+def test_a_run_without_progress_says_so(started):
+    assert status_text(status_of(started[1], now())).endswith("\nthis attempt has recorded no progress yet")
+
+
+def test_a_run_that_is_done_counts_its_rows(started, capsys):
+    run, output = started
+    with record_outcome(run):
+        write_json(output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}})
+        (output / "_SUCCESS").write_whole(b"")
+    assert cli.main(["status", str(output)]) == 0
+    assert "done, " in (said := capsys.readouterr().out) and "1,096 rows, 2 errors, 5,000 tokens" in said
+    assert cli.main(["status", str(output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"]["rows"] == 1096
+
+
+def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
+    with pytest.raises(ConfigError):
+        status_of(StoragePath.of(tmp_path))
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no run" in capsys.readouterr().err
+
+
+def test_a_damaged_record_is_named(started, capsys):
+    _, output = started
+    (output / "_run.json").write_whole(b"{")
+    assert cli.main(["status", str(output)]) == 6
+    assert "is damaged" in capsys.readouterr().err

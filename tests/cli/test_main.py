@@ -1,0 +1,214 @@
+"""The command line without Ray: exit codes, one clear message, and what validate shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle_ray.cli import main as cli
+from tests.tokenizers_for_tests import write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Flags of a job over three rows, one of them bad, with a target that has a tokenizer and no weights."""
+    write_tokenizer(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
+    rows = [
+        {"id": "a", "messages": "Hi", "category": "chat"},
+        {"id": "b", "messages": 5},
+        {"id": "c", "messages": "So"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["-i", f"{tmp_path}/rows.jsonl", "-o", f"{tmp_path}/out"]
+    return [*flags, "--set", f"model.target={tmp_path}/target", "--set", "speculative.method=none"]
+
+
+def test_validate_shows_rows_and_the_first_prompt(job, tmp_path, capsys):
+    assert cli.main(["validate", *job]) == 0
+    shown = capsys.readouterr().out
+    assert f"3 rows in {tmp_path}/rows.jsonl" in shown
+    assert "carried  category string" in shown
+    assert "2 good, 1 would become error rows" in shown
+    assert f"{tmp_path}/rows.jsonl, line 2: column 'messages' must be a list of messages or a text, got 5" in shown
+    assert "the first, 'a'" in shown
+    assert "| <|bos|><|user|>Hi<|end|><|assistant|>" in shown
+    assert f"{tmp_path}/out can be written" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_validate_counts_the_prompts_tokens_and_refuses_long_ones_row_by_row(job, capsys):
+    assert cli.main(["validate", *job, "--set", "model.max_model_len=6"]) == 2
+    shown = capsys.readouterr().err
+    assert "no row can be answered" in shown
+    assert "line 1: the prompt has 6 tokens" in shown
+
+
+def test_validate_refuses_messages_without_a_template(job, capsys):
+    assert cli.main(["validate", *job, "--set", "model.chat_template=none"]) == 2
+    assert "[no_chat_template]" in capsys.readouterr().err
+
+
+def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "text"}\n')
+    flags = ["-i", f"{tmp_path}/ids.jsonl", "--set", f"model.target={tmp_path}/bare"]
+    assert cli.main(["validate", *job, *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "token ids [5, 6]" in shown
+    assert "[no_tokenizer]" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--set", "sampling.temprature=1"], "did you mean sampling.temperature?"),
+        (["--set", "sampling.n"], "--set section.key=value"),
+        (["-i", "nowhere/*.jsonl"], "no file matches 'nowhere/*.jsonl'"),
+        (["-c", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
+        (["--limit", "0"], "input.limit: must be a number of rows, 1 or more, or null for all, got 0"),
+        (["--set", "model.target=embedded:huge"], "embedded:huge"),
+        (["-o", "/dev/null/out"], "output.path: cannot write to /dev/null: Not a directory"),
+        (["--set", "input.columns.messages=mesages"], "did you mean messages?"),
+        (["--set", "input.on_bad_row=fail"], "line 2: column 'messages'"),
+    ],
+)
+def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):
+    assert cli.main(["validate", *job, *flags]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("eagle-ray: ")
+    assert says in output.err
+    assert output.out == ""
+
+
+def test_an_input_that_a_later_one_replaces_is_named(job, tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name, "messages": "hello"}) + "\n")
+    inputs = [flag for name in ("a", "b") for flag in ("-i", f"{tmp_path}/{name}.jsonl")]
+    assert cli.main(["validate", "-o", str(tmp_path / "out"), *inputs]) == 0
+    output = capsys.readouterr()
+    assert f"-i {tmp_path}/b.jsonl replaces -i {tmp_path}/a.jsonl. To read them all: --set 'input.path=[" in output.err
+    assert "b.jsonl" in output.out and "a.jsonl" not in output.out
+
+
+def test_validate_on_an_ascii_terminal_escapes_what_it_cannot_show(job, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"messages": "caf\\u00e9"}')
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert cli.main(["validate", *job]) == 0
+    assert b"caf\\xe9" in stdout.buffer.getvalue()
+
+
+def test_validate_refuses_a_head_that_is_no_pair(job, capsys):
+    head = ["--set", "speculative.method=eagle2", "--set", "model.draft=embedded:tiny"]
+    assert cli.main(["validate", *job, *head]) == 2
+    assert "they are not a pair" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("_run.json", "_run.json is damaged"), ("data/part-001-000000.parquet", "is there but no")],
+)
+def test_validate_refuses_an_output_that_is_damaged_or_somebody_elses(job, tmp_path, capsys, name, says):
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    (tmp_path / "out" / name).write_text("{")
+    assert cli.main(["validate", *job]) == 2
+    error = capsys.readouterr().err
+    assert says in error and str(tmp_path / "out" / name) in error
+
+
+def test_run_refuses_the_same_before_anything_starts(job, tmp_path, capsys):
+    assert cli.main(["run", *job, "--set", "seed=x"]) == 2
+    assert "seed: must be a 64-bit integer, got 'x' (from --set seed=x)" in capsys.readouterr().err
+    assert cli.main(["run", *job, "--set", "input.columns.id=ident"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("usage", [[], ["generate"], ["run", "--resume", "--overwrite"], ["run", "--limit", "x"]])
+def test_wrong_usage_is_exit_2(usage, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(usage)
+    assert end.value.code == 2
+    assert "usage: eagle-ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "hint"), [("run", True), ("validate", True), ("serve", False)])
+def test_a_file_without_a_flag_is_told_its_flag(command, hint, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "rows.jsonl"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: rows.jsonl" in error and ("-i IN" in error) == hint
+
+
+def test_an_output_of_another_configuration_is_exit_6(job, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("")
+    job = [*job, "--allow-empty"]
+    assert cli.main(["run", *job]) == 0
+    assert cli.main(["run", *job, "--resume"]) == 0
+    assert cli.main(["run", *job, "--set", "seed=3"]) == 6
+    assert cli.main(["validate", *job, "--set", "seed=3"]) == 2
+    assert "differs in seed" in capsys.readouterr().err
+    assert cli.main(["run", *job, "--set", "seed=3", "--overwrite"]) == 0
+    assert cli.main(["run", *job, "--set", "output.if_exists=fail"]) == 2
+
+
+@pytest.mark.parametrize("command", ["run", "validate"])
+def test_an_empty_input_is_refused_unless_it_is_allowed(job, tmp_path, command, capsys):
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    assert cli.main([command, *job]) == 2
+    said = capsys.readouterr().err
+    assert f"input.path: there is no row in {tmp_path}/rows.jsonl. Give an input" in said and "--allow-empty" in said
+    assert not (tmp_path / "out").exists()
+    assert cli.main([command, *job, "--allow-empty"]) == 0
+    assert cli.main([command, *job, "--set", "input.allow_empty=true"]) == 0
+    assert (tmp_path / "out" / "_SUCCESS").exists() == (command == "run")
+
+
+def test_an_interrupt_is_exit_130(job, monkeypatch, capsys):
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load_config", interrupt)
+    assert cli.main(["validate", *job]) == 130
+    assert capsys.readouterr().err == "eagle-ray: interrupted\n"
+
+
+def test_validate_needs_no_ray(job):
+    code = f"import sys; from eagle_ray.cli import main; main.main(['validate', *{job}]); print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.endswith("\nFalse\n")
+
+
+def test_the_job_script_is_the_run_command(job):
+    command = [sys.executable, "jobs/generate.py", *job, "--set", "seed=x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "eagle-ray: seed: must be a 64-bit integer, got 'x' (from --set seed=x)\n"
+
+
+@pytest.mark.parametrize("command", ["validate", "run"])
+def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command):
+    if command == "run":
+        (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
+    flags = " ".join([*job, "--allow-empty", "--set", "logging.level=error"])
+    line = f"{sys.executable} -m eagle_ray.cli {command} {flags}; echo $? >&2"
+    done = subprocess.run(["bash", "-c", f"({line}) | true"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stderr == "141\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_streams_that_the_shell_closed_change_no_exit_code(job, tmp_path, closed):
+    (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
+    line = f"{sys.executable} -m eagle_ray.cli run {' '.join(job)} --allow-empty {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)

@@ -1,0 +1,137 @@
+"""The doctor over real pairs: what it says a worker takes is what one takes, and what is wrong has a remedy."""
+
+import json
+
+import pytest
+import torch
+
+from eagle_ray.build import build_engine_from_config, download
+from eagle_ray.cli import main as cli
+from eagle_ray.config import load_config
+from eagle_ray.doctor import memory_estimate
+from eagle_ray.doctor.check_result import Finding, findings_text
+from eagle_ray.doctor.cluster_checks import Workers, workers
+from eagle_ray.doctor.memory_estimate import Footprint
+from eagle_ray.doctor.model_checks import memory, pair_here
+from eagle_ray.doctor.weight_sizes import loaded_bytes, tensor_headers
+from eagle_ray.models.loader import load_config as target_config
+from eagle_ray.models.packed_linear import PackedLinear
+from tests.conftest import PAIR
+
+
+def job(**settings: object):
+    return load_config(None, env={}, overrides={"input.path": "embedded:prompts", "output.path": "runs/x"} | settings)
+
+
+def examined(capsys, *flags: str) -> tuple[int, dict[str, dict]]:
+    code = cli.main(["doctor", "--json", *flags])
+    return code, {finding["part"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize(
+    "method, part, slots, kv_tokens",
+    [
+        ("eagle2", "draft", 3, None),
+        ("eagle2", "draft", 4, 700),
+        ("draft_model", "target", 2, None),
+        ("none", None, 2, None),
+    ],
+)
+def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
+    settings = {"speculative.method": method, "speculative.budget": "uniform", "execution.slots": slots}
+    settings["model.draft"] = part and str(download("embedded:tiny", part))
+    config = job(**settings, **{"execution.kv_tokens": kv_tokens, "model.max_model_len": 256})
+    target, drafts = download("embedded:tiny", "target"), part is not None
+    draft = download("embedded:tiny", part) if drafts else None
+    found = Footprint.of(config, target, draft, target_config(target), "cpu", torch.float32, max_model_len=256)
+    pair = build_engine_from_config(config.model, config.speculative, slots, kv_tokens)
+    engine = pair.engine
+    caches = [engine.target.cache] + ([engine.drafter.cache] if drafts else [])
+    assert found.pool == sum(x.nbytes for cache in caches for x in (cache.keys, cache.values))
+    assert found.target == weights_of(engine.target.model)
+    assert found.draft == (weights_of(engine.drafter.head) if drafts else 0)
+
+
+def weights_of(model: torch.nn.Module) -> int:
+    """Bytes of parameters and of packed weights."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    sizes = [module.in_features * module.out_features * 4 for module in packed]
+    return sum(p.nbytes for p in model.parameters()) + sum(sizes)
+
+
+def test_pickled_and_sharded_weights_are_looked_at_by_their_headers(tmp_path):
+    shards = [{"a": torch.zeros(3, 5, dtype=torch.bfloat16)}, {"d2t": torch.zeros(7, dtype=torch.int64)}]
+    for i, tensors in enumerate(shards):
+        torch.save(tensors, tmp_path / f"part-{i}.bin")
+    index = {"weight_map": {"a": "part-0.bin", "d2t": "part-1.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert loaded_bytes(tmp_path, torch.float32) == 15 * 4 + 7 * 8
+    assert loaded_bytes(tmp_path, None) == 15 * 2 + 7 * 8
+    (tmp_path / "part-1.bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"part-1\.bin cannot be read"):
+        tensor_headers(tmp_path)
+    assert loaded_bytes(tmp_path / "nowhere", None) is None
+
+
+def test_the_embedded_pair_is_well(tmp_path, capsys):
+    code, found = examined(capsys, "-o", str(tmp_path))
+    assert code == 0 and "problem" not in {finding["level"] for finding in found.values()}
+    assert {
+        "eagle_ray",
+        "packages",
+        "devices",
+        "ray",
+        "threads",
+        "pair",
+        "attention",
+        "memory",
+        "trial",
+        "disk",
+    } == set(found)
+    assert found["trial"]["facts"]["same"] == found["trial"]["facts"]["outputs"] == 4
+    assert found["trial"]["facts"]["steps"] < found["trial"]["facts"]["tokens"]
+    assert found["memory"]["facts"]["total"] < found["memory"]["facts"]["room"]
+
+
+def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
+    monkeypatch.setattr(memory_estimate, "_resident", lambda: 400 << 20)  # this process grows from test to test
+    worker = Workers(1, num_gpus=0, threads=1, num_nodes=1, is_here=False, memory=2 << 30)
+    config = job(**{"execution.slots": 2000})
+    _, here = pair_here(config)
+    finding = memory(here, worker, "cpu", torch.float32)
+    assert finding.level == "problem"
+    slots = finding.problem.removeprefix("set execution.slots to ").partition(",")[0]
+    _, here = pair_here(job(**{"execution.slots": int(slots)}))
+    assert memory(here, worker, "cpu", torch.float32).level == "ok"
+    _, here = pair_here(job(**{"execution.slots": int(slots) * 11 // 10}))
+    assert memory(here, worker, "cpu", torch.float32).level == "problem"
+
+
+def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():
+    finding, here = pair_here(job(**{"model.target": str(PAIR / "target"), "model.draft": "embedded:tiny"}))
+    assert here is None and "they are not a pair" in finding.problem
+    config = job(**{"execution.ray_address": "127.0.0.1:1"})
+    finding, planned = workers(config.execution, config.model.device)
+    assert planned is None and "nothing answers at '127.0.0.1:1'" in finding.problem
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_a_job_that_wants_gpus_where_there_are_none():
+    finding, planned = workers(job().execution, "cuda")
+    assert planned is None and "run it on a machine with one, or set it to auto" in finding.problem
+
+
+def test_a_model_that_is_not_here_is_no_reason_to_ask_the_hub():
+    finding, here = pair_here(job(**{"model.target": "nobody/has-this", "model.draft": "nobody/has-that"}))
+    assert here is None and finding.level == "advice"
+    assert finding.advice.startswith("`hf download` nobody/has-this and nobody/has-that")
+
+
+def test_the_text_says_what_to_do():
+    text = findings_text([Finding("memory", "too much", problem="take less"), Finding("disk", "much room")])
+    assert text.splitlines() == [
+        "problem  memory     too much",
+        "                    -> take less",
+        "ok       disk       much room",
+        "problems: 1, advice: 0",
+    ]

@@ -1,0 +1,103 @@
+"""Which steps are measured, in what order, and that measuring keeps to its budget."""
+
+from itertools import chain
+
+import pytest
+
+from eagle_ray.engine.calibrate import (
+    BATCH_STEP,
+    REPLAYS,
+    SHORT_PROMPT,
+    CalibrationRun,
+    CalibrationSetting,
+    Sizes,
+    TimeBudget,
+    calibrate_costs,
+)
+from eagle_ray.planner.cost_model import BUCKETS
+from tests.toy import llama_engine
+
+TREE = 8, 3, 3  # max_nodes, max_depth, top_k
+UNLIMITED = 1e9
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[tuple[CalibrationSetting, int]]:
+    """Every step that a bench takes, and the length of its prompts."""
+    steps = []
+    take = CalibrationRun.take
+
+    def noted(bench: CalibrationRun, setting: CalibrationSetting, length: int = SHORT_PROMPT):
+        steps.append((setting, length))
+        return take(bench, setting, length)
+
+    monkeypatch.setattr(CalibrationRun, "take", noted)
+    return steps
+
+
+def sizes_of(num_slots: int, tree: tuple[int, int, int] = TREE) -> Sizes:
+    return Sizes(num_slots, *tree, device="cpu")
+
+
+def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
+    engine = llama_engine(4, *TREE)
+    costs = calibrate_costs(engine, *TREE, TimeBudget(0.0))
+    assert [setting for setting, _ in taken] == sizes_of(4).needed()
+    assert costs.verify.rows == [1, 2, 8]
+    assert costs.attend == costs.attend_row == 0.0
+    assert costs.plain_step(4, 100.0) > 0 and costs.drafted(4, 4, 3, 3) > 0
+    assert not engine.has_work and engine.counters.num_steps == 0
+    engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("seconds", [6, 9, 14, 40])
+def test_measuring_ends_with_the_step_that_spends_the_budget(taken, seconds):
+    """On a clock on which each step takes a second. A long prompt is followed by one plain step at least."""
+    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(seconds, clock=lambda: float(len(taken))))
+    assert seconds <= len(taken) <= seconds + 3
+    assert len(taken) == seconds or taken[-1][1] == taken[-2][1] != SHORT_PROMPT
+
+
+def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(taken):
+    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(UNLIMITED))
+    sizes = sizes_of(4)
+    first = [*sizes.needed(), *sizes.trees(), *sizes.batches()[0]]
+    assert [setting for setting, _ in taken[: len(first)]] == first
+    num_before_contexts = next(i for i, (_, length) in enumerate(taken) if length != SHORT_PROMPT)
+    assert {setting.num_nodes for setting, _ in taken[len(first) : num_before_contexts]} == {1}
+    rest = [setting for setting, length in taken[num_before_contexts:] if length == SHORT_PROMPT]
+    assert rest == [*first, *sizes.all()]
+
+
+def test_every_size_is_replayed_where_the_budget_allows(taken):
+    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(UNLIMITED))
+    settings = [setting for setting, _ in taken]
+    assert min(settings.count(setting) for setting in sizes_of(4).all()) >= REPLAYS
+
+
+def test_batch_sizes_that_come_first_are_a_factor_apart_and_end_with_all_slots():
+    assert [batch[0].batch_size for batch in sizes_of(100).batches()] == [BATCH_STEP, BATCH_STEP**2, 100]
+    assert [batch[0].batch_size for batch in sizes_of(8).batches()] == [8]
+    assert sizes_of(1).batches() == [[]]
+
+
+@pytest.mark.parametrize("tree", [(1, 1, 1), (2, 2, 1), (8, 3, 3), (60, 6, 10)])
+@pytest.mark.parametrize("num_slots", [1, 4, 32, 64])
+def test_no_tree_is_larger_than_it_may_be(num_slots, tree):
+    sizes = sizes_of(num_slots, tree)
+    settings = [*sizes.needed(), *sizes.trees(), *chain(*sizes.batches()), *sizes.all(), sizes.small_tree]
+    max_nodes, max_depth, top_k = tree
+    assert max(setting.num_nodes for setting in settings) <= 1 + max_nodes
+    assert max(setting.depth for setting in settings) <= max_depth
+    assert max(setting.width for setting in settings) <= top_k
+    assert {1, num_slots} <= {setting.batch_size for setting in settings}
+    assert {setting.num_nodes for setting in sizes.trees()} <= set(BUCKETS)
+
+
+def test_a_budget_is_spent_when_its_seconds_are_over():
+    now = [100.0]
+    budget = TimeBudget(5.0, clock=lambda: now[0])
+    now[0] = 104.9
+    assert not budget.is_spent
+    now[0] = 105.0
+    assert budget.is_spent

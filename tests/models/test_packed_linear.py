@@ -1,0 +1,111 @@
+"""Packed linears: what F.linear computes, a row the same in any company, and out of the way where they cannot be."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eagle_ray.models.packed_linear import MIN_PACKED_ROWS, PackedLinear, pack_linears, warm_up_kernels
+from tests.toy import llama
+
+SHAPES = [(512, 512), (96, 2048), (33, 65)]  # the second is one whose kernel for a single row sums in another order
+
+
+def packable(dtype: torch.dtype) -> bool:
+    model = nn.Sequential(nn.Linear(8, 8, dtype=dtype))
+    pack_linears(model, fewest_weights=1)
+    return isinstance(model[0], PackedLinear)
+
+
+needs_packing = pytest.mark.skipif(not packable(torch.float32), reason="this torch or CPU packs no linear layers")
+
+
+def linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype).requires_grad_(False)
+
+
+@needs_packing
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_computes_what_linear_computes(shape, bias):
+    plain = linear(shape, torch.float32, bias)
+    packed = PackedLinear(plain)
+    for rows in ((1,), (3,), (1, 7), (2, 3, 40)):
+        inputs = torch.randn(*rows, shape[1])
+        assert packed(inputs).shape == (*rows, shape[0])
+        assert (packed(inputs) - plain(inputs)).abs().max() < 1e-5
+    assert packed(torch.randn(5, 2 * shape[1])[:, ::2]).shape == (5, shape[0])  # not contiguous
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_does_not_depend_on_its_company(shape, dtype):
+    if not packable(dtype):
+        pytest.skip("this torch or CPU packs no such layers")
+    packed = PackedLinear(linear(shape, dtype))
+    inputs = torch.randn(300, shape[1]).to(dtype)
+    together = packed(inputs)
+    for num_rows in (1, 2, 3, 4, 5, 8, 17, 64, 129):
+        assert torch.equal(packed(inputs[-num_rows:]), together[-num_rows:])
+
+
+@needs_packing
+def test_bf16_is_within_its_own_rounding():
+    if not packable(torch.bfloat16):
+        pytest.skip("this CPU has no bf16 kernels")
+    plain = linear((512, 512), torch.bfloat16)
+    inputs = torch.randn(9, 512).bfloat16()
+    exact = F.linear(inputs.float(), plain.weight.float(), plain.bias.float())
+    assert (PackedLinear(plain)(inputs).float() - exact).abs().max() < 2**-8 * exact.abs().max()
+
+
+def test_what_is_small_or_of_another_kind_stays():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(512, 512, dtype=torch.float64), nn.Embedding(9, 9))
+    kinds = [type(module) for module in model]
+    pack_linears(model)
+    assert [type(module) for module in model] == kinds
+
+
+def test_what_a_quantiser_has_changed_stays():
+    renamed, wrapped = nn.Linear(512, 512), nn.Linear(512, 512)
+    renamed.weight_packed = renamed._parameters.pop("weight")
+    wrapped.forward = lambda inputs: inputs
+    model = nn.Sequential(renamed, wrapped)
+    pack_linears(model)
+    assert [*model] == [renamed, wrapped]
+
+
+def test_without_the_operators_everything_stays(monkeypatch):
+    def missing(*_):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", missing)
+    model = nn.Sequential(nn.Linear(512, 512))
+    pack_linears(model)
+    assert type(model[0]) is nn.Linear
+
+
+@needs_packing
+def test_a_kernel_is_made_for_every_number_of_rows_once_per_shape(monkeypatch):
+    """A layer that is alike is not run again, and one so large that its kernels are nothing beside it is not run."""
+    made = []
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: made.append((self.out_features, len(rows))))
+    monkeypatch.setattr("eagle_ray.models.packed_linear.MAX_WARM_WEIGHTS", 512 * 640)
+    sizes = (512, 512, 640, 1024)
+    warm_up_kernels(nn.Sequential(*(PackedLinear(nn.Linear(512, size)) for size in sizes), nn.Linear(512, 768)), 9)
+    assert made == [(size, rows) for rows in range(MIN_PACKED_ROWS, 10) for size in (512, 640)]
+    made.clear()
+    warm_up_kernels(nn.Sequential(PackedLinear(nn.Linear(512, 512))), 1)  # whose passes are filled up
+    assert made == [(512, MIN_PACKED_ROWS)]
+
+
+@needs_packing
+@torch.no_grad()
+def test_a_packed_model_keeps_its_embedding_and_its_logits():
+    plain, packed = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)
+    pack_linears(packed, fewest_weights=1)
+    assert not any(type(module) is nn.Linear for module in packed.modules())
+    ids = torch.randint(3, 97, (2, 30))
+    wanted, got = plain(ids).logits, packed(ids).logits
+    assert (wanted - got).abs().max() < 1e-5 * wanted.abs().max()

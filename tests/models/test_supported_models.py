@@ -1,0 +1,160 @@
+"""Every family that families.EXACT names: packed trees equal transformers' own forward of each path, and no other runs.
+
+Issue 5's own list runs in every test run, the rest with the slow ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from eagle_ray.errors import EngineError
+from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.models.packed_linear import pack_linears
+from eagle_ray.models.placement import dispatch
+from eagle_ray.models.supported_models import SUPPORTED, check_config, kv_elements_per_token, max_exact_position
+from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.tree.draft_tree import DraftTree
+from tests.engine.test_host_syncs import WatchCopies, WatchOperations
+from tests.models.families import (
+    CHUNKS,
+    FAMILIES,
+    OTHERS,
+    PROMPTS,
+    SLOTS,
+    assert_trees_equal,
+    config_of,
+    path_to,
+    plain_copy,
+    prefill,
+    random_model,
+    random_trees,
+    target_of,
+)
+
+MIXED = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt_oss")]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_trees_after_prompts_in_chunks_equal_plain_forwards(name):
+    model = random_model(FAMILIES[name])
+    assert_trees_equal(plain_copy(model), target_of(model), CHUNKS)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_which_experts_its_company_needs(name):
+    target = target_of(random_model(FAMILIES[name]))
+    prefill(target, None)
+    lengths = [len(ids) for ids in PROMPTS]
+    roots = torch.tensor([5, 6, 7])
+    together = _verify(target, roots, DecodeSlots.of(SLOTS, lengths))
+    alone = [_verify(target, roots[[b]], DecodeSlots.of([SLOTS[b]], [lengths[b]])) for b in range(3)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@torch.inference_mode()
+def test_experts_are_chosen_without_a_look_at_the_device(name):
+    """Otherwise every layer of a mixture would wait for the GPU."""
+    target = target_of(random_model(FAMILIES[name]))
+    prefill(target, None)
+    batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
+    with WatchOperations() as operations, WatchCopies() as copies:
+        _verify(target, torch.tensor([5, 6, 7]), batch)
+    assert operations.seen == [] and copies.seen == []
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma2", "gpt_oss"])
+@torch.inference_mode()
+def test_taps_are_the_inputs_of_their_layers(name):
+    model = random_model(FAMILIES[name])
+    plain, target = plain_copy(model), target_of(model, feature_layers=(0, 1))
+    features = target.prefill(PrefillBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
+    for ids, found in zip(PROMPTS, features, strict=True):
+        own = plain(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
+        torch.testing.assert_close(found, torch.cat([own[0][0], own[1][0]], -1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_packed_and_spread_models_compute_what_they_did(name):
+    model = random_model(FAMILIES[name])
+    plain = plain_copy(model)
+    dispatch(model, ["cpu", "cpu"], [0, 1])
+    pack_linears(model, fewest_weights=1)
+    own = [plain(torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in PROMPTS]
+    torch.testing.assert_close(prefill(target_of(model), None), torch.stack(own), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_memory_is_known_before_weights_are(name):
+    """kv_elements_per_token is what placement reserves; the cache is what it is for."""
+    config = FAMILIES[name]
+    cache = TargetModel(random_model(config), 1, 8).cache
+    assert cache.keys[0, 0, 0].numel() + cache.values[0, 0, 0].numel() == kv_elements_per_token(config)
+
+
+ROTATING = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("phi3", rope_parameters=ROTATING, original_max_position_embeddings=21),
+        config_of("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=21),
+    ],
+    ids=["longrope", "dynamic"],
+)
+@torch.inference_mode()
+def test_drafts_past_the_original_positions_change_nothing_before_them(config):
+    """A tree may reach further than any output: transformers would then turn every row of the pass otherwise."""
+    assert max_exact_position(config) == 21
+    model = random_model(config)
+    plain, target = plain_copy(model), target_of(model)
+    prefill(target, None)
+    tree, lengths = random_trees([9, 9, 9]), [len(ids) for ids in PROMPTS]
+    batch = DecodeSlots.of(SLOTS, lengths)
+    rows = tree.pack(batch.lengths, 27)
+    assert rows.positions.max() > 21
+    logits, _ = target.verify(tree, rows, batch, max_depth=8)
+    for row in (rows.positions < 21).nonzero().flatten().tolist():
+        b = int(rows.seq[row])
+        ids = PROMPTS[b] + tree.tokens[b, path_to(tree, b, int(rows.node[row]))].tolist()
+        own = plain(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(logits[row], own, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+@torch.inference_mode()
+def test_the_other_families_too(family):
+    config = config_of(family, **OTHERS[family])
+    model = random_model(config)
+    plain, target = plain_copy(model), target_of(model)
+    assert_trees_equal(plain, target, CHUNKS)
+    assert target.cache.keys[0, 0, 0].numel() + target.cache.values[0, 0, 0].numel() == kv_elements_per_token(config)
+    pack_linears(model, fewest_weights=1)
+    assert_trees_equal(plain, target_of(model))
+
+
+def test_every_family_that_is_let_through_is_tested_here():
+    assert {config.model_type for config in FAMILIES.values()} | OTHERS.keys() == SUPPORTED
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gemma4_text", "qwen3_next", "lfm2", "diffllama", "bert", "mamba"])
+def test_any_other_family_is_refused_by_its_name(family):
+    with pytest.raises(EngineError, match=f"{family} is no architecture"):
+        check_config(AutoConfig.for_model(family))
+
+
+def test_a_model_of_more_than_text_is_refused():
+    with pytest.raises(EngineError, match="gemma3 is a model of more than text"):
+        check_config(AutoConfig.for_model("gemma3"))
+
+
+def _verify(target: TargetModel, roots: torch.Tensor, batch: DecodeSlots) -> torch.Tensor:
+    tree = DraftTree.of_roots(roots)
+    return target.verify(tree, tree.pack(batch.lengths, len(roots)), batch, max_depth=0)[0]

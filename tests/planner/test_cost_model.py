@@ -1,0 +1,261 @@
+"""Cost curves, their corrections, their measurement on real steps and their keeping on disk."""
+
+import json
+import logging
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.engine.calibrate import (
+    CalibrationRun,
+    CalibrationSetting,
+    ScriptedPlanner,
+    TimeBudget,
+    added_by_each,
+    backlog,
+    calibrate_costs,
+    warm_up,
+)
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.planner.cost_cache import cache_path, cached_costs, costs_json
+from eagle_ray.planner.cost_model import CostCurve, StepCosts, isotonic
+from eagle_ray.planner.planner import StepOutcome, UniformPlanner
+from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from tests.toy import llama_engine
+
+
+@pytest.fixture(autouse=True)
+def log_is_heard(monkeypatch, caplog):
+    """A job that ran before may have taken the log to stderr alone, or wanted to hear of errors only."""
+    log = logging.getLogger("eagle_ray")
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "disabled", False)
+    caplog.set_level(logging.WARNING, logger="eagle_ray")
+
+
+seconds = st.lists(st.floats(1e-6, 10), min_size=1, max_size=12)
+
+
+def flat(value: float) -> CostCurve:
+    return CostCurve([1, 64], [value, value])
+
+
+def some_costs() -> StepCosts:
+    return StepCosts(CostCurve([1, 8, 16], [1.0, 1.2, 2.0]), 0.0, flat(0.1), flat(0.1), flat(0.05), flat(0.1))
+
+
+def hear(costs: StepCosts, outcome: StepOutcome) -> None:
+    costs.learn(outcome, costs.predict(outcome))
+
+
+@given(seconds)
+def test_more_rows_never_cost_less(values):
+    curve = CostCurve(list(range(1, len(values) + 1)), values)
+    read = [curve(n / 2) for n in range(2, 2 * len(values) + 6)]
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(read))
+
+
+def test_what_already_rises_is_left_alone_and_what_falls_is_shared():
+    assert isotonic([1.0, 2.0, 3.0]) == pytest.approx([1, 2, 3])
+    assert isotonic([1.0, 8.0, 2.0]) == pytest.approx([1, 4, 4])
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
+    assert curve(0) == curve(1) == pytest.approx(1.0)
+    assert curve(4.5) == pytest.approx(1.35)
+    assert curve(24) == pytest.approx(3.3)
+
+
+def test_a_flat_end_does_not_make_more_rows_free():
+    curve = CostCurve([1, 8, 16], [1.0, 2.5, 2.5])
+    assert curve(31) == pytest.approx(2.5 + 1.5)
+
+
+def test_one_odd_time_at_the_end_does_not_make_large_passes_dear():
+    """Beyond what is compiled beforehand a first time is long: reading 844 pairs was taken to need 478 ms, not 112."""
+    curve = CostCurve([1, 50, 90, 100], [1.0, 5.9, 9.9, 15.0])
+    assert curve(1000) == pytest.approx(15 + 900 * (15.0 - 5.9) / 50)
+
+
+def test_the_first_time_of_a_pass_larger_than_any_before_is_half_believed():
+    """It pays for what is made once: 2,400 pairs took 0.6 s, then 0.2, and prompts came to look twice as dear."""
+    curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
+    curve.correct(48, ratio=4.0)
+    assert curve.rows == [1, 8, 16, 48]
+    assert curve(48) == pytest.approx(2 * (2.5 + 0.1 * 32)) and curve(16) == pytest.approx(2.5)
+    curve.correct(48, ratio=0.5)
+    assert curve(48) == pytest.approx(2.5 + 0.1 * 32, rel=0.03) and curve(16) == pytest.approx(2.5, rel=0.02)
+    curve.correct(52, ratio=1.0)  # as good as 48
+    assert curve.rows[-1] == 48
+
+
+def test_the_first_time_of_a_pass_larger_than_any_before_is_no_shorter_than_others():
+    curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
+    curve.correct(48, ratio=0.8)
+    assert curve(48) == pytest.approx(0.8 * (2.5 + 0.1 * 32))
+
+
+@pytest.mark.parametrize("measured", [[1], [1, 8, 64]])
+def test_sizes_that_are_each_run_once_are_priced_all_the_same(measured: list[int]):
+    """Catching up never takes as many pairs twice; at the start next to nothing was measured, and that was flat."""
+    curve, rows = CostCurve(measured, [1e-3] * len(measured)), measured[-1]
+    while rows < 20_000:
+        rows = int(1.25 * rows) + 1
+        took = 1e-3 + 5e-5 * rows
+        curve.correct(rows, took / curve(rows))
+    assert curve(rows) == pytest.approx(took, rel=0.2)
+
+
+def test_steps_correct_the_rows_they_run_and_to_a_lesser_degree_all_others():
+    costs = some_costs()
+    for _ in range(200):  # everything takes twice as long, and 16 rows four times
+        for rows, took in ((1, 2.0), (8, 2.4), (16, 8.0)):
+            hear(costs, StepOutcome(PLAIN, 1, 0, 0, 0, rows, 0, 0, StepTimes(0.0, took, 0.1)))
+    assert costs.verify(8) / costs.verify(1) == pytest.approx(1.2, rel=0.15)
+    assert costs.verify(16) / costs.verify(1) == pytest.approx(4.0, rel=0.15)
+
+
+def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
+    costs = some_costs()
+    for _ in range(100):
+        hear(costs, StepOutcome(PLAIN, 1, 0, 0, 0, 16, 0, 0, StepTimes(0.0, 3.0, 0.05)))
+    assert costs.verify(16) == pytest.approx(3.0, rel=0.05)
+    assert costs.verify(1) < costs.verify(16) * 0.6
+
+
+def test_a_context_is_read_by_every_row_of_its_sequence():
+    costs = replace(some_costs(), attend=0.01, attend_row=0.002)
+    assert costs.verified(8, 100, 8) == pytest.approx(1.2 + 100 * 0.01)
+    assert costs.verified(16, 100, 8) == pytest.approx(2.0 + 100 * (0.01 + 0.002))
+    assert costs.passes([8, 16], 100, 8).tolist() == [costs.verified(n, 100, 8) for n in (8, 16)]
+    assert costs.row(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
+
+
+@pytest.mark.parametrize(("usual", "taken", "rises"), [(True, 0.3, True), (False, 0.3, False), (False, 0.02, False)])
+def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(usual, taken, rises):
+    costs = some_costs()
+    outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, taken))
+    costs.learn(outcome, costs.predict(outcome), usual)
+    assert (costs.draft_rest(4) > 0.1) == rises
+    assert (costs.draft_rest(4) < 0.1) == (taken < 0.1)
+
+
+def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
+    costs = replace(some_costs(), level=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
+    each = [[costs.drafted(5, 4, width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
+    assert costs.read(5) + costs.further_levels(4, [1, 3], 3) == pytest.approx(np.array(each))
+
+
+def test_the_same_rows_of_more_sequences_take_longer():
+    costs = replace(some_costs(), each=0.01)
+    assert costs.verified(16, 0, 16) == pytest.approx(2.0 + 16 * 0.01)
+    assert costs.passes([16, 8], 0, 4).tolist() == pytest.approx([2.0 + 4 * 0.01, 1.2 + 4 * 0.01])
+    assert costs.plain_step(8, 0) == pytest.approx(1.2 + 8 * 0.01 + costs.plain_rest(8))
+
+
+def test_what_a_sequence_adds_is_told_from_what_rows_do():
+    """Passes of 1 + rows / 8 s and a tenth for each sequence: of 8 rows, of 16, and of 4 in one way only."""
+    sizes = [(8, 1), (8, 2), (8, 8), (16, 4), (16, 16), (4, 4)]
+    seconds = {(rows, batch): [1 + rows / 8 + 0.1 * batch] for rows, batch in sizes}
+    assert added_by_each(seconds) == pytest.approx(0.1)
+    assert added_by_each({(4, 4): [1.0]}) == 0 and added_by_each({(8, 1): [2.0], (8, 8): [1.0]}) == 0
+
+
+def test_on_a_cpu_what_is_caught_up_fits_the_kernels_that_are_made():
+    assert [backlog(n, "cpu") for n in (1, 8, 16, 24, 32, 64)] == [7, 7, 4, 2, 1, 1]
+    assert {backlog(n, "cuda") for n in (1, 16, 256)} == {7}
+
+
+def test_a_draft_of_one_level_says_nothing_of_further_ones():
+    costs = some_costs()
+    for _ in range(50):  # reading takes half as long, levels as long as was thought
+        for depth, took in ((1, 0.05), (3, 0.05 + 2 * 0.1)):
+            hear(costs, StepOutcome(DraftPlan(3, 1), 8, 0, depth, 8, 16, 0, 0, StepTimes(took, 2.0, 0.1)))
+    assert costs.read(8) == pytest.approx(0.05, rel=0.1) and costs.level(8) == pytest.approx(0.1, rel=0.15)
+
+
+def test_real_steps_are_measured_and_forgotten():
+    engine = llama_engine(4, 8, 3, 3)
+    costs = calibrate_costs(engine, max_nodes=8, max_depth=3, top_k=3)
+    assert not engine.has_work and engine.counters.num_steps == 0
+    assert costs.verify.rows[0] == 1 and costs.verify.rows[-1] >= 9
+    assert all(s > 0 for curve in (costs.verify, costs.read, costs.level, costs.draft_rest) for s in curve.seconds)
+    engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
+    engine = llama_engine(4, 8, 3, 3)
+    engine.planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
+    bench, held = CalibrationRun(engine, apart), engine.target.cache.blocks._held
+    bench.take(CalibrationSetting(1, 1, 0, 0), longest)
+    bench.take(CalibrationSetting(4, 1, 0, 0), longest)
+    assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
+    bench.run([CalibrationSetting(1, 1, 0, 0), CalibrationSetting(1, 2, 1, 1)])
+    bench.run_contexts(CalibrationSetting(4, 3, 2, 2), TimeBudget(60.0))
+    costs = bench.costs()
+    assert costs.attend >= 0 and costs.attend_row >= 0
+    bench.clear()
+    engine.scheduler.check_integrity()
+
+
+class Untaught(UniformPlanner):
+    """Fails as soon as it is asked or told anything."""
+
+    def plan(self, batch):
+        raise AssertionError("asked")
+
+    def observe(self, outcome):
+        raise AssertionError("told")
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])
+def test_warming_up_takes_steps_that_nobody_counts_or_learns_from(tree):
+    engine = llama_engine(2, *tree)
+    engine.planner = planner = Untaught(*tree)
+    warm_up(engine, tree[2])
+    assert engine.planner is planner and not engine.has_work and engine.counters.num_steps == 0
+    engine.scheduler.check_integrity()
+
+
+def test_a_drafter_of_one_level_can_be_measured():
+    assert calibrate_costs(llama_engine(2, 1, 1, 1), max_nodes=1, max_depth=1, top_k=1).level(1) > 0
+
+
+def test_costs_are_measured_once_and_kept_for_exactly_these_parts(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    calls = []
+
+    def measured() -> StepCosts:
+        calls.append(1)
+        return some_costs()
+
+    first = cached_costs({"target": "a"}, measured)
+    again = cached_costs({"target": "a"}, measured)
+    assert costs_json(first) == costs_json(again) and len(calls) == 1
+    cached_costs({"target": "b"}, measured)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", json.dumps({"costs": {"verify": 3}}), json.dumps([])])
+def test_a_damaged_file_is_measured_anew(tmp_path, monkeypatch, damage, caplog):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    path = cache_path({"target": "a"})
+    path.parent.mkdir(parents=True)
+    path.write_text(damage)
+    assert costs_json(cached_costs({"target": "a"}, some_costs)) == costs_json(some_costs())
+    assert "measuring again" in caplog.text
+    assert json.loads(path.read_text())["of"] == {"target": "a"}
+
+
+def test_a_place_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "file"))
+    cached_costs({"target": "a"}, some_costs)
+    assert "cannot be" in caplog.text

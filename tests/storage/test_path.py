@@ -1,0 +1,133 @@
+"""Locations of this machine: names, and files that appear whole or not at all."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from eagle_ray.storage.path import StoragePath, read_json, write_json
+
+KILLED = """
+import os, signal, sys
+from eagle_ray.storage.path import Location
+Location.of(sys.argv[1]).write_whole(b"new" * 1000, lambda: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.fixture
+def here(tmp_path) -> StoragePath:
+    return StoragePath.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "parent"),
+    [
+        ("s3://bucket/runs/a/", "a", "s3://bucket/runs"),
+        ("s3://bucket", "bucket", "s3://bucket"),
+        ("/work/runs/a", "a", "/work/runs"),
+        ("/", "", "/"),
+    ],
+)
+def test_a_location_is_its_text(text, name, parent):
+    location = StoragePath.of(text)
+    assert (location.name, str(location.parent)) == (name, parent)
+    assert (location / "x").parent == location
+    assert pickle.loads(pickle.dumps(location)) == location
+
+
+def test_local_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(StoragePath.of("runs/../a")) == f"{tmp_path}/a" and str(StoragePath.of("~/a")) == "/home/me/a"
+
+
+@pytest.mark.parametrize("text", ["gs://bucket/a", "s3://", "s3:///a", "https://host/a"])
+def test_other_urls_are_refused(text):
+    with pytest.raises(ValueError, match="neither a local path nor s3://bucket/key"):
+        StoragePath.of(text)
+
+
+def test_a_person_is_shown_what_is_beneath_the_working_directory_from_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert StoragePath.of("runs/a").shown == "runs/a"
+    assert (
+        StoragePath.of(tmp_path.parent).shown == str(tmp_path.parent) and StoragePath.of("s3://b/a").shown == "s3://b/a"
+    )
+
+
+def test_below_follows_local_links_and_takes_buckets_by_name(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert StoragePath.of(tmp_path / "link" / "a").below(StoragePath.of(tmp_path / "real")) == "a"
+    assert StoragePath.of("s3://b/in/a").below(StoragePath.of("s3://b/in")) == "a"
+    assert StoragePath.of("s3://b/in").below(StoragePath.of("s3://b/in")) == ""
+    assert StoragePath.of("s3://b/inner").below(StoragePath.of("s3://b/in")) is None
+
+
+def test_a_file_is_replaced_in_one_step(here):
+    write_json(here / "a.json", {"rows": 1})
+    write_json(here / "a.json", {"rows": 2, "text": "ü"})
+    assert read_json(here / "a.json") == {"rows": 2, "text": "ü"}
+    assert here.names() == ["a.json"] and read_json(here / "b.json") is None
+
+
+def test_what_the_last_look_raises_leaves_everything_as_it_was(here):
+    (here / "a.json").write_whole(b"old")
+
+    def refuse() -> None:
+        assert [file.read_bytes() for file in here.glob(".*")] == [b"new"]
+        raise RuntimeError("overtaken")
+
+    for write in (StoragePath.write_whole, StoragePath.create):
+        with pytest.raises(RuntimeError, match="overtaken"):
+            write(here / "b.json", b"new", refuse)
+    with pytest.raises(RuntimeError, match="overtaken"):
+        (here / "a.json").write_whole(b"new", refuse)
+    assert here.names() == ["a.json"] and (here / "a.json").read_bytes() == b"old"
+
+
+def check_creates_and_replaces(directory: StoragePath) -> StoragePath:
+    """The law of both halves; returns the file, which holds b"second"."""
+    file = directory / "deep" / "a"
+    first = file.create(b"first")
+    assert first == file.stat() and file.create(b"second") is None and file.read_bytes() == b"first"
+    second = file.replace(b"second", first.version)
+    assert second == file.stat() and file.replace(b"third", first.version) is None
+    assert file.read_bytes() == b"second" and file.read_stamped() == (b"second", second)
+    assert (directory / "none").replace(b"x", second.version) is None
+    return file
+
+
+def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(here):
+    assert check_creates_and_replaces(here).parent.names() == ["a"]
+
+
+def test_globs_and_listings_are_sorted_and_hold_files_only(here):
+    for name in ("b.parquet", "a.parquet", "x=1/c.parquet", "x=1/d.txt", ".hidden.parquet"):
+        (here / name).write_whole(b"")
+    assert [file.name for file in here.glob("*.parquet")] == ["a.parquet", "b.parquet"]
+    assert [file.name for file in here.glob("**/*.parquet")] == ["a.parquet", "b.parquet", "c.parquet"]
+    assert len(here.stamps()) == 5 and here.glob("*/*.txt") == [here / "x=1/d.txt"]
+    assert (here / "nowhere").glob("*") == [] and (here / "x=1").is_directory() and not (here / "x=1").exists()
+
+
+def test_a_killed_writer_leaves_no_file_but_a_hidden_one_that_the_next_start_removes(here):
+    path = here / "x=1" / "part.parquet"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=os.environ | {"PYTHONPATH": os.getcwd()})
+    assert killed.returncode == -signal.SIGKILL
+    assert len(path.parent.names()) == 1 and not here.glob("**/*.parquet")
+    for theirs in (".notes.tmp", "part.parquet.0123abcd.tmp"):
+        (path.parent / theirs).write_whole(b"")
+    here.remove_temporary()
+    assert path.parent.names() == [".notes.tmp", "part.parquet.0123abcd.tmp"]
+
+
+def test_looking_whether_a_directory_can_be_written_leaves_nothing(here):
+    (here / "not" / "yet").check_writable()
+    assert here.names() == []
+    (here / "file").write_whole(b"")
+    with pytest.raises(OSError, match="Not a directory"):
+        (here / "file" / "out").check_writable()

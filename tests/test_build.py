@@ -1,0 +1,201 @@
+"""Whether a target and a head are a pair, from their configs and tensor names alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle_ray import build as pair_module
+from eagle_ray.build import build_engine_from_config, check_models, cost_key, load_causal_lm, load_draft, model_limits
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
+from eagle_ray.models.medusa_checkpoint import save_path_heads
+from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
+from eagle_ray.models.target import TargetModel
+from eagle_ray.planner.cost_cache import cache_home
+from eagle_ray.registry import make_drafter
+from eagle_ray.start_log import StartLog
+from tests.conftest import PAIR
+from tests.toy import LLAMA, llama
+
+
+@pytest.fixture
+def draft(tmp_path) -> Path:
+    """A copy of the goldens' head, to break."""
+    return Path(shutil.copytree(PAIR / "draft", tmp_path / "draft"))
+
+
+def check(draft: Path | None, method: str = "eagle2") -> None:
+    target = str(PAIR / "target")
+    check_models(ModelConfig(target=target, draft=draft and str(draft)), SpeculativeConfig(method=method))
+
+
+def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
+    check(draft)
+    check_models(ModelConfig(), SpeculativeConfig())
+    check(None, method="none")
+
+
+def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, draft):
+    speculative, parts = SpeculativeConfig(budget="uniform"), []
+    for target in (PAIR / "target", Path(shutil.copytree(PAIR / "target", tmp_path / "elsewhere"))):
+        pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, slots=2)
+        parts.append(cost_key(pair.engine, speculative))
+    assert parts[0] == parts[1] and parts[0]["device"]
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])
+def test_a_head_of_another_size_is_refused_with_both_numbers(draft, key):
+    raw = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(raw | {key: 7}))
+    with pytest.raises(ConfigError, match=rf"model\.draft: .* {key} is 7 and the target's is {raw[key]}"):
+        check(draft)
+
+
+@pytest.mark.parametrize("method", ["eagle1", "sequoia"])
+def test_other_trees_are_drawn_with_the_same_head(draft, method):
+    check(draft, method)
+
+
+def test_a_draft_model_has_the_targets_tokens(tmp_path):
+    llama(vocab_size=512).save_pretrained(tmp_path / "same")
+    check(tmp_path / "same", "draft_model")
+    llama().save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* vocab_size is 97 and the target's is 512"):
+        check(tmp_path / "other", "draft_model")
+
+
+@pytest.mark.parametrize(("heads", "method"), [(MedusaHeads, "medusa"), (HydraHeads, "hydra")])
+def test_path_heads_are_of_the_targets_width_and_method(tmp_path, heads, method):
+    own = dict(own_lm_head=True) if heads is MedusaHeads else {}
+    save_path_heads(heads(2, 1, 64, 512, **own), tmp_path / "same")
+    check(tmp_path / "same", method)
+    save_path_heads(heads(2, 1, 32, 512, **own), tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"model\.draft: .* not {method.title()} heads .*32\), wanted .*64\)"):
+        check(tmp_path / "other", method)
+    with pytest.raises(ConfigError, match=rf"model\.draft: .*holds neither {method}_lm_head"):
+        check(PAIR / "draft", method)
+
+
+E3 = PAIR.parent / "pair_e3"
+
+
+def check_e3(method: str, target: Path = E3) -> None:
+    model = ModelConfig(target=str(target / "target"), draft=str(E3 / "draft"))
+    check_models(model, SpeculativeConfig(method=method))
+
+
+def test_eagle2_takes_heads_of_both_generations_and_eagle3_its_own(draft):
+    check_e3("eagle2")
+    check_e3("eagle3")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* is an EAGLE-1/2 head: set speculative\.method to eagle2"):
+        check(draft, "eagle3")
+
+
+def test_a_target_of_too_few_layers_for_eagle3_is_refused(draft):
+    with pytest.raises(ConfigError, match=r"model\.draft: .* 7 layers or more, and the target has 4 .*pair_fit"):
+        check_e3("eagle3", target=PAIR)
+
+
+def test_tensors_that_do_not_fit_are_named_before_anything_is_loaded(draft):
+    save_file({"fc.weight": torch.ones(64, 128)}, draft / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* missing layers\.0\.mlp\.down_proj\.weight"):
+        check(draft)
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [("config.json", None), ("config.json", b"{"), ("model.safetensors", None), ("model.safetensors", b"short")],
+)
+def test_files_that_are_missing_or_damaged_are_named(draft, file, data):
+    (draft / file).unlink() if data is None else (draft / file).write_bytes(data)
+    with pytest.raises(ConfigError, match=r"model\.draft: .*draft(/model\.safetensors)? cannot be read"):
+        check(draft)
+
+
+def test_a_missing_head_is_asked_for():
+    with pytest.raises(ConfigError, match=r"model\.draft: missing"):
+        check(None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_calibrated", "is_coupled"),
+    [
+        ({}, True, True),
+        ({"budget": "uniform"}, False, False),
+        ({"ranking": "published"}, False, False),
+        ({"ranking": "calibrated"}, True, False),
+        ({"budget": "uniform", "ranking": "coupled"}, True, True),
+        ({"budget": "uniform", "coupled": False}, True, False),
+        ({"budget": "uniform", "coupled": True}, True, True),
+    ],
+)
+def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
+    model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
+    causal_lm = load_causal_lm(model, slots=1)
+    drafter = make_drafter(speculative, TargetModel(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
+    ranking = drafter.ranking
+    assert (ranking.calibration is not None, ranking.coupling is not None) == (is_calibrated, is_coupled)
+
+
+def target_that_says(tmp_path: Path, **config: object) -> ModelConfig:
+    """A directory of nothing but a target's config."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+    return ModelConfig(target=str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "mamba", "gemma3"])
+def test_a_target_that_cannot_be_exact_is_refused_before_the_start(tmp_path, family):
+    with pytest.raises(ConfigError, match=rf"model\.target: {family} is "):
+        check_models(target_that_says(tmp_path, model_type=family), SpeculativeConfig(method="none"))
+
+
+def test_a_target_whose_quantiser_is_unknown_is_refused_before_the_start(tmp_path):
+    model = target_that_says(tmp_path, model_type="llama", quantization_config={"quant_method": "guesswork"})
+    with pytest.raises(ConfigError, match=r"model\.target: .*quantised \(guesswork\)"):
+        check_models(model, SpeculativeConfig(method="none"))
+
+
+def test_rotations_that_move_bound_the_length(tmp_path):
+    """Past its original positions longrope turns every earlier one otherwise: transformers itself starts anew there."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    said = dict(model_type="phi3", rope_parameters=rope, original_max_position_embeddings=100)
+    model = target_that_says(tmp_path, **said)
+    assert model_limits(model).max_model_len == 100
+    assert model_limits(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len: 101 is more than the 100 .* before its rotary scaling"):
+        model_limits(model.model_copy(update={"max_model_len": 101}))
+
+
+class Parts(StartLog):
+    """Keeps what each part of a start would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def part(self, name: str, line: str):
+        self.lines.append(line)
+        return super().part(name, line)
+
+
+def parts_of_start(draft: Path) -> list[str]:
+    start = Parts()
+    model = ModelConfig(target=str(PAIR / "target"), draft=str(draft), device="cpu", max_model_len=128)
+    build_engine_from_config(model, SpeculativeConfig(), 2, start=start)
+    return [line.partition(":")[0] for line in start.lines]
+
+
+def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pair_module, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
+    first = parts_of_start(draft)
+    assert first[0] == "reading the target's weights" and first[-1] == "measuring the cost of steps"
+    assert any(line.startswith("making kernels") for line in first)
+    assert parts_of_start(draft) == first[:-1]
+    (kept,) = cache_home().glob("costs/*.json")
+    kept.write_text("{")
+    assert parts_of_start(draft) == first

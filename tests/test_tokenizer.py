@@ -1,0 +1,318 @@
+"""Text: special tokens once, the template as published, and stop strings found whatever the tokens' edges are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from eagle_ray.chat_templates import NAMES
+from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.tokenizer import LONG_TOKEN, REPLACEMENT_CHAR, Tokenizer
+from tests.tokenizers_for_tests import write_tokenizer
+
+BOS, EOS, USER, ASSISTANT, END = range(5)
+VOCAB = 330
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def text(directory):
+    return Tokenizer.load(directory)
+
+
+def ids_of(text: Tokenizer, string: str) -> list[int]:
+    return text.encode(string)[1:]
+
+
+def kept_by_decoding_everything(text: Tokenizer, ids: list[int], stops: list[str]) -> int | None:
+    """What StopCheck must return: the first prefix whose whole characters hold a stop string."""
+    for end in range(1, len(ids) + 1):
+        whole = text.decode(ids[:end]).rstrip(REPLACEMENT_CHAR)
+        if any(stop in whole for stop in stops):
+            return end
+    return None
+
+
+def kept(text: Tokenizer, ids: list[int], stops: list[str], ids_per_step: int = 1) -> int | None:
+    """The answer of a check that is asked after each step, as the engine asks."""
+    check = text.stop_check(stops)
+    for end in range(ids_per_step, len(ids) + ids_per_step, ids_per_step):
+        if (keep := check(ids[:end])) is not None:
+            return keep
+    return None
+
+
+def test_a_prompt_gets_the_tokenizers_special_tokens(text):
+    ids = text.encode("the cat 😀")
+    assert ids[0] == BOS
+    assert BOS not in ids[1:]
+    assert text.decode(ids) == "the cat 😀"
+
+
+def test_a_conversation_gets_what_the_template_writes_and_nothing_more(text):
+    assert text.render_chat(HI) == "<|bos|><|user|>Hi<|end|><|assistant|>"
+    assert text.encode_chat(HI) == [BOS, USER, *ids_of(text, "Hi"), END, ASSISTANT]
+    assert text.spell(text.encode_chat(HI)) == text.render_chat(HI)
+
+
+def test_a_target_without_a_template_refuses_messages(tmp_path, directory):
+    for bare in (
+        Tokenizer.load(write_tokenizer(tmp_path / "bare", chat_template=None)),
+        Tokenizer.load(directory, "none"),
+    ):
+        assert bare.encode("Hi")[0] == BOS
+        with pytest.raises(RequestError, match="need a chat template") as error:
+            bare.encode_chat(HI)
+        assert error.value.code == "no_chat_template"
+
+
+def test_what_the_template_refuses_is_the_rows_error(text):
+    with pytest.raises(RequestError, match="no tools here") as error:
+        text.encode_chat([{"role": "tool", "content": "x"}])
+    assert error.value.code == "bad_messages"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content + 1 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_whatever_a_template_raises_is_the_rows_error(tmp_path, directory, template):
+    (tmp_path / "mine.jinja").write_text(template)
+    with pytest.raises(RequestError, match=r"refuses these messages: (TypeError|RecursionError)") as error:
+        Tokenizer.load(directory, str(tmp_path / "mine.jinja")).encode_chat(HI)
+    assert error.value.code == "bad_messages"
+
+
+def test_a_template_may_come_from_a_file(tmp_path, directory):
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    assert Tokenizer.load(directory, str(tmp_path / "mine.jinja")).render_chat(HI) == "[Hi]"
+
+
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "How are you?"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+VICUNAS_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+SPELLED = {
+    "vicuna": [
+        (HI, f"<|bos|>{VICUNAS_SYSTEM} USER: Hi ASSISTANT:"),
+        (TURNS, f"<|bos|>{VICUNAS_SYSTEM} USER: Hi ASSISTANT: Hello!<|eos|>USER: How are you? ASSISTANT:"),
+        ([SYSTEM, *HI], "<|bos|>Be brief. USER: Hi ASSISTANT:"),
+    ],
+    "llama-2": [
+        (HI, "<|bos|>[INST] Hi [/INST]"),
+        (TURNS, "<|bos|>[INST] Hi [/INST] Hello! <|eos|><|bos|>[INST] How are you? [/INST]"),
+        (
+            [SYSTEM, *TURNS],
+            "<|bos|>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello! <|eos|><|bos|>[INST] How are you? [/INST]",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "spelled"), [(name, *case) for name, cases in SPELLED.items() for case in cases]
+)
+def test_templates_by_name_say_what_their_targets_were_trained_on(directory, name, messages, spelled):
+    text = Tokenizer.load(directory, name)
+    assert text.render_chat(messages) == spelled
+    assert text.spell(text.encode_chat(messages)) == spelled
+    assert text.encode_chat(messages).count(BOS) == spelled.count("<|bos|>")  # as tokens, and no further one
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("messages", [TURNS[1:], [*HI, *HI], [*HI, SYSTEM], [{"role": "tool", "content": "x"}]])
+def test_templates_by_name_refuse_what_their_targets_never_saw(directory, name, messages):
+    with pytest.raises(RequestError, match="user and assistant take turns") as error:
+        Tokenizer.load(directory, name).render_chat(messages)
+    assert error.value.code == "bad_messages"
+
+
+def test_the_names_are_those_of_the_files():
+    assert set(NAMES) == SPELLED.keys()
+
+
+def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
+    """lmsys published tokenizer.model and no tokenizer.json; without sentencepiece nobody could read it."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    trained = tmp_path / "tokenizer.model"
+    with trained.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([VICUNAS_SYSTEM, "the cat sat on the mat", "How are you?"] * 40),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=360,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
+    said = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"add_bos_token": True, "legacy": False}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
+    text = Tokenizer.load(tmp_path, "vicuna")
+    own = SentencePieceProcessor(model_file=str(trained))
+    for words in ("the cat sat on the mat", "How are  you? naïve"):
+        assert text.encode(words) == [own.bos_id(), *own.encode(words)]
+        assert text.decode(text.encode(words)) == words
+    ids = text.encode_chat(HI)
+    assert ids[0] == own.bos_id() and own.bos_id() not in ids[1:]
+    assert text.decode(ids) == f"{VICUNAS_SYSTEM} USER: Hi ASSISTANT:"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineError, match=r"the tokenizer in .* cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_target_without_a_tokenizer_has_no_text(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert Tokenizer.load(tmp_path) is None
+
+
+def test_no_stops_no_check(text):
+    assert text.stop_check([]) is None
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("pieces", "stops", "num_kept"),
+    [
+        (["the", " cat", " sat"], ["cat"], 2),  # inside a token
+        (["the", " cat", " sat"], ["e c"], 2),  # begins inside one token, ends inside the next
+        (["S", "T", "O", "P", " the"], ["STOP"], 4),  # over several tokens
+        (["S", "T", "O", "S", "T", "O", "P"], ["STOP"], 7),  # a false start
+        (["the", " end", "."], ["end.", " e"], 2),  # the earliest to complete wins
+        (["the", " end", "."], ["absent"], None),
+    ],
+)
+def test_a_stop_string_ends_with_the_token_that_completes_it(text, pieces, stops, num_kept, per_step):
+    tokens = [ids_of(text, piece) for piece in pieces]
+    ids = [id for token in tokens for id in token]
+    wanted = None if num_kept is None else sum(map(len, tokens[:num_kept]))
+    assert kept(text, ids, stops, per_step) == kept_by_decoding_everything(text, ids, stops)
+    if all(len(token) == 1 for token in tokens):
+        assert kept(text, ids, stops, per_step) == wanted
+
+
+def test_a_character_of_several_tokens_stops_at_its_last(text):
+    ids = ids_of(text, "a😀b")
+    assert len(ids) == 6
+    assert kept(text, ids, ["😀"]) == 5
+    assert kept(text, ids, ["a"]) == 1
+
+
+def test_half_a_character_does_not_hide_the_text_before_it(text):
+    ids = [*ids_of(text, "the"), *ids_of(text, "😀")[:2]]
+    assert kept(text, ids, ["the"], ids_per_step=100) == len(ids_of(text, "the"))
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_the_window_finds_what_decoding_everything_finds(text, data):
+    emoji = ids_of(text, "😀é日")
+    ids = data.draw(st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(emoji), min_size=1, max_size=30))
+    whole = text.decode(ids)
+    starts = data.draw(st.lists(st.integers(0, max(0, len(whole) - 1)), min_size=1, max_size=2))
+    stops = [stop for at in starts if (stop := whole[at : at + data.draw(st.integers(1, 5))].strip(REPLACEMENT_CHAR))]
+    if stops:
+        per_step = data.draw(st.integers(1, 6))
+        assert kept(text, ids, stops, per_step) == kept_by_decoding_everything(text, ids, stops)
+
+
+def test_a_tokenizer_that_drops_the_first_space_still_shows_the_others():
+    words = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "\u2581sat": 3}
+    tokenizer = FastTokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    text = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
+    assert text.decode([1, 2, 3]) == "the cat sat"
+    assert kept(text, [1, 2, 3], ["e c"]) == 2
+    assert kept(text, [1, 1, 2, 3], ["t s"]) == 4
+    assert kept(text, [1, 2, 3], [" the"]) is None
+
+
+def test_an_outputs_text_has_neither_eos_nor_stop(text):
+    assert text.text_of([*ids_of(text, "the cat"), END], []) == "the cat"
+    assert text.text_of(ids_of(text, "the cat sat"), [" sat"]) == "the cat"
+    assert text.text_of(ids_of(text, "the cat sat"), ["sat", "cat"]) == "the "
+    assert text.text_of(ids_of(text, "the cat"), ["dog"]) == "the cat"
+    assert text.text_of([], ["x"]) == ""
+
+
+def test_of_two_stops_in_one_token_the_one_that_ends_first_cuts(text):
+    ids = ids_of(text, "hello there")
+    assert text.text_of(ids, ["llo t", "l"]) == "he"
+    assert text.text_of(ids, ["ello", "hello"]) == ""
+
+
+def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatch):
+    """A hundred megabytes made whole into tokens would end the process."""
+    text, seen = Tokenizer.load(directory, max_model_len=50), []
+    encode = text._tokenizer.encode
+    monkeypatch.setattr(text._tokenizer, "encode", lambda words, **how: seen.append(len(words)) or encode(words, **how))
+    for ask in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}])):
+        with pytest.raises(RequestError, match=r"of 1\d+ characters .*model\.max_model_len is 50") as error:
+            ask("é日" * 50_000)
+        assert error.value.code == "prompt_too_long" and max(seen) == LONG_TOKEN * 50
+
+
+def test_long_words_of_few_tokens_are_looked_at_whole(directory):
+    """Many characters a token in the beginning: the number of tokens decides, not that of characters."""
+    text, free = Tokenizer.load(directory, max_model_len=3), Tokenizer.load(directory)
+    words = "the " * 12
+    assert len(words) > LONG_TOKEN * 3 and text.encode(words) == free.encode(words)
+
+
+def test_an_eos_that_is_no_special_token_is_left_out_too(tmp_path):
+    target = write_tokenizer(tmp_path)
+    plain_id = Tokenizer.load(target).encode("the")[-1]
+    (target / "generation_config.json").write_text(f'{{"eos_token_id": {plain_id}}}')
+    text = Tokenizer.load(target)
+    assert text.text_of([*ids_of(text, "cat"), plain_id], []) == "cat"
+
+
+def test_the_config_names_the_eos_where_the_generation_config_does_not(tmp_path):
+    target = write_tokenizer(tmp_path)
+    (target / "generation_config.json").unlink()
+    (target / "config.json").write_text('{"eos_token_id": 7}')
+    text = Tokenizer.load(target)
+    assert text.text_of([*ids_of(text, "cat"), 7], []) == "cat"
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, data):
+    emoji = ids_of(text, "😀é日")
+    ids = data.draw(st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(emoji), min_size=1, max_size=30))
+    spelled = text.decode(ids)
+    starts = data.draw(st.lists(st.integers(0, max(0, len(spelled) - 1)), max_size=2))
+    stops = [stop for at in starts if (stop := spelled[at : at + data.draw(st.integers(1, 5))].strip(REPLACEMENT_CHAR))]
+    output = ids[: kept(text, ids, stops)] if stops else ids
+    whole, growing, told, per_step = text.text_of(output, stops), text.growing(stops), "", data.draw(st.integers(1, 6))
+    for start in range(0, len(output) - per_step, per_step):
+        told += growing.grow(output[start : start + per_step])
+        assert whole.startswith(told)
+    assert told + growing.end(output) == whole
+
+
+def test_a_growing_text_holds_back_no_more_than_it_must(text):
+    growing = text.growing(["END", "ENOUGH"])
+    assert [growing.grow(ids_of(text, part)) for part in ("a E", "N", "T", "EN")] == ["a ", "", "ENT", ""]
+    assert growing.end(ids_of(text, "a ENTEN")) == "EN"

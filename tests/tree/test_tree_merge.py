@@ -1,0 +1,93 @@
+"""Merged trees against dictionaries of paths; the blend against what it is told."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.tree_merge import merge
+from tests.toy import best
+from tests.tree.test_draft_tree import check_laws, grown
+
+
+def as_paths(tree: DraftTree, b: int, values: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """Slow and obvious: each node's path of tokens, with its value."""
+    found = {}
+    for node in range(1, tree.num_nodes):
+        path, up = [], node
+        while tree.valid[b, node] and up > 0:
+            path.insert(0, int(tree.tokens[b, up]))
+            up = int(tree.parents[b, up])
+        if path:
+            found[tuple(path)] = float(values[b, node])
+    return found
+
+
+def given_parents(tree: DraftTree) -> torch.Tensor:
+    return tree.log_values - tree.log_values.gather(1, tree.parents.clamp(min=0))
+
+
+def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]:
+    """Trees of few tokens on the same roots, so that many paths are in several of them; some have no node at all."""
+    generator, trees = torch.Generator().manual_seed(seed), []
+    for i in range(count):
+        depth, width = (int(torch.randint(1, 4, (1,), generator=generator)) for _ in range(2))
+        tree = grown(seed + 7 * i, batch, depth, width, ties)
+        tree.tokens[:] = torch.where(tree.parents < 0, 5, tree.tokens % 50)
+        tree.tokens[:, 1 : 1 + width] = torch.arange(width)  # siblings of the root, shared by all trees
+        budgets = torch.randint(1, tree.num_nodes + 1, (batch,), generator=generator)
+        trees.append(best(tree, budgets.tolist()))
+    return trees
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 3), batch=st.integers(1, 3), ties=st.booleans())
+def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, count, batch, ties):
+    trees = some_trees(seed, count, batch, ties)
+    merged = merge(trees, max_depth=3)
+    valued = merged.valued(merged.said.amax(-1), max_depth=3)
+    check_laws(valued)
+    check_laws(merged.tree)
+    for b in range(batch):
+        each = [as_paths(tree, b, given_parents(tree)) for tree in trees]
+        wanted = {path: [paths.get(path, -torch.inf) for paths in each] for path in set().union(*each)}
+        for i in range(count):
+            said = as_paths(merged.tree, b, merged.said[..., i])
+            assert said.keys() == wanted.keys()
+            assert all(said[path] == wanted[path][i] for path in said)
+            own = as_paths(trees[i], b, trees[i].log_values)
+            assert all(as_paths(merged.tree, b, merged.tree.log_values)[path] >= own[path] for path in own)
+        for path, value in as_paths(valued, b, valued.log_values).items():
+            along = [max(wanted[path[:end]]) for end in range(1, len(path) + 1)]
+            torch.testing.assert_close(value, sum(along), atol=1e-5, rtol=0)
+
+
+def test_a_blend_begins_with_a_lone_word_as_it_is_and_with_the_mean_of_several():
+    said = torch.tensor([[[-0.1, -torch.inf], [-torch.inf, -0.5], [0.2, 0.8], [0.5, 0.5]]])
+    said[0, 2:] = said[0, 2:].log()
+    values = EnsembleCalibration(1, 2).apply(torch.ones(1, 4).long(), torch.zeros(1).long(), said)
+    torch.testing.assert_close(values[0], torch.tensor([-0.1, -0.5, torch.tensor(0.5).log(), torch.tensor(0.5).log()]))
+
+
+def test_a_blend_learns_whom_to_believe_and_what_agreement_is_worth():
+    """Two drafters say one half of all they offer: both always rightly, the first alone at times, the second never."""
+    blend, generator = EnsembleCalibration(2, 2), torch.Generator().manual_seed(0)
+    half, none = float(torch.tensor(0.5).log()), -torch.inf
+    said = torch.tensor([[half, half], [half, none], [none, half]])
+    for _ in range(300):
+        case = torch.randint(0, 3, (8,), generator=generator)
+        right = torch.where(case == 1, torch.rand(8, generator=generator) < 0.5, case == 0)
+        blend.update(1, torch.zeros(8).long(), said[case][:, None], torch.ones(8, 1).bool(), right[:, None])
+    values = blend.apply(torch.full((1, 3), 2), torch.zeros(1).long(), said[None]).exp()[0]
+    assert values[0] > 0.85 and abs(values[1] - 0.5) < 0.1 and values[2] < 0.15
+    untold = blend.apply(torch.full((1, 3), 1), torch.zeros(1).long(), said[None]).exp()[0]
+    torch.testing.assert_close(untold, torch.full((3,), 0.5))
+
+
+def test_nodes_that_were_not_reached_teach_a_blend_nothing():
+    blend = EnsembleCalibration(1, 2)
+    blend.update(
+        0, torch.zeros(2).long(), torch.full((2, 3, 2), -1.0), torch.zeros(2, 3).bool(), torch.zeros(2, 3).bool()
+    )
+    assert torch.equal(blend.fit.parameters, EnsembleCalibration(1, 2).fit.parameters)
