@@ -2,8 +2,8 @@
 
 The engine and the embedded pair are real, and so is what is accepted; what a step takes comes from a table of costs
 (eagle_ray/benchmark/simulated_costs.py). So the figures are the same on every machine. Every
-method answers the same prompts. --noise and --mistaken say what the planner makes of clocks and costs that are off; what
-counts is never off.
+method answers the same prompts. --noise and --mistaken show what the planner does if clocks and costs are wrong; the
+reported seconds are never wrong.
 
     steady   a queue that is always full, after --warm tokens that do not count
     drain    --drain rounds of 1.5 rows a slot, of mixed lengths, to the last one's end, on --drain-slots, after one

@@ -42,7 +42,7 @@ def server(folder: Path) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "eagle_ray.cli.main",
+        "eagle_ray.cli",
         "serve",
         "-c",
         "configs/serve_demo.yaml",
