@@ -19,15 +19,21 @@ from eagle_ray.config import JobConfig, load_config
 
 TESTS = Path(__file__).parent
 WITH_RAY = (
-    "data/",
+    "batch/",
+    "cli/test_demo.py",
+    "cli/test_export.py",
+    "cli/test_main.py",
+    "cli/test_report_run.py",
     "serve/test_endpoint.py",
-    "test_cli.py",
-    "test_demo.py",
-    "test_export.py",
-    "test_keep_going.py",
-    "test_review.py",
+    "storage/",
 )
-WITHOUT_RAY = ("data/input/", "data/test_channel.py", "data/test_twin.py", "data/test_worker")
+WITHOUT_RAY = (
+    "batch/input/",
+    "batch/test_baseline.py",
+    "batch/test_ipc.py",
+    "batch/test_on_finish.py",
+    "batch/test_worker",
+)
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
     os.environ.setdefault("TRITON_INTERPRET", "1")

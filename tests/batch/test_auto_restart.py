@@ -126,6 +126,7 @@ def test_the_wait_for_a_restart_can_be_interrupted(flags, tmp_path, number):
     assert json.loads((tmp_path / "told").read_text())["outcome"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_attempt_in_order_and_a_dead_parent_its_child(flags, tmp_path):
     run = start(*flags)
     data = tmp_path / "out" / "data"

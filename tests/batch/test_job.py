@@ -296,7 +296,8 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_finished_job(done, mess
     assert [line for line in messages if "report.html could not be written: Is a directory" in line]
 
 
-@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_a_job_whose_own_ray_falls_apart_says_so_and_can_be_gone_on_with(ray_session, make_job, name):
     config = make_job(token_rows(24), **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
     driver = start_driver(config)

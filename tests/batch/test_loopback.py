@@ -28,7 +28,9 @@ def start_small_run(directory: Path) -> subprocess.Popen:
     return start_run(small_job(directory, token_rows(8), **{"execution.ray_address": "local"}), directory)
 
 
-@pytest.mark.parametrize("start", [start_small_run, start_demo], ids=["run", "demo"])
+@pytest.mark.parametrize(
+    "start", [pytest.param(start_small_run, id="run"), pytest.param(start_demo, id="demo", marks=pytest.mark.slow)]
+)
 def test_every_process_of_a_job_listens_on_loopback_alone(start, tmp_path, monkeypatch):
     watched = Watched()
     monkeypatch.setenv(*watched.environment.popitem())

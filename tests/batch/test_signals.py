@@ -49,6 +49,7 @@ def test_an_interrupt_is_one_line_and_130(make_job, tmp_path, number, after_line
     assert not Path(config.output.path, "_SUCCESS").exists()
 
 
+@pytest.mark.slow
 def test_a_sighup_that_nohup_ignores_stays_ignored(make_job, tmp_path):
     """A real process: the signal arrives before Ray starts, and the job goes on to its end."""
     config = make_job(token_rows(2), **{"execution.ray_address": "local"})
