@@ -93,6 +93,8 @@ class TableDrafter(NullDrafter):
     A node's "feature" is its token: that is all its logits depend on.
     """
 
+    supports_graphs = False
+
     table: Tensor
     calibration: Calibration | None = None
     coupling: Coupling | None = None

@@ -91,7 +91,7 @@ class SteadyQueue:
         self._most = in_flight or engine.counters.num_slots + AHEAD
         self._added: list[Sequence] = []
         self._unfinished = 0
-        self._mixed, engine.mixes = engine.mixes, False
+        self._mixed, engine.mixed_prefill = engine.mixed_prefill, False
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -121,7 +121,7 @@ class SteadyQueue:
         """Drop what is not finished; the engine is idle."""
         for sequence in self._added:
             self._engine.abort(sequence)
-        self._engine.mixes = self._mixed
+        self._engine.mixed_prefill = self._mixed
 
     def _step(self) -> None:
         while self._unfinished < self._most:

@@ -1,9 +1,12 @@
-"""Drafter: the protocol of whoever offers candidate tokens.
+"""Drafter: the protocol of everything that proposes candidate tokens.
 
-A drafter keeps its own memory of each slot's sequence. `prefill` or `observe` starts it, `extend` tells it what the
-target committed, `draft` reads it. It never changes what is produced, only how many tokens a target pass yields.
-A step of plain decoding calls `extend` alone, and that runs no model: what was missed is caught up by the next `draft`,
-which is also shown the sequences' tokens, for those who draft from text.
+    drafter.prefill(prompts, next_tokens, features)          # prompts, as the target reads them
+    draft = drafter.draft(batch, roots, plan, sampling, sequences)
+    drafter.extend(batch, verified)                          # what the target accepted
+    drafter.on_verified(result)                              # what that teaches for later drafts
+
+A drafter keeps its own state of each slot's sequence. It never changes the output, only the number of tokens per
+target pass. A step of plain decoding calls `extend` alone, which runs no model; the next `draft` catches up.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.sampler import SamplingBatch
@@ -25,12 +29,14 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Candidate trees of a whole batch, roots alone where nothing was drafted.
+    """Candidate trees of a whole batch; a tree is its root alone if nothing was drafted for it.
 
-    levels: the candidates' log values level by level, [M, F, K] for M members, F parents and their K children; -inf is
-    padding. num_passes: forward passes of the drafter's model. num_caught_up: pairs that the first of them had to catch
-    up, or tokens that had to be read. is_all: there was nothing more to offer, however deep the plan. beside: the log
-    values of candidates that are there whatever the plan's width, by their depth.
+    Attributes:
+        levels: the candidates' log values by level, [M, F, K] for M members, F parents and K children; -inf is padding.
+        num_passes: forward passes of the drafter's model.
+        num_caught_up: (token, feature) pairs, or tokens, that the first pass had to catch up on.
+        is_all: the drafter has nothing more to propose, however deep the plan.
+        extra_log_values: log values of candidates that do not depend on the plan's width, by depth.
     """
 
     tree: DraftTree
@@ -42,20 +48,24 @@ class Draft:
 
     @classmethod
     def empty(cls, roots: Int[Tensor, " B"]) -> Draft:
-        """Nothing drafted: a step of plain decoding."""
+        """Return roots without candidates: a step of plain decoding."""
         return cls(DraftTree.of_roots(roots), [], 0, 0)
 
     @property
     def depth(self) -> int:
-        """The longest draft path, known on the host."""
+        """Return the length of the longest draft path, known on the host."""
         return max(len(self.levels), len(self.extra_log_values))
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """One verify pass and what came of it.
+    """One verify pass.
 
-    rows: of `tree`, packed. logits, features: the target's, after each row. result: what it accepted.
+    Attributes:
+        rows: the packed rows of `tree`.
+        logits: the target's, after each row.
+        features: the target's hidden states of each row, as the drafter reads them.
+        result: the accepted paths.
     """
 
     tree: DraftTree
@@ -67,16 +77,26 @@ class VerifyOutput:
 
 @runtime_checkable
 class TokenSequence(Protocol):
-    """A sequence as far as it is known."""
+    """A sequence whose token ids a drafter may read."""
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output; the last one is the root."""
+        """Return prompt and output; the last token is the root."""
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Offers nodes with values; the budget does the rest."""
+    """Proposes candidate trees with log values; the planner's budget chooses the nodes that are verified.
+
+    Attributes:
+        supports_graphs: `draft` and `extend` are a fixed sequence of device operations for given shapes, so that a
+            graph runner can record and replay them.
+    """
+
+    supports_graphs: bool
+
+    def use_graphs(self, runner: GraphRunner | None) -> None:
+        """Replay drafts of known shape through the runner from now on; None runs each as it is."""
 
     def attach_prefix(
         self,
@@ -86,18 +106,25 @@ class Drafter(Protocol):
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
     ) -> None:
-        """New sequences whose first columns[b] columns are another's, to be seen from firsts[b] on.
+        """Start sequences whose first columns[b] positions come from the prefix cache, visible from firsts[b] on.
 
-        tokens, features: the pair of column columns[b], which is their own.
+        Args:
+            tokens: the token of position columns[b], the first that is the sequence's own.
+            features: the target's feature for the same pair.
         """
 
     def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        """A pass over chunks of prompts: the token after each of its rows and the target's feature of each row."""
+        """Read chunks of prompts.
+
+        Args:
+            next_tokens: the token after each row.
+            features: the target's feature of each row.
+        """
 
     def prefill_deferred(
         self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
-        """The same without running a model: for later, should drafting begin."""
+        """Keep what `prefill` would read, without running a model, in case drafting begins later."""
 
     def draft(
         self,
@@ -107,21 +134,37 @@ class Drafter(Protocol):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """Candidate trees on the given roots, at most plan.max_depth deep; plan.max_depth is at least 1."""
+        """Return candidate trees on the given roots, at most plan.max_depth deep.
+
+        Args:
+            plan: its max_depth is at least 1.
+            texts: the batch's sequences, for drafters that read tokens.
+        """
+
+    def draft_async(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+    ) -> Draft | None:
+        """Draft while the host knows only upper bounds of the lengths, or return None if that is not possible.
+
+        `mark_consumed` must be called once the lengths are known.
+        """
+
+    def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
+        """Record that the pairs up to these slots' roots have been read. Return how many of them were caught up on."""
 
     def reset_learning(self) -> None:
-        """Unlearn what the picks so far have taught, as those of made-up sequences should."""
+        """Discard what was learned from the target's tokens so far, such as those of calibration runs."""
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """The target accepted a path of each tree on top of `batch`. No model runs."""
+        """Add the accepted path of each tree to the slots' state. Runs no model."""
 
     def on_verified(self, result: VerifyResult) -> None:
-        """The same once the step's results are on their way to the host: what it teaches for later drafts."""
+        """Learn from a verify pass, after the copy of its results to the host has started."""
 
     @property
     def cost_key(self) -> dict[str, Any]:
-        """What its costs depend on beside the target's, as JSON."""
+        """Return what the drafter's step costs depend on, as JSON. The cost cache uses it as a key."""
 
     @property
     def prefill_passes(self) -> int:
-        """Forward passes of the drafter's model in one `prefill`."""
+        """Return the forward passes of the drafter's model in one `prefill`."""

@@ -76,11 +76,10 @@ class EagleDrafter:
 
     window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without them, EAGLE-2's own.
     token_ids: those of the target's lm_head that a head without one of its own reads; None is all.
-    replay: runs the drafts whose shape is known beforehand, catching up included; None runs them all as they come.
     """
 
     prefill_passes = 1
-    replay: GraphRunner | None = None
+    supports_graphs = True
 
     def __init__(
         self,
@@ -99,6 +98,7 @@ class EagleDrafter:
         )
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
+        self._graphs: GraphRunner | None = None
         self._forward = head_forward(self.head)
         self._embed = head.embed_tokens or target.embed_tokens
         anatomy, num_slots = head.anatomy, target.cache.num_slots
@@ -161,7 +161,7 @@ class EagleDrafter:
         grown, num_pairs = None, sum(self._waiting(at))
         if self._is_replayed(plan):
             self._read_all_but(_pairs_of(plan), at)
-            grown = self._replayed(at, roots, plan, sampling, self.replay)
+            grown = self._replayed(at, roots, plan, sampling, self._graphs)
         if grown is None:
             members = None if plan.members is None else to_device(plan.members, roots.device)
             self.ranking.start(sampling, at.lengths, plan.members)
@@ -169,23 +169,26 @@ class EagleDrafter:
             grown = self._grown(at, *theirs, plan, self._backlog(at))
             if members is not None:
                 grown = replace(grown, tree=grown.tree.spread(members, roots))
-        self.settle(at.host_slots, at.host_lengths)
+        self.mark_consumed(at.host_slots, at.host_lengths)
         return Draft(grown.tree, grown.levels, len(grown.levels), num_pairs)
+
+    def use_graphs(self, runner: GraphRunner | None) -> None:
+        self._graphs = runner
 
     def draft_async(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Draft | None:
-        """The same where the host knows bounds of the lengths alone; `settle` must be told what they are.
+        """Replay a draft while the host knows only upper bounds of the lengths.
 
-        None where that cannot be replayed, or where more pairs may wait than such a draft reads.
+        Returns None if the draft cannot be replayed, or if more pairs may be waiting than it reads.
         """
         if not self._is_replayed(plan) or max(self._waiting(at)) > _pairs_of(plan):
             return None
-        grown = self._replayed(at, roots, plan, sampling, self.replay)
+        grown = self._replayed(at, roots, plan, sampling, self._graphs)
         return None if grown is None else Draft(grown.tree, grown.levels, len(grown.levels), 0)
 
-    def settle(self, slots: list[int], lengths: list[int]) -> int:
-        """The pairs up to these slots' roots are read; how many of them had waited."""
+    def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
+        """Record that the pairs up to these slots' roots have been read. Return how many of them had waited."""
         ends = [length + 1 for length in lengths]
         num_pairs = sum(ends) - sum(self._end[slot] for slot in slots)
         for slot, end in zip(slots, ends, strict=True):
@@ -194,7 +197,7 @@ class EagleDrafter:
 
     def _is_replayed(self, plan: DraftPlan) -> bool:
         """Whether there is a replay and the draft's shape is known beforehand."""
-        works = self.replay is not None and self.replay.is_enabled
+        works = self._graphs is not None and self._graphs.is_enabled
         return works and plan.members is None and plan.should_stop is None
 
     def _replayed(

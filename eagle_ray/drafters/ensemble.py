@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eagle_ray.drafters.calibration_feedback import levels_in_turn
 from eagle_ray.drafters.drafter import Draft, Drafter, TokenSequence, VerifyOutput
+from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration
@@ -41,6 +42,8 @@ class _Drafted:
 class EnsembleDrafter:
     """parts: at least two, the one with a model first. blend: for as many drafters."""
 
+    supports_graphs = False
+
     def __init__(self, parts: Sequence[Drafter], blend: EnsembleCalibration):
         self._parts, self._blend = parts, blend
         self._drafted: _Drafted | None = None
@@ -53,6 +56,9 @@ class EnsembleDrafter:
     @property
     def cost_key(self) -> dict[str, Any]:
         return {"parts": [part.cost_key for part in self._parts]}
+
+    def use_graphs(self, runner: GraphRunner | None) -> None:
+        assert runner is None, "an ensemble drafts on the host"
 
     def attach_prefix(
         self,
@@ -74,6 +80,14 @@ class EnsembleDrafter:
     ) -> None:
         for part in self._parts:
             part.prefill_deferred(prompts, next_tokens, features)
+
+    def draft_async(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+    ) -> Draft | None:
+        return None
+
+    def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
+        return sum(part.mark_consumed(slots, lengths) for part in self._parts)
 
     def draft(
         self,

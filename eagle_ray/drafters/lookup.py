@@ -91,6 +91,8 @@ class _SequenceState:
 class LookupDrafter(NullDrafter):
     """calibration: on the CPU; from the source's probabilities to how often the target picks such tokens."""
 
+    supports_graphs = False
+
     def __init__(self, source: LookupIndex, calibration: Calibration | None = None):
         self.source, self._offers = source, Offers(calibration)
         self._reads: dict[int, _SequenceState] = {}  # by slot

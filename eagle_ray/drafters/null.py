@@ -1,4 +1,4 @@
-"""NullDrafter: offers nothing, so that every step is one of plain decoding. Drafters that run no model build on it."""
+"""NullDrafter: proposes nothing, so that every step is plain decoding. Drafters without a model inherit from it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.sampler import SamplingBatch
@@ -17,10 +18,14 @@ from eagle_ray.tree.draft_plan import DraftPlan
 
 
 class NullDrafter:
-    """Trees of a root each; the baseline in every benchmark and the oracle in every test."""
+    """Return trees of a root each. Benchmarks use it as baseline and tests as oracle."""
 
+    supports_graphs = True  # a subclass that drafts on the host sets False
     prefill_passes = 0
     cost_key: ClassVar[dict[str, Any]] = {}
+
+    def use_graphs(self, runner: GraphRunner | None) -> None:
+        pass
 
     def attach_prefix(
         self,
@@ -49,6 +54,14 @@ class NullDrafter:
         texts: Sequence[TokenSequence],
     ) -> Draft:
         return Draft.empty(roots)
+
+    def draft_async(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+    ) -> Draft | None:
+        return None
+
+    def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
+        return 0
 
     def reset_learning(self) -> None:
         pass

@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 
 from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.drafters.eagle import EagleDrafter
-from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.graph_protocol import PaddedInput
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
@@ -210,7 +208,7 @@ def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
         return f"the target lies on {len(devices)} devices"
     if max_exact_position(target.model.config) is not None:
         return "the target's rotary embedding asks for the largest position of each pass"
-    if type(drafter) not in (EagleDrafter, NullDrafter):
+    if not drafter.supports_graphs:
         return f"{type(drafter).__name__} works on the host"
     return None
 

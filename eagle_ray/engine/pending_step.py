@@ -1,10 +1,4 @@
-"""Flight: a step that was launched and whose results the host has not read.
-
-    flight = engine._launch(batch, plan, draft, watch)
-    rows, *tops = flight.copy.read()
-
-Does not know what is made of the results.
-"""
+"""PendingStep: a step that was launched and whose results the host has not read."""
 
 from __future__ import annotations
 
@@ -23,9 +17,14 @@ from eagle_ray.tree.draft_plan import DraftPlan
 
 @dataclass(slots=True)
 class PendingStep:
-    """planner: who planned it, and hears of it. draft: its num_caught_up comes later where the step was launched ahead.
+    """Everything about a launched step that is needed to finish it.
 
-    result: on the device, until the next step is launched. is_first: as in Outcome.
+    Attributes:
+        planner: planned the step and observes its outcome.
+        draft: num_caught_up is filled in later if the step was launched ahead.
+        result: on the device, until the next step is launched.
+        copy: the results on their way to the host.
+        is_first: see StepOutcome.
     """
 
     planner: Planner
@@ -36,26 +35,26 @@ class PendingStep:
     shape: StepShape
     result: VerifyResult
     copy: DeviceToHost
-    watch: StepTimer
+    timer: StepTimer
     is_first: bool
 
     @property
     def has_running(self) -> bool:
-        """Whether any of its sequences still runs."""
+        """Return whether any of its sequences still runs."""
         return any(sequence.status is SequenceStatus.RUNNING for sequence in self.batch.sequences)
 
     @property
     def max_new_tokens(self) -> int:
-        """That any of its sequences can get from it."""
+        """Return the most tokens that one of its sequences can get."""
         return self.draft.depth + 1
 
     @property
     def prefill_fraction(self) -> float:
-        """Of its pass that is the prompts', by rows."""
+        """Return the share of the pass's rows that are prompt rows."""
         return self.batch.num_prefill_rows / (self.shape.num_rows + self.batch.num_prefill_rows)
 
     def outcome(self, num_cached: int, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
-        """What its planner hears, once it is read."""
+        """Return what the planner observes once the step is read."""
         return StepOutcome(
             plan=self.plan,
             batch_size=len(self.batch),

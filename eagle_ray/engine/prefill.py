@@ -63,14 +63,14 @@ class Prefiller:
         drafting: whether the drafter reads the prompts now, or only if it is asked to draft.
         """
         prompts = self.prompts(chunks)
-        return self.take(chunks, prompts, self._target.prefill(prompts), drafting)
+        return self.finish(chunks, prompts, self._target.prefill(prompts), drafting)
 
     def prompts(self, chunks: list[PrefillChunk]) -> PrefillBatch:
         """The chunks as the target takes them."""
         parts = [c.sequence.token_ids[c.start : c.end] for c in chunks]
         return PrefillBatch.of([c.sequence.slot for c in chunks], parts, self._device, [c.start for c in chunks])
 
-    def take(
+    def finish(
         self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput, drafting: bool
     ) -> PendingPrefill:
         """All of `run` that follows the target's pass over these prompts."""

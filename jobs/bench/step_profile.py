@@ -87,7 +87,7 @@ PARTS: list[Part] = [
     (HOST, "scheduler: chunks", Scheduler, "chunks"),
     (HOST, "scheduler: retire", Scheduler, "retire"),
     (HOST, "copy to the host", engine_module.DeviceToHost, "read"),
-    (HOST, "results to sequences", Engine, "_hand_out"),
+    (HOST, "results to sequences", Engine, "_commit"),
     (HOST, "rest of the step", Engine, "step"),
 ]
 

@@ -46,9 +46,9 @@ def test_a_window_counts_what_was_committed():
         assert all(30 <= sample.num_tokens < 30 + 3 * 5 for sample in samples)
         assert sum(len(s.output_ids) for s in queue.sequences) == before + (samples[0] + samples[1]).num_tokens
         assert all(0 < sample.forward_s < sample.seconds for sample in samples)
-        assert not engine.mixes
+        assert not engine.mixed_prefill
         queue.end()
-        assert not engine.has_work and engine.mixes
+        assert not engine.has_work and engine.mixed_prefill
         engine.scheduler.check_integrity()
     assert samples[0].num_verify_rows > samples[0].num_steps * 3 and samples[0].num_plain_steps == 0
     assert samples[0].tau >= 1

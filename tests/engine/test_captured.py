@@ -111,8 +111,8 @@ class Watched:
 @contextmanager
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where whatever is sent to the device arrives there, which a CPU is spared."""
-    for module in ("speculative.upload", "models.blocks", "models.attention", "models.target", "drafting.eagle"):
-        monkeypatch.setattr(f"eagle_ray.{module}.sent", arrived)
+    for module in ("async_copy", "kv.block_manager", "attention.metadata", "models.target", "drafters.eagle"):
+        monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", arrived)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
     expand._places.cache_clear()  # fake tensors are of one mode
@@ -155,7 +155,8 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
         fake_head = (head3 if generation == 3 else head)()
         learning = dict(calibration=there(Calibration(5)), coupling=there(Coupling(5)))
         drafter = EagleDrafter(fake_head, target, **learning)
-        drafter.replay = watched = Watched()
+        watched = Watched()
+        drafter.use_graphs(watched)
         batch = fake_batch()
         draft = Draft.empty(batch.roots)
         if plan:

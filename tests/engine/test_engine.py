@@ -88,12 +88,12 @@ def test_a_sequence_passes_through_an_engine_once():
     engine = table_engine(cycle(), 2, 6, 6, 1)
     sequence = Sequence("twice", [1], SamplingParams(max_tokens=5))
     engine.add(sequence)
-    with pytest.raises(ValueError, match="'twice' was added before"):
+    with pytest.raises(ValueError, match="'twice' was already added"):
         engine.add(sequence)
     while engine.has_work:
         engine.step()
     assert sequence.output_ids == [2, 3, 4, 5, 6]
-    with pytest.raises(ValueError, match="'twice' was added before"):
+    with pytest.raises(ValueError, match="'twice' was already added"):
         engine.add(sequence)
 
 

@@ -33,7 +33,7 @@ SLOTS = 6
 def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **sizes: object) -> Engine:
     shape = dict(weights=head3(), **E3) if generation == 3 else {}
     made = llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
-    made.mixes = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
+    made.mixed_prefill = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
     return made
 
 

@@ -210,7 +210,7 @@ def test_prompts_are_launched_without_asking_for_anything():
     for i in range(3):
         engine.add(Sequence(str(i), [*header, i], SamplingParams(max_tokens=5)))
     with torch.inference_mode(), WatchOperations() as operations, WatchCopies() as copies:
-        while (prompted := engine._launch_prompts()) and not prompted.sequences:
+        while (prompted := engine._launch_prefill()) and not prompted.sequences:
             pass
     assert (operations.seen, copies.seen) == ([], [])
     assert engine.counters.num_prefill_tokens > 70

@@ -87,7 +87,7 @@ def test_a_long_prompt_does_not_stall_those_who_decode(tree):
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
 def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
     engine = llama_engine(2, *tree, prefill_tokens=30)
-    engine.mixes, passes = mixes, []
+    engine.mixed_prefill, passes = mixes, []
     first_layer = engine.target.model.base_model.layers[0]
     first_layer.mlp.down_proj.register_forward_hook(lambda *_: passes.append(engine.counters.num_steps))
     short, long = sequences(prompts_of(5, 100), max_tokens=40)
@@ -108,13 +108,13 @@ def test_a_prompt_beside_those_who_decode_takes_no_pass_of_its_own(tree, mixes):
 
 def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
     engine = llama_engine(2, *TREE)
-    take, learn, heard = engine.prefiller.take, engine.planner.observe, []
+    finish, learn, heard = engine.prefiller.finish, engine.planner.observe, []
 
     def slow(*args: object) -> PendingPrefill:
         time.sleep(0.5)
-        return take(*args)
+        return finish(*args)
 
-    engine.prefiller.take, engine.planner.observe = slow, lambda outcome: (heard.append(outcome), learn(outcome))
+    engine.prefiller.finish, engine.planner.observe = slow, lambda outcome: (heard.append(outcome), learn(outcome))
     first, second = sequences(prompts_of(5, 6))
     engine.add(first)
     step(engine)

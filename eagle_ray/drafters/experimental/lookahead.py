@@ -98,6 +98,8 @@ class _Guessed:
 class LookaheadDrafter(NullDrafter):
     """max_depth: longest path that may be verified; a window of R rows has max_depth + 1 - R columns."""
 
+    supports_graphs = False
+
     def __init__(self, max_depth: int, calibration: Calibration | None = None):
         self._pool = Pool()
         self._drafter = LookupDrafter(self._pool, calibration)

@@ -35,6 +35,8 @@ from eagle_ray.tree.expand import Frontier, TreeBuilder
 class MedusaDrafter(NullDrafter):
     """heads: Medusa's or Hydra's. calibration, coupling: see Ranking."""
 
+    supports_graphs = False
+
     def __init__(
         self,
         heads: PathHeads,

@@ -31,6 +31,8 @@ from eagle_ray.tree.expand import TreeBuilder
 class RecyclingDrafter(NullDrafter):
     """num_kept: K, more than which no node gets children."""
 
+    supports_graphs = False
+
     def __init__(
         self, vocab_size: int, num_kept: int, device: torch.device | str = "cpu", calibration: Calibration | None = None
     ):
