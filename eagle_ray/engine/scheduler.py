@@ -1,9 +1,9 @@
-"""Scheduler: which sequences wait, which run in which slot, and what the next step is made of.
+"""Scheduler: decide which sequences run in which slot, and what the next step computes.
 
-First come, first served, by slots and by KV space: a step's prefill budget goes to the oldest prompt that is not done,
-then to the head of the queue. When blocks run out, trees are cut first, then the youngest sequence is pre-empted: it
-goes back to the head of the queue and is prefilled anew, outputs included. The oldest always goes on.
-Does not know the model or time.
+First come, first served, by slots and by KV blocks: a step's prefill budget goes to the oldest unfinished prompt, then
+to the head of the queue. If blocks run out, draft trees are dropped first; then the youngest sequence is preempted. It
+returns to the head of the queue, and its prompt and outputs are prefilled again later. The oldest sequence always
+continues.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from eagle_ray.tree.accept import VerifyResult
 
 
 class Scheduler:
-    """Owns the slots of `blocks` and decides who gets its blocks.
+    """Owns the slots of a block manager and gives its blocks to sequences.
 
-    prefill_tokens: most prompt tokens computed in one step. tree_columns: columns past a sequence's cached tokens that
-    a step with drafts may write, in any cache; a plain step writes one. eos_ids: tokens that end a sequence.
+    Args:
+        prefill_tokens: maximum prompt tokens per step.
+        tree_columns: positions past a sequence's cached tokens that a drafting step may write; a plain step writes one.
+        eos_ids: tokens that end a sequence.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}  # by slot, oldest first
         self._free = sorted(range(self.num_slots), reverse=True)
-        self._partial: Sequence | None = None  # the one whose prompt is half computed
+        self._partial: Sequence | None = None  # its prompt is partly computed
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
 
     @property
@@ -57,17 +59,17 @@ class Scheduler:
 
     @property
     def max_solo_length(self) -> int:
-        """Tokens of a sequence that can draft to its end while it runs alone."""
+        """Return the length up to which a sequence that runs alone can draft to its end."""
         return self._blocks.num_blocks * self._blocks.size - self._tree_columns
 
     def max_concurrent(self, tokens: int) -> int:
-        """How many sequences of up to `tokens` tokens can run at once with room for their trees."""
+        """Return how many sequences of up to `tokens` tokens can run at once with KV blocks for their trees."""
         blocks = self._blocks
         each = blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
         return min(self.num_slots, blocks.num_blocks // min(each, blocks.blocks_for(blocks.capacity)))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises RequestError for one that could not be finished even alone."""
+        """Queue a sequence. Raises RequestError if it could not be finished even alone."""
         columns, size = len(sequence.prompt_ids) + sequence.max_tokens, self._blocks.size
         if self._blocks.blocks_for(columns) > self._blocks.num_blocks:
             raise RequestError(
@@ -79,7 +81,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def reserve_or_preempt(self) -> None:
-        """Reserve what the running sequences may write in this step, at the cost of trees, then of the youngest."""
+        """Reserve blocks for what this step may write; drop trees, then preempt the youngest, until they suffice."""
         if self._reserve(self._decoding(), self._tree_columns):
             return
         for sequence in self._decoding():
@@ -90,7 +92,7 @@ class Scheduler:
             self._reserve([sequence], self._tree_columns)
 
     def chunks(self) -> list[PrefillChunk]:
-        """The prompt tokens to compute in this step; waiting sequences are admitted while there is budget for them."""
+        """Return the prompt chunks of this step. Waiting sequences are admitted while the prefill budget lasts."""
         chunks: list[PrefillChunk] = []
         budget = self._prefill_tokens
         while budget and (self._partial or self._admit()):
@@ -99,41 +101,41 @@ class Scheduler:
         return chunks
 
     def batch(self) -> DecodeBatch | None:
-        """The sequences that decode in this step; None where there are none."""
+        """Return the sequences that decode in this step, or None if there are none."""
         sequences = sorted(self._decoding(), key=lambda s: s.slot)
         if not sequences:
             return None
         self._blocks.sync_table()
         slots, lengths = [s.slot for s in sequences], [s.num_cached for s in sequences]
-        rooms = [s.remaining_tokens for s in sequences]
+        remaining = [s.remaining_tokens for s in sequences]
         at, length_at, roots, remaining_at = to_device(
-            [slots, lengths, [s.root for s in sequences], rooms], self._device
+            [slots, lengths, [s.root for s in sequences], remaining], self._device
         )
-        spacious = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
-        everyone = len(spacious) == len(sequences)
+        can_draft = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
         return DecodeBatch(
             sequences,
             DecodeSlots(at, length_at, slots, lengths),
             roots,
             self._sampling_of(sequences),
-            rooms,
+            remaining,
             remaining_at,
-            None if everyone else spacious,
+            None if len(can_draft) == len(sequences) else can_draft,
         )
 
     def next_batch(self, batch: DecodeBatch, result: VerifyResult, most_tokens: int) -> DecodeBatch | None:
-        """What decodes after a step of `batch` whose result is on the device alone: at most so many tokens for each.
+        """Return the batch after a step of `batch` whose result only the device knows.
 
-        Whoever has finished before that step, or will for sure in it, is left out; who finishes in it otherwise is
-        carried along in vain. None where nobody is left, or where there is no KV space for whatever may come.
+        Sequences that had finished before that step, or certainly finish in it, are left out. One that happens to
+        finish in it still occupies a row. Returns None if no sequence is left or if KV blocks may not suffice.
+
+        Args:
+            most_tokens: the most tokens that one sequence can get from that step.
         """
         members = [
             i for i, s in enumerate(batch.sequences) if s.status is SequenceStatus.RUNNING and s.remaining_tokens > 1
         ]
         sequences = [batch.sequences[i] for i in members]
-        lasts = [
-            s.num_cached + s.remaining_tokens - 1 for s in sequences
-        ]  # cached before the last token that one may produce
+        lasts = [s.num_cached + s.remaining_tokens - 1 for s in sequences]  # cached before the last possible token
         bounds = [min(s.num_cached + most_tokens, last) for s, last in zip(sequences, lasts, strict=True)]
         columns = [bound + self._tree_columns for bound in bounds]
         if not members or not self._reserve_each(sequences, columns):
@@ -154,14 +156,14 @@ class Scheduler:
         )
 
     def retire(self) -> list[Sequence]:
-        """Running -> finished: free the slots of sequences that are done, and return them."""
+        """Free the slots of finished sequences and return the sequences."""
         finished = [s for s in self._running.values() if s.status is SequenceStatus.FINISHED]
         for sequence in finished:
             self._release(sequence)
         return finished
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget a waiting or running sequence; a slot and blocks it held are freed."""
+        """Remove a waiting or running sequence and free its slot and blocks."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         elif self._running.get(sequence.slot) is sequence:
@@ -169,7 +171,7 @@ class Scheduler:
             self._release(sequence)
 
     def check_integrity(self) -> None:
-        """Every slot is either free or holds the one sequence that says so; blocks likewise."""
+        """Assert that every slot is free or holds exactly one sequence, and likewise for blocks."""
         held = sorted([*self._free, *self._running])
         assert held == list(range(self.num_slots)), f"slots {held} of {self.num_slots}"
         assert all(sequence.slot == slot for slot, sequence in self._running.items())
@@ -180,19 +182,19 @@ class Scheduler:
         self._blocks.check_integrity()
 
     def _decoding(self) -> list[Sequence]:
-        """Unfinished sequences whose prompts are computed, oldest first."""
+        """Return the running sequences whose prompts are computed, oldest first."""
         return [s for s in self._running.values() if s.status is SequenceStatus.RUNNING]
 
     def _num_missing(self, sequences: list[Sequence], columns: int) -> int:
-        """Blocks that the sequences lack to write `columns` columns past their cached tokens each."""
+        """Return the blocks that the sequences lack to write `columns` positions each past their cached tokens."""
         return sum(self._blocks.blocks_needed(s.slot, s.num_cached + columns) for s in sequences)
 
     def _reserve(self, sequences: list[Sequence], columns: int) -> bool:
-        """Blocks for `columns` columns past the cached tokens of every one of the sequences, or for none of them."""
+        """Reserve `columns` positions past the cached tokens of all sequences and return True, or of none."""
         return self._reserve_each(sequences, [s.num_cached + columns for s in sequences])
 
     def _reserve_each(self, sequences: list[Sequence], columns: list[int]) -> bool:
-        """Blocks for the first columns[i] columns of every one of the sequences, or for none of them."""
+        """Reserve the first columns[i] positions of all sequences, or of none. Return whether it was done."""
         each = [(s.slot, n) for s, n in zip(sequences, columns, strict=True)]
         if sum(self._blocks.blocks_needed(*wanted) for wanted in each) > self._blocks.num_available:
             return False
@@ -205,9 +207,10 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _admit(self) -> bool:
-        """Waiting -> prefilling, with blocks for all that is known of it and a tree; whether it happened.
+        """Admit the first waiting sequence if there are blocks for its tokens and a tree. Return whether it was.
 
-        A block is left for each of the others that can grow: whoever is admitted should not be pre-empted at once.
+        One block is left for each running sequence that can grow, so that an admitted sequence is not preempted at
+        once.
         """
         if not self._waiting or not self._free:
             return False
@@ -229,7 +232,7 @@ class Scheduler:
         return True
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
-        """The sequence's next tokens; from its last chunk on it is one of those that decode."""
+        """Return the sequence's next chunk. After its last chunk the sequence decodes."""
         start = sequence.num_prefilled
         end = min(start + budget, sequence.num_to_prefill)
         is_last = end == sequence.num_to_prefill
@@ -240,7 +243,7 @@ class Scheduler:
         return PrefillChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
 
     def _release(self, sequence: Sequence) -> None:
-        """Running -> out: its slot and blocks are free."""
+        """Free the slot and the blocks of a running sequence."""
         self._blocks.free(sequence.slot)
         del self._running[sequence.slot]
         self._free.append(sequence.slot)
@@ -249,7 +252,7 @@ class Scheduler:
             self._partial = None
 
     def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
-        """The batch's sampling tensors, made anew only when its members change."""
+        """Return the batch's sampling tensors, which are rebuilt only if its members change."""
         if self._sampling is None or self._sampling[0] != sequences:
             params = [s.sampling for s in sequences]
             self._sampling = sequences, SamplingBatch.of(params, self._device, self._eos_ids)

@@ -1,8 +1,8 @@
-"""Planner: what each step drafts and how much of it is verified; UniformPlanner, which always says the same.
+"""Planner: the protocol of what decides how much each step drafts and verifies; UniformPlanner, the constant one.
 
-A planner never changes what is produced, only what it costs. `plan` decides before anything is drafted, `allocate`
-once the candidates' values are known, `learn` hears what came of it; on a GPU only after the next step is planned and
-allocated too. Does not know models or requests.
+A planner never changes the output, only its cost. `plan` runs before anything is drafted, `allocate` once the
+candidates' values are known, and `observe` when the step is over. If steps overlap, the next one is planned and
+allocated before.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from eagle_ray.tree.draft_plan import DraftPlan
 class Allocation:
     """The candidates that will be verified.
 
-    keep: which nodes. num_nodes: at least the most of one tree, root included. num_rows: rows of the pass, at least
-    the number of nodes kept; what is more is padding. expected: drafts of the batch that will be accepted, by whoever
-    chose them. sizes: nodes kept of each tree, where the host knows.
+    Attributes:
+        keep: true for a node that is verified.
+        num_nodes: an upper bound on the kept nodes of one tree, root included.
+        num_rows: rows of the verify pass; those past the number of kept nodes are padding.
+        expected: drafts of the batch that the planner expects to be accepted.
+        sizes: kept nodes of each tree, if the host knows them.
     """
 
     keep: Bool[Tensor, "B N"]
@@ -37,7 +40,7 @@ class Allocation:
 
     @classmethod
     def uniform(cls, draft: Draft, most_nodes: int) -> Allocation:
-        """The best most_nodes of every tree, roots included; fewer only where a tree has fewer."""
+        """Keep the best most_nodes nodes of every tree, root included, or all if a tree has fewer."""
         num_nodes = min(most_nodes, draft.tree.num_nodes)
         num_rows = len(draft.tree.tokens) * num_nodes
         return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
@@ -45,13 +48,16 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What came of one step.
+    """The result of one step, as the planner observes it.
 
-    num_cached: tokens cached before it. depth: levels that were grown, 0 where nothing was offered, whatever the plan.
-    num_accepted: drafts, of the whole batch, those past a sequence's end left out; num_expected: as allocated.
-    num_prompt_tokens: of the prompts that were computed along with it.
-    num_prefill_rows: rows of those prompts that went through the target in the same pass.
-    is_first: something was made that later steps of this kind only use: its seconds say nothing of theirs.
+    Attributes:
+        num_cached: tokens cached before the step, of all sequences.
+        depth: levels that were drafted; 0 if nothing was proposed, whatever the plan.
+        num_accepted: accepted drafts of the batch, without those past a sequence's end.
+        num_prompt_tokens: prompt tokens that were computed during the step.
+        is_first: a kernel or graph was made that later steps reuse, so the step's seconds do not predict theirs.
+        num_expected: as allocated.
+        num_prefill_rows: prompt rows in the same pass of the target.
     """
 
     plan: DraftPlan
@@ -72,23 +78,26 @@ class StepOutcome:
 class Planner(Protocol):
     @property
     def will_draft(self) -> bool:
-        """Whether the next step will draft, as far as can be known now: new prompts are then read by the drafter."""
+        """Return whether the next step will probably draft. If so, the drafter reads new prompts at once."""
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
-        """What to draft for the running sequences."""
+        """Return what to draft for the running sequences."""
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        """Which of the candidates to verify."""
+        """Return which candidates to verify."""
 
     def observe(self, outcome: StepOutcome) -> None:
-        """The step is over."""
+        """Learn from a finished step."""
 
 
 class UniformPlanner:
-    """The same tree for every sequence at every step, as EAGLE-2 was published.
+    """Drafts a tree of one size for every sequence at every step, as EAGLE-2 was published.
 
-    max_nodes: drafted nodes per sequence, root excluded. max_depth: longest draft path. top_k: beam width.
-    All 0 is plain decoding. No path is longer than the number of nodes, so levels past max_nodes are not drafted.
+    Args:
+        max_nodes: drafted nodes per sequence, root excluded; 0 is plain decoding. Levels past max_nodes are not
+            drafted.
+        max_depth: longest draft path.
+        top_k: beam width.
     """
 
     def __init__(self, max_nodes: int, max_depth: int, top_k: int):
