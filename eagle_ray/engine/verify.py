@@ -1,10 +1,9 @@
-"""verify_step: what the device does between the allocation of rows and the step's copy to the host.
+"""verify_step: the device's part of a step, from the allocation of rows to the record that is copied to the host.
 
-    rerank -> pack -> one pass of the target -> pick -> walk -> commit -> the drafter's news -> record
+    rerank -> pack -> target pass -> sample -> accept -> commit -> drafter.extend -> record
 
-The same function runs as it comes, on the shapes of the moment, or captured, on padded ones: see `Verifier`. It asks
-nothing of the host and reads nothing but tensors, some of which it changes in place: the caches and the drafter's
-queue. Does not know sequences, planners or time.
+The function runs eagerly on the step's own shapes, or is replayed as a graph on padded ones (`Verifier`). It does not
+sync with the host. It changes the KV caches and the drafter's queue in place.
 """
 
 from __future__ import annotations
@@ -32,11 +31,14 @@ from eagle_ray.tree.draft_tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What of a step is no tensor.
+    """The sizes of a verify step.
 
-    num_nodes: of each tree, root included. num_rows: of the pass. max_depth: bound on the nodes' depths; 0 where
-    nothing is verified but roots. logprobs: whether the record has them. num_tops: how many of the likeliest tokens are
-    named.
+    Attributes:
+        num_nodes: nodes per tree, root included.
+        num_rows: rows of the pass.
+        max_depth: a bound on the nodes' depths; 0 if only roots are verified.
+        logprobs: whether the record has log-probabilities.
+        num_tops: how many of the likeliest tokens are recorded.
     """
 
     num_nodes: int
@@ -48,7 +50,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class MaxTreeSizes:
-    """Largest that come up, root included. nodes: verified of one tree. candidates: drafted for it; 1: not known."""
+    """The largest tree of any step, root included. nodes: verified; candidates: drafted; 1 is not known."""
 
     nodes: int = 1
     candidates: int = 1
@@ -60,7 +62,7 @@ class MaxTreeSizes:
 
 @dataclass(frozen=True, slots=True)
 class VerifyStepOutput:
-    """record: see step_record. tops: ids and log-probabilities of the likeliest tokens along each path."""
+    """Results of a verify step. record: see step_record. tops: ids and log-probabilities along each accepted path."""
 
     result: VerifyResult
     record: Int[Tensor, "B X"]
@@ -80,9 +82,12 @@ def verify_step(
     prompts: PrefillBatch | None = None,
     sizes: list[int] | None = None,
 ) -> VerifyStepOutput:
-    """mark: called right before and right after the target's pass. prompts: computed in the same pass.
+    """Verify the kept nodes and commit the accepted paths.
 
-    sizes: nodes kept of each tree, where the host knows them.
+    Args:
+        mark: called right before and right after the target's pass.
+        prompts: prompt chunks to compute in the same pass.
+        sizes: kept nodes of each tree, if the host knows them.
     """
     tree = tree.rerank(keep, shape.num_nodes)
     rows = tree.pack(batch.lengths, shape.num_rows, sizes)
@@ -108,10 +113,12 @@ def verify_step(
 
 
 class Verifier:
-    """Runs verify_step: through `replay` where there is one, and else as it comes.
+    """Runs verify_step, through a graph runner if there is one.
 
-    max_depth: of any draft that may come up. trees: every replayed pass is for trees of this size, whatever the step's,
-    or for larger ones: so it depends on the numbers of sequences and rows alone.
+    Args:
+        max_depth: maximum depth of any draft.
+        trees: replayed passes are for trees of at least this size, so that their shape depends only on the numbers of
+            sequences and rows.
     """
 
     def __init__(
@@ -128,9 +135,10 @@ class Verifier:
         mark: Callable[[], None],
         prompts: PrefillBatch | None = None,
     ) -> tuple[StepShape, VerifyStepOutput]:
-        """The shape of one step and its verdict; that of a replay stands until the next step.
+        """Return the sizes of one step and its output. A replayed output is overwritten by the next step.
 
-        prompts: that go along, where there is no replay.
+        Args:
+            prompts: prompt chunks for the same pass; None if steps are replayed.
         """
         shape = _shape(batch, draft, allocation)
         if self._replay is None or not self._replay.is_enabled:
@@ -145,7 +153,7 @@ class Verifier:
         return shape, verdict
 
     def _fixed(self, shape: StepShape, batch_size: int, replay: GraphRunner) -> StepShape:
-        """The next larger of the few shapes that are captured; a plain step has rows for the batch and no more."""
+        """Return the next larger of the captured shapes; a plain step has rows for the batch only."""
         if not shape.max_depth:
             return replace(shape, num_rows=replay.batch_size(batch_size))
         num_nodes = replay.num_nodes(max(shape.num_nodes, self._trees.nodes))
@@ -160,7 +168,7 @@ class Verifier:
         shape: StepShape,
         replay: GraphRunner,
     ) -> VerifyStepOutput:
-        """For any batch of this size whose longest sequence fits, in the slots and with the trees of the moment."""
+        """Replay the graph for batches of this size whose longest sequence fits into the context bound."""
         size, bound = replay.batch_size(len(batch)), replay.context(batch.at.max_length)
         num_candidates = replay.num_nodes(max(tree.num_nodes, self._trees.candidates)) if shape.max_depth else 1
         target, kind, chosen = self._target, batch.sampling.kind, batch.sampling.padded(size)
@@ -185,14 +193,14 @@ def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShap
 
 
 def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:
-    """Trees and nodes that are not kept, not even the roots, around those that there are."""
+    """Pad with trees and nodes that are not kept, not even their roots."""
     fills = (0, -1, 0, -torch.inf, -torch.inf, False)
     columns = (PaddedInput(column, shape, fill) for column, fill in zip(tree.columns, fills, strict=True))
     return [*columns, PaddedInput(keep, shape, False)]
 
 
 def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N"]]:
-    """Back from `_padded`, or from the roots alone."""
+    """Return trees and keep mask from the inputs of `_padded`, or from roots alone."""
     if not others:
         tree = DraftTree.of_roots(first)
         return tree, tree.valid

@@ -1,8 +1,7 @@
-"""accept_path: the walk from the root along the target's own picks.
+"""accept_path: accept the longest path of a draft tree on which the target sampled every token.
 
-At every node the target has chosen its token. The walk goes to the child that carries that choice; where no child
-does, the choice is the bonus token. So every emitted token is the target's own, greedy and sampled alike.
-Does not know how the picks were made.
+The target samples a token at every node. From the root, the path follows the child that has the sampled token. If no
+child has it, the sampled token is the bonus token. So every emitted token is the target's own, greedy or sampled.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The accepted path of each tree; D1 is the longest possible draft path plus one.
+    """The accepted path of each tree. D1 is the longest possible draft path plus one.
 
-    accepted_nodes[b, 0] = 0, the root; padding -1. num_accepted: root and bonus excluded; -1 where there is no root.
-    tokens[b, :num_accepted[b] + 1] are valid: the accepted drafts, then the bonus token.
+    Attributes:
+        accepted_nodes: nodes of the path; the first is 0, the root; -1 is padding.
+        num_accepted: accepted drafts, root and bonus token excluded; -1 for a padding tree without root.
+        tokens: the accepted drafts, then the bonus token: the first num_accepted + 1 of each row are valid.
     """
 
     accepted_nodes: Int[Tensor, "B D1"]
@@ -30,9 +31,11 @@ class VerifyResult:
 
 
 def accept_path(tree: DraftTree, rows: VerifyRows, picks: Int[Tensor, " R"], max_depth: int) -> VerifyResult:
-    """The longest path of each tree on which every node is the target's pick at its parent.
+    """Return the longest path of each tree on which every node has the token that the target sampled at its parent.
 
-    picks: the target's choice after each row. max_depth: bound on the depths, D1 - 1.
+    Args:
+        picks: the token that the target sampled after each row.
+        max_depth: a bound on the depths, D1 - 1.
     """
     picks_at = picks[rows.row_of]
     if max_depth == 0:
@@ -50,7 +53,7 @@ def accept_path(tree: DraftTree, rows: VerifyRows, picks: Int[Tensor, " R"], max
 
 
 def accepted_mask(tree: DraftTree, picks_at: Int[Tensor, "B N"], max_depth: int) -> Bool[Tensor, "B N"]:
-    """Nodes on the walk, the root included: picked at their parent, and so is every ancestor."""
+    """Return the nodes of the accepted paths, roots included."""
     parents = tree.parents.clamp(min=0)
     picked = (tree.tokens == picks_at.gather(1, parents)) & tree.valid
     picked[:, 0] = tree.valid[:, 0]

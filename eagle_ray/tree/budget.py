@@ -1,13 +1,10 @@
-"""Which nodes of which sequences are worth a verify row.
+"""Budget: choose the nodes of a batch's candidate trees that get a row in the verify pass.
 
-A policy looks at the candidate trees of a batch and names the nodes to verify, under a budget of rows:
+    uniform          the best nodes of each tree, the same number for every sequence: EAGLE-2 as published
+    best_of_batch    the best nodes of the whole batch, whichever tree they are in
+    static(paths)    a fixed set of paths by rank: EAGLE-1
 
-    uniform        each tree's best, the same number for every sequence: EAGLE-2 as published
-    global_        the best of the whole batch, whoever they belong to
-    static(paths)  a fixed set of paths by rank: EAGLE-1
-
-Whatever a policy keeps holds the ancestors of everything it keeps: values never rise along a path and ties go to the
-earlier node. Does not know costs or time.
+If a policy keeps a node, it keeps its ancestors: values never rise along a path, and ties go to the earlier node.
 """
 
 from __future__ import annotations
@@ -25,11 +22,13 @@ from eagle_ray.tree.draft_tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one verify pass may hold.
+    """The limits of one verify pass.
 
-    num_rows: rows of the whole pass, the B roots included. num_nodes: most rows of one sequence, its root included.
-    max_depths: deepest node worth having in each sequence; None where there is no such limit.
-    log_weights: added to the log values of each sequence's nodes; 0 is its fair share, None is 0 for all.
+    Attributes:
+        num_rows: rows of the pass, the B roots included.
+        num_nodes: maximum rows of one sequence, its root included.
+        max_depths: maximum depth in each sequence; None is no limit.
+        log_weights: added to the log values of each sequence's nodes; None is 0 for all.
     """
 
     num_rows: int
@@ -42,19 +41,20 @@ Policy = Callable[[DraftTree, Budget], Bool[Tensor, "B N"]]
 
 
 def uniform(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
-    """Each tree's num_nodes best; fewer only where a tree has fewer. num_rows is taken to be enough for that."""
+    """Keep the num_nodes best nodes of each tree, or all if it has fewer. budget.num_rows must allow that."""
     return (ranks(tree.log_values) < budget.num_nodes) & tree.valid
 
 
 def best_of_batch(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
-    """The num_rows - B most valuable nodes of the whole batch, and every root."""
+    """Keep every root and the num_rows - B most valuable nodes of the whole batch."""
     return Candidates.of(tree, budget).keep(budget.num_rows)
 
 
 def static(paths: Iterable[tuple[int, ...]]) -> Policy:
-    """The nodes on the given paths from the root, each step named by its rank among its siblings (EAGLE-1).
+    """Return a policy that keeps the given paths from the root (EAGLE-1).
 
-    Paths are closed under prefixes here, whatever was listed. A path that the candidates lack is left out.
+    Args:
+        paths: ranks among siblings, one per level. Prefixes are added. Paths that the candidates lack are left out.
     """
     wanted = sorted({path[:end] for path in paths for end in range(len(path) + 1)} | {()})
     longest, width = max(map(len, wanted)), 1 + max((max(path) for path in wanted if path), default=-1)
@@ -72,7 +72,7 @@ def static(paths: Iterable[tuple[int, ...]]) -> Policy:
 
 
 def _steps(paths: list[tuple[int, ...]], width: int) -> Int[Tensor, "P1 W1"]:
-    """From a path and a rank to the path that is one step longer, all by their places; len(paths) is nowhere."""
+    """Return a table from (path index, rank) to the index of the longer path; len(paths) is no path."""
     places = {path: place for place, path in enumerate(paths)}
     steps = torch.full((len(paths) + 1, width + 1), len(paths))
     for path, place in places.items():
@@ -83,10 +83,13 @@ def _steps(paths: list[tuple[int, ...]], width: int) -> Int[Tensor, "P1 W1"]:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates of a whole batch, most valuable first, cut to num_nodes - 1 of each tree.
+    """The candidates of a whole batch, most valuable first, at most num_nodes - 1 of each tree.
 
-    log_values: of the candidates in that order, -inf past the last. owners, nodes: their tree and index in it.
-    shape: (B, N) of the trees.
+    Attributes:
+        log_values: of the candidates in that order; -inf past the last.
+        owners: the tree of each candidate.
+        nodes: its index in that tree.
+        shape: (B, N) of the trees.
     """
 
     log_values: Float[Tensor, " C"]
@@ -106,32 +109,32 @@ class Candidates:
         return cls(best, index // max(values.shape[1], 1), order.flatten()[index] + 1, tree.tokens.shape)
 
     def expected(self, sizes: list[int]) -> list[float]:
-        """Draft tokens that the m best candidates are expected to yield, for each size m; one look at the device."""
+        """Return the accepted drafts that the m best candidates are expected to yield, for each m. Syncs once."""
         values = self.log_values.exp()
         totals = torch.cat([values.new_zeros(1), values.cumsum(0)])
         return totals[to_device(sizes, values.device)].tolist()
 
     def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
-        """The roots and as many of the best candidates as num_rows has room for."""
+        """Keep the roots and the best num_rows - B candidates."""
         batch, num_nodes = self.shape
         chosen = slice(max(num_rows - batch, 0))
         real = self.log_values[chosen] > -torch.inf
-        cells = torch.where(real, self.owners[chosen] * num_nodes + self.nodes[chosen], 0)  # cell 0 is a root
-        kept = torch.zeros(batch * num_nodes, dtype=torch.bool, device=cells.device).index_fill(0, cells, True)
+        index = torch.where(real, self.owners[chosen] * num_nodes + self.nodes[chosen], 0)  # index 0 is a root
+        kept = torch.zeros(batch * num_nodes, dtype=torch.bool, device=index.device).index_fill(0, index, True)
         kept = kept.view(batch, num_nodes)
         kept[:, 0] = True
         return kept
 
 
 def ranks(values: Float[Tensor, "B N"]) -> Int[Tensor, "B N"]:
-    """Each node's place in its own tree, 0 the most valuable; ties go to the earlier node."""
+    """Return each node's rank in its own tree, 0 for the most valuable. Ties go to the earlier node."""
     order = values.sort(dim=1, descending=True, stable=True).indices
     place = torch.arange(values.shape[1], device=values.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, place)
 
 
 def _worth(tree: DraftTree, budget: Budget) -> Float[Tensor, "B N"]:
-    """Log values as the budget weighs them; -inf for what it rules out."""
+    """Return log values with the budget's weights; -inf for nodes past its depths."""
     worth = tree.log_values
     if budget.log_weights is not None:
         worth = worth + budget.log_weights[:, None]
@@ -141,7 +144,7 @@ def _worth(tree: DraftTree, budget: Budget) -> Float[Tensor, "B N"]:
 
 
 def _sibling_ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
-    """How many siblings stand before each node; siblings stand side by side, most probable first."""
+    """Return the number of siblings before each node; siblings are adjacent, most probable first."""
     node = torch.arange(tree.num_nodes, device=tree.tokens.device).expand_as(tree.parents)
     parents = torch.where(tree.parents >= 0, tree.parents, tree.num_nodes)  # the root has no siblings
     first = node.new_full((len(node), tree.num_nodes + 1), tree.num_nodes).scatter_reduce(1, parents, node, "amin")

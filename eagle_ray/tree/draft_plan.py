@@ -1,7 +1,4 @@
-"""Plan: what one step may draft, decided before anything is drafted.
-
-Does not know which of the drafted nodes will be verified: that is the budget's, once their values are known.
-"""
+"""DraftPlan: what one step drafts, decided before drafting. The budget later chooses which nodes are verified."""
 
 from __future__ import annotations
 
@@ -14,13 +11,16 @@ from eagle_ray.tree.static_tree import StaticTree
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """max_depth: most levels to draft; 0 is a step of plain decoding, in which no drafter runs.
+    """The shape of one step's drafts.
 
-    width: nodes of each level that are given children, num_children of them each (None: width). members: the sequences
-    of the batch to draft for, ascending; None is all of them. enough: asked before each level after the first; True
-    ends the drafting there. shape: which nodes get children, where that does not depend on their values; no deeper and
-    no wider than the plan. probe: whether this is done in order to learn what it costs or yields, and not because it
-    promises most.
+    Attributes:
+        max_depth: maximum levels; 0 is a step of plain decoding, in which no drafter runs.
+        width: nodes of each level that are expanded.
+        members: indices of the batch's sequences to draft for, ascending; None is all.
+        should_stop: called before each level after the first; true ends the drafting there.
+        static_tree: the nodes to expand, if they do not depend on values; no deeper and no wider than the plan.
+        probe: the step is taken to measure what drafts cost or yield, not because it promises most.
+        num_children: children per expanded node; None is width.
     """
 
     max_depth: int
@@ -33,23 +33,23 @@ class DraftPlan:
 
     @property
     def children(self) -> int:
-        """Drawn of each node: more of them cost next to nothing, as its logits are there."""
+        """Return the children per expanded node. They cost little, since the node's logits are computed anyway."""
         return self.width if self.num_children is None else self.num_children
 
     def restrict_to(self, members: tuple[int, ...] | None) -> DraftPlan:
-        """The same for those of its sequences that are among `members` (None: all of the batch)."""
+        """Return the plan for those of its sequences that are in `members`; None is the whole batch."""
         if members is None or not self.is_drafting:
             return self
         both = members if self.members is None else tuple(m for m in self.members if m in members)
         return replace(self, members=both) if both else PLAIN
 
     def num_members(self, batch_size: int) -> int:
-        """How many of a batch's sequences are drafted for."""
+        """Return how many of a batch's sequences are drafted for."""
         return batch_size if self.members is None else len(self.members)
 
     @property
     def max_candidates(self) -> int:
-        """Nodes of the largest tree that such a plan drafts, root included."""
+        """Return the nodes of the largest tree that such a plan drafts, root included."""
         return 1 + self.children + (self.max_depth - 1) * self.width * self.children if self.is_drafting else 1
 
     @property

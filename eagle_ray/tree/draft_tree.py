@@ -1,16 +1,14 @@
 """DraftTree: B trees of candidate tokens as six [B, N] tensors, and their packing into the rows of one verify pass.
 
-Node 0 is the root: the last committed token. The laws, which hold for every tree made here (``check_laws`` in the
-tests): parents come before their children, nodes stand in breadth-first order, a child's log value never exceeds its
-parent's, siblings carry different tokens, valid nodes are a prefix of each row.
+Node 0 is the root, the last committed token. Invariants of every tree (``check_laws`` in the tests): parents come
+before their children; nodes are in breadth-first order; a child's log value never exceeds its parent's; siblings have
+different tokens; valid nodes are a prefix of each row.
 
         0 root          tokens   [the, cat, dog, sat]
        / \\              parents  [ -1,   0,   0,   1]
       1   2             depths   [  0,   1,   1,   2]
       |
       3
-
-Does not know who proposed a node, what it costs or whether the target agrees.
 """
 
 from __future__ import annotations
@@ -26,12 +24,13 @@ from eagle_ray.tree.tree_mask import diagonal, unpack_mask
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """B trees, nodes breadth-first, node 0 is the root.
+    """B trees, nodes in breadth-first order, node 0 is the root.
 
-    parents: -1 for the root and for padding; the only stored topology.
-    log_values: fp32 log-probability of the path from the root, calibrated; root 0, padding -inf.
-    draft_log_probs: fp32 log-probability of the node given its parent, as the drafter said; root 0, padding -inf.
-    valid: a prefix of each row.
+    Attributes:
+        parents: index of the parent; -1 for the root and for padding.
+        log_values: fp32, calibrated log-probability of the path from the root; 0 for the root, -inf for padding.
+        draft_log_probs: fp32, the drafter's own log-probability of the node given its parent; 0 and -inf likewise.
+        valid: false for padding; true values are a prefix of each row.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -43,20 +42,22 @@ class DraftTree:
 
     @classmethod
     def of_roots(cls, roots: Int[Tensor, " B"]) -> DraftTree:
-        """Trees of a root each and nothing else: a step of plain decoding."""
+        """Return trees of one root each: a step of plain decoding."""
         tokens = roots[:, None]
         zeros = torch.zeros_like(tokens)
         return cls(tokens, zeros - 1, zeros, zeros.float(), zeros.float(), torch.ones_like(tokens, dtype=torch.bool))
 
     @property
     def num_nodes(self) -> int:
-        """N, padding and root included."""
+        """Return N, padding and root included."""
         return self.tokens.shape[1]
 
     def rerank(self, keep: Bool[Tensor, "B N"], num_nodes: int) -> DraftTree:
-        """The trees of the kept nodes in [B, num_nodes]; keep holds the root and the ancestors of all it holds.
+        """Return the trees of the kept nodes, [B, num_nodes] (EAGLE-2, section 4.2).
 
-        num_nodes is at least the number of nodes kept of any tree (EAGLE-2, section 4.2).
+        Args:
+            keep: must hold the root, and the ancestors of every node that it holds.
+            num_nodes: at least the number of kept nodes of each tree.
         """
         if self.num_nodes == 1:
             return self
@@ -64,7 +65,7 @@ class DraftTree:
         return self._select(torch.where(keep, index, self.num_nodes).sort(1).values[:, :num_nodes])
 
     def spread(self, members: Int[Tensor, " M"], roots: Int[Tensor, " B"]) -> DraftTree:
-        """These M trees as trees members[m] of a batch of B, whose other trees are their roots alone."""
+        """Return a batch of B trees: tree members[m] is tree m of these, every other tree is its root alone."""
         batch = DraftTree.of_roots(roots)
 
         def place(own: Tensor, alone: Tensor, padding: int | float) -> Tensor:
@@ -82,20 +83,20 @@ class DraftTree:
         )
 
     def first(self, num_trees: int) -> DraftTree:
-        """The first so many of the trees."""
+        """Return the first num_trees trees."""
         return DraftTree(*(column[:num_trees] for column in self.columns))
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
-        """All of it, in the order in which it is made."""
+        """Return all tensors, in the order of the constructor's arguments."""
         return self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid
 
     def to(self, device: torch.device | str) -> DraftTree:
-        """The same trees on another device."""
+        """Return the trees on another device."""
         return DraftTree(*(column.to(device, non_blocking=True) for column in self.columns))
 
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
-        """The subtrees on the given nodes: ascending indices, N where there is none."""
+        """Return the subtrees of the given nodes. nodes: ascending indices; N for no node."""
         batch, num_nodes = self.tokens.shape
         kept = nodes < num_nodes
         nodes = nodes.clamp(max=num_nodes - 1)
@@ -114,13 +115,13 @@ class DraftTree:
         )
 
     def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
-        """[b, i, j]: node j is node i or an ancestor of it; max_depth bounds the depths."""
+        """Return a mask [b, i, j]: node j is node i or an ancestor of it. max_depth: a bound on the depths."""
         if self.num_nodes == 1:
             return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
         return unpack_mask(self.ancestor_words(max_depth), self.num_nodes)
 
     def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
-        """The same in bits, by pointer doubling: each turn a node learns what one twice as far up has seen."""
+        """Return `ancestors` as bits of int64 words, by pointer doubling."""
         batch, num_nodes = self.tokens.shape
         words = diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
         if num_nodes == 1:
@@ -135,22 +136,25 @@ class DraftTree:
             jump = jump.gather(1, jump)
 
     def confidences(self) -> Float[Tensor, "B N"]:
-        """Calibrated probability of each node given that its parent was accepted; 1 for roots, 0 for padding."""
+        """Return each node's calibrated probability given that its parent is accepted; 1 for roots, 0 for padding."""
         parent_values = self.log_values.gather(1, self.parents.clamp(min=0))
         ratio = (self.log_values - torch.where(self.parents >= 0, parent_values, 0.0)).exp()
         return torch.where(self.valid, ratio, 0.0)
 
     def draft_confidences(self) -> Float[Tensor, "B N"]:
-        """The same as the drafter said, before calibration."""
+        """Return the drafter's own probability of each node given its parent."""
         return self.draft_log_probs.exp()
 
     def pack(self, lengths: Int[Tensor, " B"], num_rows: int, sizes: list[int] | None = None) -> VerifyRows:
-        """Lay the valid nodes out as num_rows rows of one pass; num_rows is at least their number.
+        """Lay the valid nodes out as the rows of one pass.
 
-        sizes: valid nodes of each tree, where the host knows them.
+        If num_rows is B * N, row b * N + i is node i of tree b, and padding nodes are padding rows. Otherwise the trees
+        follow one another and padding rows come last.
 
-        Where num_rows is B * N the rectangle itself is the layout, with padding nodes as padding rows; otherwise the
-        nodes of each tree follow those of the tree before it and padding comes last.
+        Args:
+            lengths: cached tokens of each sequence.
+            num_rows: at least the number of valid nodes.
+            sizes: valid nodes of each tree, if the host knows them.
         """
         batch, num_nodes = self.tokens.shape
         positions = lengths[:, None] + self.depths
@@ -176,9 +180,12 @@ class DraftTree:
 class VerifyRows:
     """Trees packed into the R rows of one target pass.
 
-    seq: the row's sequence, -1 for padding rows, which belong to none. node: its index in that tree.
-    positions: the row's position in its sequence (root: the number of cached tokens).
-    row_of: the row of each node; some row or other for padding nodes. sizes: nodes of each tree, where the host knows.
+    Attributes:
+        positions: the row's position in its sequence; the root's is the number of cached tokens.
+        seq: the row's sequence; -1 for padding rows.
+        node: the row's node in that sequence's tree.
+        row_of: the row of each node; any row for padding nodes.
+        sizes: nodes of each tree, if the host knows them.
     """
 
     tokens: Int[Tensor, " R"]
@@ -190,5 +197,5 @@ class VerifyRows:
 
     @property
     def is_rectangle(self) -> bool:
-        """Row b * N + i is node i of tree b."""
+        """Return whether row b * N + i is node i of tree b."""
         return self.tokens.shape[0] == self.row_of.numel()
