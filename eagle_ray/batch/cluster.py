@@ -163,8 +163,8 @@ def check_alive() -> None:
     for name in ESSENTIAL:
         if name in gone:
             raise ClusterError(
-                f"Ray's own process {name} has ended (was it killed, or out of memory?): the same command goes on from "
-                f"what is there; its logs are in {node.get_logs_dir_path()}"
+                f"Ray's own process {name} has ended (was it killed, or out of memory?); its logs are in "
+                f"{node.get_logs_dir_path()}. Run the same command again to resume."
             )
 
 

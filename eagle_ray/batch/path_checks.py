@@ -2,7 +2,7 @@
 
 Does not know formats or rows.
 
-    >>> check_apart("runs", Location.of("/work/runs/a"))  # from /work
+    >>> check_apart("runs", StoragePath.of("/work/runs/a"))  # from /work
     ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
 """
 

@@ -1,8 +1,6 @@
-"""The pipeline: requests through a pool of engine actors into Parquet files, as one Ray Data stream.
+"""The pipeline: one Ray Data stream of requests through a pool of engine actors into Parquet files.
 
-Does not know configuration files, exit codes or what stood there before; ``eagle_ray.batch.run`` does.
-
-    >>> generate(config, plan, run, skip=done, num_rows=80)
+>>> generate(config, plan, run, skip=done, num_rows=80)
 """
 
 from __future__ import annotations
@@ -31,20 +29,26 @@ from eagle_ray.config import ConfigError, JobConfig
 
 log = logging.getLogger("eagle_ray")
 
-CALLS_PER_ACTOR = 8  # batches in flight; with batches of half the slots, each slot has four rows to choose from
-BATCHES_PER_ACTOR = 64  # from then on batches grow: each costs Ray some milliseconds, and the engine's thread the GIL
+CALLS_PER_ACTOR = 8  # batches in flight: with batches of half the slots, four rows for each slot
+BATCHES_PER_ACTOR = 64  # for more, batches grow: each costs Ray some milliseconds and the GIL
 MOST_PER_SLOT = 4  # rows of a batch
-FEWEST_FILES = 8  # of a small job: what is done is on disk before all of it is
+FEWEST_FILES = 8  # of a small job, so that finished rows reach the disk early
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
-STARTS_PER_WORKER = 4  # in a row, and no row answered well between them: more than this is a fault, not an accident
-STARTS_FOR_KILLERS = 32  # and so many more: rows that kill their workers may stand together
-FULL = 1.0  # the share of its calls in flight at which a pool that may grow does; Ray's own 1.75 is out of its reach
+STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
+STARTS_FOR_KILLERS = 32  # added, because rows that kill their workers may be adjacent
+FULL = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
 def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, num_rows: int) -> None:
-    """Answer every request but those to skip, whose ids are sorted. Ray is connected.
+    """Answer every request except those to skip. Ray must be connected.
 
-    num_rows: output rows that will be made. Raises TooManyErrors, ClusterError, or ConfigError for a missing model.
+    Args:
+        skip: sorted digests of finished ids.
+        num_rows: output rows that will be made.
+
+    Raises:
+        TooManyErrors, ClusterError: the job stops.
+        ConfigError: a model is missing.
     """
     workers = plan_workers(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
     progress = start_progress(workers.fewest)
@@ -58,12 +62,14 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, 
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading(config.model.target, workers))
     requests = read_requests(plan, skip, rows_per_block=batch_size)
-    answers = _answered(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
+    answers = _map_engine(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits):
         _write(answers, sink)
 
 
-def _answered(requests: ray.data.Dataset, batch_size: int, workers: WorkerPlan, actor_args: tuple) -> ray.data.Dataset:
+def _map_engine(
+    requests: ray.data.Dataset, batch_size: int, workers: WorkerPlan, actor_args: tuple
+) -> ray.data.Dataset:
     return requests.map_batches(
         EngineActor,
         fn_constructor_args=actor_args,
@@ -78,7 +84,7 @@ def _answered(requests: ray.data.Dataset, batch_size: int, workers: WorkerPlan, 
 
 
 def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
-    """Make it all happen. Ray wraps what a worker raised, and adds advice: the user gets the reason itself."""
+    """Execute the stream. Ray wraps what a worker raised; raise the reason itself in one line."""
     try:
         dataset.write_datasink(sink)
     except RayError as error:
@@ -89,21 +95,21 @@ def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
 
 
 def _kind_of(error: Exception) -> type[Exception]:
-    """Which exception stands for what a task raised. A RayError itself is a lost worker, node or object."""
+    """Return the exception class for what a task raised. A RayError itself is a lost worker, node or object."""
     if isinstance(error, OSError) and not outcome_of(error).is_transient:
         return ConfigError
     return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
 
 
 def _innermost(error: Exception) -> Exception:
-    """What was raised first: Ray wraps it once per hand that it goes through."""
+    """Return the exception that was raised first; Ray wraps it several times."""
     while isinstance(cause := getattr(error, "cause", None), Exception):
         error = cause
     return error
 
 
 def _what_happened(error: Exception) -> str:
-    """The exception's own line in Ray's text, which is a whole traceback, often with advice on retries after it."""
+    """Return the exception's own line from Ray's text, which is a traceback, often followed by advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if not isinstance(error, RayError):
         return f"{type(error).__name__}: {lines[0]}"
@@ -122,7 +128,7 @@ def _pool(workers: WorkerPlan) -> ActorPoolStrategy:
 
 
 def _batch_size(slots: int, actors: int, num_rows: int) -> int:
-    """Small batches, but for long jobs: a row leaves when its batch is done, and the last ones should spread."""
+    """Return a small batch size, larger for long jobs: a row leaves with its batch, and the last rows should spread."""
     wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MOST_PER_SLOT * slots))
     return max(1, min(wanted, num_rows // (2 * actors)))
 
@@ -132,7 +138,7 @@ def _rows_per_file(wanted: int, num_rows: int) -> int:
 
 
 def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
-    """Our own progress lines instead of Ray's; order kept where the job asks for it; workers may die as they load."""
+    """Replace Ray's progress output by ours, keep order if the job wants it, and allow workers to die while loading."""
     context = DataContext.get_current()
     context.max_consecutive_actor_init_deaths = max_starts
     context.autoscaling_config.actor_pool_util_upscaling_threshold = FULL

@@ -149,7 +149,7 @@ def _exit_code(client: Any, job: str) -> int:
     while not (info := _info(client, job)).status.is_terminal():
         time.sleep(LOOK_EVERY_S)
     if info.status == "STOPPED":
-        print(f"{job} was stopped: the same command goes on from what is there", flush=True)
+        print(f"{job} was stopped. Run the same command again to resume.", flush=True)
         return INTERRUPTED
     if info.status == "SUCCEEDED":
         return 0

@@ -1,7 +1,7 @@
-"""The job: from a configuration to an output directory that holds every row, and an exit code.
+"""Run a batch job: from a configuration to an output directory that holds every row, and an exit code.
 
-It stands beside the command line, above the rooms it joins: ``data`` makes the rows, ``report`` adds them up. Ray is
-imported only where there is work left, and torch only in the workers: a job with nothing to do ends in a second.
+Ray is imported only if rows are missing, and torch only in workers and model checks, so a finished job ends in a
+second.
 
     >>> run_job(load_config("configs/demo.yaml"))
     0
@@ -76,17 +76,17 @@ from eagle_ray.storage.retry_budget import outlasting_outages
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
 ERRORS_SHOWN = 3
-RESUME = "the same command goes on from what is there"
+RESUME = "Run the same command again to resume."
 CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
 
 
 def run_job(config: JobConfig, retry_errors: bool = False) -> int:
-    """Run the job to its end and print its table; returns the exit code. retry_errors: as for complete."""
+    """Run the job to its end, print its table and return the exit code. retry_errors: see run_to_completion."""
     return run_to_end(config, retry_errors).outcome.code
 
 
 def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> Ending:
-    """Run the job to its end and print its table. fail_on_row_errors: error rows make another outcome of a done job."""
+    """Run the job to its end and print its table. fail_on_row_errors: a job with error rows ends with ROW_ERRORS."""
     began = datetime.now(timezone.utc)
 
     def work() -> str:
@@ -106,7 +106,7 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
 
 
 def _counts(config: JobConfig, ending: Ending, began: datetime) -> tuple[int | None, int | None]:
-    """Rows and error rows in the output, where this run has counted them and they can be read at once."""
+    """Return rows and error rows of the output, if this run has counted them and they can be read at once."""
     with suppress(ConfigError, OSError):
         output = output_of(config)
         if ending.outcome in (DONE, TOO_MANY_ERRORS):
@@ -120,7 +120,7 @@ def _counts(config: JobConfig, ending: Ending, began: datetime) -> tuple[int | N
 
 
 def _show_errors(output: StoragePath, num_errors: int) -> None:
-    """The first few, and where all of them are. No file is read past the last that is shown."""
+    """Log the first few error rows and where all of them are."""
     for row in itertools.islice(_error_rows(output / DATA), min(num_errors, ERRORS_SHOWN)):
         log.warning("error row %s: %s", row["request_id"], row["error_message"])
     log.warning("all of them: the rows of %s/%s with status 'error'", output.shown, DATA)
@@ -132,12 +132,12 @@ def _error_rows(data: StoragePath) -> Iterator[dict[str, str]]:
 
 
 def run_and_report(work: Callable[[], str], log_level: str) -> int:
-    """Do the work as ``ending_of`` does; returns the exit code."""
+    """Do the work as ``ending_of`` does and return the exit code."""
     return ending_of(work, log_level).outcome.code
 
 
 def ending_of(work: Callable[[], str], log_level: str) -> Ending:
-    """Do the work and print what it returns; what stops it is said in one line and becomes the ending."""
+    """Do the work and print its result. An error is logged in one line and becomes the ending."""
     configure_logging(log_level)
     try:
         with interruptible():
@@ -146,7 +146,7 @@ def ending_of(work: Callable[[], str], log_level: str) -> Ending:
         log.error("eagle-ray: %s", _line_of(error))
         return Ending.of(error)
     except Exception as error:
-        log.exception("eagle-ray: the job ended with an error that it does not know; please report it")
+        log.exception("eagle-ray: the job ended with an unknown error; please report it")
         return Ending.of(error)
     print(result)
     return Ending(DONE)
@@ -157,17 +157,21 @@ def _line_of(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     if outcome is INTERRUPTED:
-        return f"interrupted: {RESUME}"
+        return f"interrupted. {RESUME}"
     if isinstance(error, OSError) and outcome.is_transient:
-        return f"stopped: {error}: {RESUME}"
+        return f"stopped: {error}. {RESUME}"
     return f"stopped: {error}"
 
 
 def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
-    """Make every row that is missing, count what stands in the files and sum it up; returns ``_summary.json``.
+    """Generate every missing row, count the rows in the files and return what ``_summary.json`` holds.
 
-    retry_errors: rows that ended in errors are taken out of the files first, and so are missing.
-    Raises ConfigError before anything started, JobError where it cannot be done.
+    Args:
+        retry_errors: drop error rows first, so that they are generated again.
+
+    Raises:
+        ConfigError: before anything has started.
+        JobError: the job cannot be completed.
     """
     log.info("reading the input")
     output = output_of(config)
@@ -177,13 +181,13 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
     Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
     check_not_own(plan.files, output)
     asked = expected_rows_of(plan, config)
-    plan = replace(plan, ids=EMPTY)  # sixteen bytes a row that `asked` has, too
+    plan = replace(plan, ids=EMPTY)  # 16 bytes a row that `asked` has too
     if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     with lock_output(output) as check_lock:
         run = replace(open_run(config, plan.files), check_lock=check_lock)
         with record_outcome(run), outlasting_outages():
-            check_unchanged(plan.files, {})  # since they were scanned: before their digests were noted
+            check_unchanged(plan.files, {})  # a change since the scan
             remove_stale_files(run)
             if retry_errors:
                 _drop_error_rows(config, run, asked)
@@ -191,9 +195,9 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
                 _generate_missing(config, plan, run, asked)
                 wait_for_stale_writers(run)
                 _deduplicate_and_check(config, plan, run, asked)
-            there = read_json_object(run.output / SUMMARY) or {}  # still true: before rows are made it is removed
+            there = read_json_object(run.output / SUMMARY) or {}  # removed before rows are generated, so still valid
             summary = there | summarize_run(run) | _checks(config, plan, run, asked, there)
-            run.check_current()  # checks take minutes, and an output that was deleted meanwhile is not made again
+            run.check_current()  # checks take minutes: do not recreate a deleted output
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
             (run.output / SUCCESS).write_whole(b"", run.check_current)
@@ -203,7 +207,7 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
 
 
 def _report(run: RunHandle, summary: dict[str, Any]) -> None:
-    """Write the report of a finished run. A failure is only logged: the rows and their numbers are complete."""
+    """Write the report of a finished run. A failure is logged only, because rows and summary are complete."""
     place = (run.output / REPORT).shown
     run.check_current()
     try:
@@ -215,7 +219,7 @@ def _report(run: RunHandle, summary: dict[str, Any]) -> None:
 
 @contextmanager
 def _checking_input(plan: InputPlan, run: RunHandle) -> Iterator[None]:
-    """Raises InputChanged if a file changed meanwhile, in place of what that made of the rows."""
+    """Raise InputChanged if an input file changed meanwhile, instead of the error that this caused."""
     try:
         yield
     except (ConfigError, Incomplete, WorkerDefect):
@@ -229,12 +233,12 @@ def _check_input(plan: InputPlan, run: RunHandle) -> None:
 
 
 def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
-    """Write ``report.html`` from a summary and the run's record."""
+    """Write ``report.html`` from a summary and the run's manifest."""
     (output / REPORT).write_whole(page(summary, read_manifest(output)).encode())
 
 
 def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> None:
-    """Rewrite each file that holds error rows of these ids without them; error rows of other inputs stay."""
+    """Rewrite each file without its error rows of these ids. Error rows of other inputs stay."""
     for file in OutputIndex.read(run.data).files:
         before, wrong = file.stat().version, error_ids(file)
         if len(wrong := wrong[isin(wrong, asked.ids)]):
@@ -243,7 +247,7 @@ def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> 
 
 
 def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
-    """Answer the ids that no file holds yet."""
+    """Generate the rows of ids that no file holds yet."""
     done = OutputIndex.read(run.data).done(asked.samples_of)
     check_origins(run, plan.files, asked.ids)
     num_rows = asked.without(done).num_rows
@@ -260,7 +264,7 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked:
 
 
 def _check_columns(plan: InputPlan, run: RunHandle) -> None:
-    """Rows of a new input file stand beside the old ones: they have the same columns, or no reader reads them all."""
+    """Refuse an input whose columns differ from those in the files, because no reader could read both."""
     there = columns_of(run.data)
     if unread := plan.row_settings.intersection(lacking(there)):
         raise OutputMismatch(
@@ -277,20 +281,20 @@ def _check_columns(plan: InputPlan, run: RunHandle) -> None:
 def _join_cluster(config: JobConfig) -> None:
     log.info("getting Ray ready")
     address = prepare(config.execution.ray_address)
-    from eagle_ray.batch.cluster import connect  # Ray takes seconds to import: a finished job does without
+    from eagle_ray.batch.cluster import connect  # Ray takes seconds to import
 
     connect(address)
 
 
 def _check_models(config: JobConfig) -> None:
-    """Models that cannot work are refused here, in one line, and not by every worker on its own."""
+    """Refuse models that cannot work here, in one line, and not in every worker."""
     from eagle_ray.build import check_models  # torch: only where there is work left
 
     check_models(config.model, config.speculative)
 
 
 def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
-    """Recount from the files: an id found twice is written down to one, a missing one stops the job."""
+    """Recount the ids in the files. Remove duplicates; raise Incomplete if ids are missing."""
     ledger = OutputIndex.read(run.data)
     for file, ids in ledger.excess(asked.samples_of).items():
         log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
@@ -304,7 +308,7 @@ def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle, a
 def _checks(
     config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows, there: dict[str, Any]
 ) -> dict[str, Any]:
-    """What CHECKS ask for, where it is not `there`, in these rows' summary, already."""
+    """Return the results of CHECKS that are asked for and not in this summary already."""
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
         return {}
@@ -320,7 +324,7 @@ def _checks(
 
 
 def summarize_run(run: RunHandle) -> dict[str, Any]:
-    """What ``_summary.json`` says, of what the files hold now."""
+    """Return the content of ``_summary.json`` for what the files hold now."""
     by = GROUP_BY if has_column(run.data, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
     read = partial(tables, run.data)
@@ -343,7 +347,7 @@ def _check_error_rate(counts: dict[str, Any], most: float) -> None:
 
 
 def _rewrite(file: StoragePath, before: int | str, table: pa.Table, config: JobConfig, run: RunHandle) -> None:
-    """before: the version that the table was read from."""
+    """Replace a part file. before: the version from which the table was read."""
     if table.num_rows:
         data = parquet_bytes(table, config.output.compression)
         if file.replace(data, before, run.check_current) is None:
@@ -354,7 +358,7 @@ def _rewrite(file: StoragePath, before: int | str, table: pa.Table, config: JobC
 
 
 def configure_logging(level: str) -> None:
-    """What the job says of itself goes to stderr, a plain line each; its result goes to stdout."""
+    """Log plain lines to stderr. The job's result goes to stdout."""
     log.setLevel(level.upper())
     if not log.handlers:
         log.addHandler(logging.StreamHandler(sys.stderr))

@@ -3,7 +3,7 @@
 A run that is killed leaves no word. On its own machine its process is looked for; elsewhere a run that gives no sign
 of life for long is called silent. Does not know Ray, and asks no cluster.
 
-    >>> print(status_text(status_of(Location.of("runs/a"))))
+    >>> print(status_text(status_of(StoragePath.of("runs/a"))))
     run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
     last sign of life 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
 """
@@ -79,27 +79,27 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
 
 
 def status_json(status: RunStatus) -> str:
-    """Everything that is known."""
+    """Return the status as JSON."""
     return json.dumps(asdict(status), indent=2, ensure_ascii=False)
 
 
 def status_text(status: RunStatus) -> str:
-    """A few plain lines."""
+    """Return the status in a few plain lines."""
     head = f"run {status.run_id} in {status.output}: "
-    again = "the same command goes on from what is there"
+    again = "Run the same command again to resume."
     if status.state == "done":
         return f"{head}done, {status.finished_at or 'just now'}{_counted(status.total)}"
     if status.state == "stopped":
         why = _why(status.outcome)
-        hint = "" if "same command" in why else f": {again}"
+        hint = "" if "same command" in why else f". {again}"
         lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {why}{hint}"]
     else:
         lines = [f"{head}{status.state}, attempt {status.attempt} (since {status.started_at})"]
     if status.state == "killed":
         process = f"process {status.process.pid} is gone from {status.process.host}"
-        lines.append(f"{process} and recorded no outcome (killed, or its disk was full): {again}")
+        lines.append(f"{process} and recorded no outcome (killed, or its disk was full). {again}")
     if status.state == "silent":
-        lines.append(f"no sign of life for {status.quiet_s:,.0f} s: if it was killed, {again}")
+        lines.append(f"no sign of life for {status.quiet_s:,.0f} s. If it was killed: {again}")
     return "\n".join([*lines, _progress_line(status)])
 
 

@@ -2,7 +2,7 @@
 
 Two ordinary jobs in one Ray session, with the same slots and threads; what they wrote is then compared row by row.
 
-    >>> run_demo(Location.of("runs/demo"))
+    >>> run_demo(StoragePath.of("runs/demo"))
     0
 """
 

@@ -1,14 +1,13 @@
-"""Blocks: which block of a pool holds which columns of which slot.
+"""BlockManager: which block of the KV pool holds which positions of which slot.
 
-A slot's column c lies in block table[slot, c // size], at place c % size. Blocks are handed out as sequences grow, so
-memory follows what is used. Full blocks of a prompt can be published: a later slot that starts with the same tokens
-adopts them instead of computing them anew. A block is shared only when full, so nobody writes to what another reads.
+Position p of a slot is in block block_table[slot, p // size], at offset p % size. Blocks are allocated as sequences
+grow. Full blocks of a prompt enter the prefix cache: a later slot that starts with the same tokens attaches them
+instead of computing them. Only full blocks are shared, so no slot writes to a block that another reads.
 
-    slot 0   [ 7 | 2 | 5 | dump ...]      blocks 7 and 2 hold a prompt that slot 1 starts with too
-    slot 1   [ 7 | 2 | 9 | dump ...]
+    slot 0   [ 7 | 2 | 5 | null ...]      blocks 7 and 2 hold a prompt that slot 1 starts with too
+    slot 1   [ 7 | 2 | 9 | null ...]
 
-One object serves every cache of an engine: a block number means the same columns in all of them.
-Does not know the caches, the model or who runs.
+One block manager serves all caches of an engine: a block number means the same positions in each of them.
 """
 
 from __future__ import annotations
@@ -22,15 +21,22 @@ from torch import Tensor
 from eagle_ray.async_copy import copy_to_device
 from eagle_ray.kv.prefix_cache import PrefixCache
 
-BLOCK_SIZE = 32  # columns: small enough to waste little, large enough that gathering is as fast as reading
+BLOCK_SIZE = 32  # positions: small enough to waste little, large enough that gathering is as fast as reading
 
 
 class BlockManager:
-    """The tables of num_slots slots over a pool of num_blocks blocks.
+    """Block tables of num_slots slots over a pool of num_blocks blocks.
 
-    capacity: most columns of a slot. num_blocks: None is enough for every slot to be full.
-    nowhere: one slot more, which never holds anything: that of the sequences that fill up a batch. Columns that nobody
-    reserved lie in block `num_blocks`, which takes padding rows and is never read for its content.
+    Positions that are not reserved map to the null block `num_blocks`. It takes padding rows and its content is never
+    used.
+
+    Args:
+        capacity: maximum positions of a slot.
+        num_blocks: None is enough for every slot to be full.
+
+    Attributes:
+        null_slot: an extra slot that never holds anything, for the sequences that pad a batch.
+        null_position: a position that always maps to the null block.
     """
 
     def __init__(
@@ -45,7 +51,7 @@ class BlockManager:
         blocks_per_slot = self.blocks_for(capacity)
         self.num_blocks = num_slots * blocks_per_slot if num_blocks is None else num_blocks
         self.null_slot = num_slots
-        shape = (num_slots + 1, blocks_per_slot + 1)  # the last entry is never reserved: column `padding` lies there
+        shape = (num_slots + 1, blocks_per_slot + 1)  # the last entry is never reserved: null_position is there
         self._host_table = torch.full(shape, self.num_blocks, dtype=torch.int64)
         self._table = copy_to_device(self._host_table, device)
         self._is_stale = False
@@ -57,39 +63,39 @@ class BlockManager:
 
     @property
     def block_table(self) -> Int[Tensor, "S1 W"]:
-        """Which block each column of each slot lies in; on the device, always in the same memory."""
+        """Return the block of each position range of each slot, on the device, always in the same memory."""
         self.sync_table()
         return self._table
 
     def sync_table(self) -> None:
-        """Send the device what the host has changed, in one copy; before a captured pass, which cannot ask for it."""
+        """Copy the host's changes to the device. Call it before a captured pass, which cannot do so itself."""
         if self._is_stale and self._table is not self._host_table:
             self._table.copy_(self._host_table.pin_memory(), non_blocking=True)
         self._is_stale = False
 
     @property
     def num_available(self) -> int:
-        """Blocks that `reserve` could hand out: free, or held by no slot and kept only for reuse."""
+        """Return how many blocks `reserve` can allocate: free ones, and cached ones that no slot holds."""
         return len(self._free) + self._prefixes.num_idle
 
     def blocks_for(self, columns: int) -> int:
         return -(-columns // self.size)
 
     def block(self, slot: int, index: int) -> int:
-        """The block of the slot's columns from index * size on, which must be reserved."""
+        """Return the block of the slot's positions from index * size on, which must be reserved."""
         return self._held[slot][index]
 
     def first_of_run(self, slot: int, width: int) -> int | None:
-        """The slot's first block where its first `width` blocks are neighbours in the pool, else None."""
+        """Return the slot's first block if its first `width` blocks are contiguous in the pool, else None."""
         held = self._held[slot][:width]
         return held[0] if held and held == list(range(held[0], held[0] + width)) else None
 
     def blocks_needed(self, slot: int, columns: int) -> int:
-        """Blocks that the slot lacks to hold `columns` columns."""
+        """Return how many blocks the slot lacks to hold `columns` positions."""
         return max(self.blocks_for(columns) - len(self._held[slot]), 0)
 
     def reserve(self, slot: int, columns: int) -> bool:
-        """Make room for the slot's first `columns` columns; False, and nothing changes, where the pool is short."""
+        """Reserve the slot's first `columns` positions. Return False, and change nothing, if blocks do not suffice."""
         missing = self.blocks_needed(slot, columns)
         if missing > self.num_available:
             return False
@@ -97,25 +103,25 @@ class BlockManager:
         return True
 
     def trim(self, slot: int, columns: int) -> None:
-        """Give back the blocks past the slot's first `columns` columns."""
+        """Release the blocks past the slot's first `columns` positions."""
         keep = self.blocks_for(columns)
         held = self._held[slot]
         if keep >= len(held):
             return
-        for block in reversed(held[keep:]):  # the last first: what is reused least goes first when space runs out
+        for block in reversed(held[keep:]):  # the last first: evicted in this order
             self._unref(block)
         self._host_table[slot, keep : len(held)] = self.num_blocks
         self._is_stale = True
         del held[keep:]
 
     def free(self, slot: int) -> None:
-        """The slot holds nothing any more; published blocks stay until their space is needed."""
+        """Release all blocks of a slot. Cached ones stay until their space is needed."""
         self.trim(slot, 0)
 
     def attach_prefix(self, slot: int, tokens: list[int]) -> int:
-        """Let an empty slot start with the published blocks that hold its first tokens; returns how many columns.
+        """Attach the cached blocks that hold an empty slot's first tokens. Return how many tokens they hold.
 
-        At least one token is left to compute: its row gives the first logits.
+        At least one token is left to compute, because its row yields the first logits.
         """
         blocks = self._prefixes.match(tokens, self.size)[: (len(tokens) - 1) // self.size]
         for block in blocks:
@@ -124,16 +130,16 @@ class BlockManager:
         return len(blocks) * self.size
 
     def cache_full_blocks(self, slot: int, tokens: list[int]) -> None:
-        """Offer the slot's full blocks, which hold (or will, before anyone reads them) these tokens, for reuse."""
+        """Add the slot's full blocks to the prefix cache. They hold these tokens, or will before they are read."""
         self._prefixes.add(tokens, self._held[slot], self.size)
 
     def reset_prefix_cache(self) -> None:
-        """Blocks that no slot holds are offered no longer: the next prompts are computed anew."""
+        """Evict all cached blocks that no slot holds."""
         while self._prefixes.num_idle:
             heapq.heappush(self._free, self._prefixes.evict())
 
     def check_integrity(self) -> None:
-        """Every block is free, idle or held as often as it is referenced; the tables say the same."""
+        """Assert that every block is free, cached or held as often as it is referenced, and that the tables agree."""
         counts = [0] * self.num_blocks
         for slot, held in enumerate(self._held):
             assert len(set(held)) == len(held), f"slot {slot} holds a block twice: {held}"

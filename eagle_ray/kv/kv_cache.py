@@ -1,8 +1,7 @@
-"""KVCache: the keys and values of one model, in blocks that `Blocks` hands out to slots.
+"""KVCache: the keys and values of one model, in the blocks that a BlockManager gives to slots.
 
-Verbs: cells, write, read, commit. Nobody else indexes a slot. A pass may write rows past a slot's committed tokens
-freely: what is not committed is overwritten by the next pass, so a rejected tree leaves no trace.
-Does not know which slots are in use, nor what the tokens were.
+A pass writes the rows of draft trees past a slot's committed tokens, and `commit` moves the accepted path. What is not
+committed is overwritten by the next pass, so a rejected tree leaves no trace.
 """
 
 from __future__ import annotations
@@ -24,10 +23,12 @@ from eagle_ray.tree.accept import VerifyResult
 
 @dataclass(frozen=True, slots=True)
 class DecodeSlots:
-    """The slots of B sequences and how many tokens each of them holds, on the device and on the host.
+    """The slots of B sequences and their cached lengths, on the device and on the host.
 
-    bound: where the host does not know the lengths, because the step before is not read yet or a captured pass is for
-    any: what none exceeds. host_lengths then says the same of each, or nothing.
+    Attributes:
+        bound: an upper bound of all lengths if the host does not know them, because the previous step is not read yet
+            or
+            because a captured pass is for any lengths. host_lengths then holds bounds, or nothing.
     """
 
     slots: Int[Tensor, " B"]
@@ -43,11 +44,11 @@ class DecodeSlots:
 
     @classmethod
     def bounded(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> DecodeSlots:
-        """Whatever the tensors hold when the pass is run, up to a length of `bound`, which is at least 1."""
+        """Return slots for a captured pass: any lengths up to `bound`, which is at least 1."""
         return cls(slots, lengths, [], [], bound)
 
     def select(self, members: Sequence[int]) -> DecodeSlots:
-        """Those sequences of the batch alone."""
+        """Return these sequences of the batch."""
         slots, lengths = ([values[i] for i in members] for values in (self.host_slots, self.host_lengths))
         return DecodeSlots.of(slots, lengths, self.slots.device)
 
@@ -60,7 +61,7 @@ class DecodeSlots:
         return self.bound if self.bound is not None else max(self.host_lengths)
 
     def advanced(self, columns: int) -> DecodeSlots:
-        """The same slots with `columns` more tokens in each."""
+        """Return the same slots with `columns` more tokens in each."""
         bound = None if self.bound is None else self.bound + columns
         return DecodeSlots(
             self.slots, self.lengths + columns, self.host_slots, [n + columns for n in self.host_lengths], bound
@@ -70,7 +71,8 @@ class DecodeSlots:
 class KVCache:
     """Keys and values [layers, blocks + 1, block size, kv_heads, head_dim]; the last block takes padding rows.
 
-    value_dim: of values, None where it is head_dim too.
+    Args:
+        value_dim: head size of the values; None is head_dim.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Columns of a slot, tree rows included."""
+        """Return the positions of a slot, tree rows included."""
         return self.blocks.capacity
 
     def layer(
@@ -110,7 +112,7 @@ class KVCache:
         return self._flat_of[layer]
 
     def cells(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Where `write` stores rows of (slot, column), broadcast; column `blocks.padding` is never read."""
+        """Return the slot mapping of (slot, position) pairs, broadcast: the index at which `write` stores each row."""
         size = self.blocks.size
         block = self.blocks.block_table[slots, torch.div(columns, size, rounding_mode="floor")]
         return block * size + columns % size
@@ -122,21 +124,20 @@ class KVCache:
         keys: Float[Tensor, "kv_heads R head_dim"],
         values: Float[Tensor, "kv_heads R value_dim"],
     ) -> None:
-        """Store one row per cell."""
+        """Store one row of keys and values at each index of `cells`."""
         flat_keys, flat_values = self._flat_of[layer]
         flat_keys.index_copy_(0, cells, keys.transpose(0, 1))
         flat_values.index_copy_(0, cells, values.transpose(0, 1))
 
     def seen(self, batch: DecodeSlots, more: int) -> int:
-        """Columns of the longest sequence and `more`: as many as a read of them all has."""
+        """Return the positions that a read of all sequences has: the longest length plus `more`."""
         return min(batch.max_length + more, self.blocks.null_position)
 
     def where(self, batch: DecodeSlots, more: int) -> slice | Int[Tensor, "B W"]:
-        """Where the columns lie that each sequence holds, and `more` after them: found once for all layers.
+        """Return the blocks of each sequence's positions and `more` after them, for `read`; the same for all layers.
 
-        A slice of cells for one sequence in neighbouring blocks, whose read is then a view; else blocks by sequence.
-        Where a shorter one has none any more it is the block of padding rows, which is at hand: its own blocks would
-        come from memory for nothing (1 % of a plain step of 16 sequences).
+        One sequence in contiguous blocks gets a slice, whose read is a view. Shorter sequences of a batch are padded
+        with the null block, which stays in the CPU's cache (1 % of a plain step of 16 sequences).
         """
         num_columns, size = self.seen(batch, more), self.blocks.size
         width = self.blocks.blocks_for(num_columns)
@@ -150,7 +151,7 @@ class KVCache:
     def read(
         self, layer: int, where: slice | Int[Tensor, "B W"], num_columns: int
     ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T value_dim"]]:
-        """The first num_columns columns of each sequence; what lies past its reserved ones is finite but arbitrary."""
+        """Return the first num_columns positions of each sequence; past the reserved ones values are arbitrary."""
         if isinstance(where, slice):
             keys, values = (flat[None, where] for flat in self._flat_of[layer])
         else:
@@ -161,13 +162,13 @@ class KVCache:
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
-        """Move the accepted path of each tree to the columns right after its committed tokens, in every layer.
+        """Move the accepted path of each tree to the positions right after its committed tokens, in every layer.
 
-        Tree node i was written at column length + i; the j-th accepted node belongs at length + j <= length + i.
+        Tree node i was written at position length + i; the j-th accepted node belongs at length + j <= length + i.
         """
         longest = result.accepted_nodes.shape[1]
         if longest == 1:
-            return  # a root alone already stands where it belongs
+            return  # a root alone is in place already
         if use_triton(self.keys.device):
             return self._commit_fused(batch, result)
         offset = torch.arange(1, longest, device=batch.slots.device)  # the root stays
@@ -187,7 +188,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros; on a CPU in pages that take memory only once they are written (torch.zeros writes them all)."""
+    """Return zeros; on a CPU in pages that take memory only when written (torch.zeros writes them all)."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Files of this machine that appear whole or not at all: the local half of ``storage.Location``.
+"""Files of this machine that appear whole or not at all: the local half of ``storage.StoragePath``.
 
 A reader, or a driver that starts again after a kill, never sees half a file: bytes go to a hidden temporary file beside
 the final name, to the disk, and only then get that name. Does not know what the files are for.

@@ -1,12 +1,12 @@
-"""Location: the name of a file or directory, here or in an S3 bucket, and all that is done with it.
+"""StoragePath: the name of a file or directory, here or in an S3 bucket, and all that is done with it.
 
 What is written appears whole or not at all. The work is done by ``local_files`` and ``s3_objects``, which have the same
 functions; nothing is remembered between calls, so that what another machine wrote is seen. Whatever fails is an
 OSError; on S3 a StorageError, within a time limit. Does not know what the files are for.
 
-    >>> output = Location.of("s3://bucket/runs/a")
+    >>> output = StoragePath.of("s3://bucket/runs/a")
     >>> (output / "data").glob("*.parquet")
-    [Location('s3://bucket/runs/a/data/part-001-000000.parquet')]
+    [StoragePath('s3://bucket/runs/a/data/part-001-000000.parquet')]
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StoragePath:
         return self.text
 
     def __repr__(self) -> str:
-        return f"Location({self.text!r})"
+        return f"StoragePath({self.text!r})"
 
     def __truediv__(self, name: str) -> StoragePath:
         return StoragePath(f"{self.text.rstrip('/')}/{name}")

@@ -1,4 +1,4 @@
-"""Objects of an S3 bucket that appear whole or not at all: the s3:// half of ``storage.Location``.
+"""Objects of an S3 bucket that appear whole or not at all: the s3:// half of ``storage.StoragePath``.
 
 Every request is made in one place, with limits on time and tries; what fails is an OSError that names the object and
 the endpoint. A write is one PUT: an output stream that is left by an exception would publish what it holds. Endpoint,

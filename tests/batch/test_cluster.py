@@ -131,7 +131,7 @@ def test_a_cluster_of_our_own_that_falls_apart_is_said(monkeypatch, gone, says):
         monkeypatch.setattr(ray._private.worker, "_global_node", there)
         check_alive()
     node.dead_processes = lambda: dead
-    with pytest.raises(ClusterError, match=f"{says}.*the same command goes on.*/tmp/ray/logs"):
+    with pytest.raises(ClusterError, match=f"{says}.*/tmp/ray/logs.*Run the same command again"):
         check_alive()
 
 

@@ -267,7 +267,7 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
         driver.send_signal(number)
         out, err = driver.communicate(timeout=60)
         assert out == last_words, err
-        assert "Traceback" not in err and ("the same command goes on" in err) == (number != signal.SIGKILL)
+        assert "Traceback" not in err and ("Run the same command again" in err) == (number != signal.SIGKILL)
         assert not Path(config.output.path, "_SUCCESS").exists()
     assert run_job(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)

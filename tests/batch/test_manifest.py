@@ -23,8 +23,8 @@ from tests.conftest import token_rows
 HOLD = """
 import sys
 from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.storage.path import Location
-with lock_output(Location.of(sys.argv[1])):
+from eagle_ray.storage.path import StoragePath
+with lock_output(StoragePath.of(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -99,7 +99,7 @@ def test_a_stopped_job_is_resumable(make_job, tmp_path, head):
     ray = Path(sys.executable).with_name("ray")
     subprocess.run([ray, "job", "stop", "--address", head, name], check=True, capture_output=True)
     out, err = job.communicate(timeout=PATIENCE_S)
-    assert job.returncode == 130 and "the same command goes on" in out, out + err
+    assert job.returncode == 130 and "Run the same command again" in out, out + err
     assert not Path(config.output.path, "_SUCCESS").exists()
     faster = with_changes(config, execution={"slots": 8, "rows_per_file": 20})
     out, err = (job := submitted(faster, head, tmp_path)).communicate(timeout=PATIENCE_S)

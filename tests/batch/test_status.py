@@ -68,7 +68,7 @@ def test_a_run_that_was_killed_falls_silent(started):
     run, output = started
     say(run)
     text = status_text(status_of(output, now() + MUCH_LATER))
-    assert "silent, attempt 1" in text and "the same command goes on" in text
+    assert "silent, attempt 1" in text and "Run the same command again" in text
 
 
 def test_a_run_whose_process_is_gone_from_this_machine_was_killed(started):

@@ -12,8 +12,8 @@ from eagle_ray.storage.path import StoragePath, read_json, write_json
 
 KILLED = """
 import os, signal, sys
-from eagle_ray.storage.path import Location
-Location.of(sys.argv[1]).write_whole(b"new" * 1000, lambda: os.kill(os.getpid(), signal.SIGKILL))
+from eagle_ray.storage.path import StoragePath
+StoragePath.of(sys.argv[1]).write_whole(b"new" * 1000, lambda: os.kill(os.getpid(), signal.SIGKILL))
 """
 
 

@@ -18,7 +18,7 @@ A holder that cannot renew its lease does not stop at once. Why that is safe:
   (``batch/output/fencing.py``): it creates a file of its own attempt, and the new driver counts after such PUTs.
 After OUTAGE_S the holder gives up with a transient error. Does not know runs, attempts or rows.
 
-    >>> with lock_output(Location.of("s3://bucket/runs/a")) as check:
+    >>> with lock_output(StoragePath.of("s3://bucket/runs/a")) as check:
     ...     check()
 """
 

@@ -3,7 +3,7 @@
 An id is done when its n samples stand in one file. The ledger is read from the files at each start and recounted at
 the end; an id found twice is written down to one. Does not know Ray, the input or why a row failed.
 
-    >>> ledger = Ledger.read(Location.of("runs/a/data"))
+    >>> ledger = Ledger.read(StoragePath.of("runs/a/data"))
     >>> len(ledger.done(lambda ids: np.ones(len(ids))))
     480
 """

@@ -4,7 +4,7 @@ Arrow reads a Python file object on threads of its own. If such a thread still h
 ends, it asks for a lock that is gone, and the process aborts after its work is done: "terminate called without an
 active exception", exit code 134. So Arrow opens local files itself, and objects in S3 are read on the calling thread.
 
-    >>> with open_parquet(Location.of("runs/a/data/part-001-000000.parquet")) as parquet:      # doctest: +SKIP
+    >>> with open_parquet(StoragePath.of("runs/a/data/part-001-000000.parquet")) as parquet:      # doctest: +SKIP
     ...     parquet.read(columns=["request_id"])
 """
 
