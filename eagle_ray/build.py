@@ -3,7 +3,7 @@
     pair = build_engine_from_config(config.model, config.speculative, slots=4)
     pair.engine.add(Sequence("a", pair.text.encode_chat([{"role": "user", "content": "Hi"}]), SamplingParams()))
 
-Knows where models live and how large their caches must be. Does not know rows, files or Ray.
+Knows where models live and how large their caches must be.
 """
 
 from __future__ import annotations

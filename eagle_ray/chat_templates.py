@@ -2,7 +2,7 @@
 
     model.chat_template: vicuna        assets/templates/vicuna.jinja
 
-Each begins a conversation with the tokenizer's own BOS token, as the target was trained. Does not know tokenizers.
+Each begins a conversation with the tokenizer's own BOS token, as the target was trained.
 """
 
 from __future__ import annotations

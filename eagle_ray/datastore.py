@@ -1,9 +1,7 @@
 """Token ids of earlier outputs: what `speculative.datastore` names, to draft from by retrieval.
 
-    a run directory of ours       the outputs in its data files
-    a Parquet file                its column token_ids, or output_token_ids
-
-Does not know what the tokens are looked up for.
+a run directory of ours       the outputs in its data files
+a Parquet file                its column token_ids, or output_token_ids
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     a text file, one token id a line        jobs/count_tokens.py counts them and writes it
 
 A head that reads the target's lm_head then reads these rows of it alone. What is never offered is still produced, by
-the target itself. Does not know heads.
+the target itself.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     drafted = replay.run(("draft", size, depth), function, inputs)
 
 The function takes plain tensors of the padded shapes, reads nothing else that changes but tensors in place, and returns
-whatever holds its results; those are overwritten by the next run under the same key. Does not know how that is done:
-see engine/graphs.py.
+whatever holds its results; those are overwritten by the next run under the same key.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     drafter = make_drafter(speculative, target, weights)
     planner = fixed_planner(speculative, drafter)                   # where the method itself says which nodes
 
-Names and what they need stand in `config/methods.py`. Does not know rows, files of prompts or Ray.
+Names and what they need stand in `config/methods.py`.
 """
 
 from __future__ import annotations

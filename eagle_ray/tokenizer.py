@@ -1,10 +1,8 @@
 """Text: a target's tokenizer and chat template. Text to ids, ids to text, and where a stop string ends an output.
 
-Does not know models, engines or rows: what it refuses, it refuses as a RequestError for one request.
-
-    >>> text = Text.load("eagle_ray/assets/tiny/target")
-    >>> text.decode(text.encode("Hello there"))
-    'Hello there'
+>>> text = Text.load("eagle_ray/assets/tiny/target")
+>>> text.decode(text.encode("Hello there"))
+'Hello there'
 """
 
 from __future__ import annotations

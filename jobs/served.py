@@ -1,10 +1,8 @@
 """`eagle-ray serve` as users run it, in a process of its own, for the jobs that load it.
 
-    with Served(["--set", "serving.slots=64"]) as served:
-        served.until_ready()
-        print(served.url, served.processes())
-
-Does not know what is asked of it.
+with Served(["--set", "serving.slots=64"]) as served:
+    served.until_ready()
+    print(served.url, served.processes())
 """
 
 from __future__ import annotations

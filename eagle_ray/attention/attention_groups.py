@@ -1,7 +1,7 @@
 """Company: which sequences of a batch attend together, in one call that is padded to the longest and the largest tree.
 
 What a call takes goes with sequences times columns times (PER_COLUMN + rows of a tree): keys and values are gathered,
-and each row meets each of them. Does not know caches or what attends.
+and each row meets each of them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     out   [b, kv_heads, G * n, dv]  ->  [R, heads, dv]
 
 Trees that attend together are padded to n rows on the way. Each row is moved once either way, and not once to its tree
-and once more to its heads. Does not know attention or the cache.
+and once more to its heads.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 transformers models call one attention function for every layer. We register ours under ``ATTENTION`` and hand the
 pass's layout through the model as ``rows=``; without a layout it is plain causal attention over the given tokens.
 Query heads that share a key/value head are folded into the row axis, so keys and values are never repeated.
-Does not know tokens, trees' values or which model is running.
 """
 
 from __future__ import annotations

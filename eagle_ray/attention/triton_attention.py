@@ -1,7 +1,7 @@
 """TritonTreeMetadata: TreeMetadata for Triton's kernels.
 
 What it needs stands on the device before the first layer attends, whatever the lengths: on the host it knows only a
-bound on them. So one CUDA graph serves every batch of a size. Does not know tokens, or who drafted.
+bound on them. So one CUDA graph serves every batch of a size.
 """
 
 from __future__ import annotations

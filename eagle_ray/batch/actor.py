@@ -3,7 +3,7 @@
 Several batches are in flight at once, so that the engine's slots stay full while a batch waits for its longest row.
 The engine lives in a process beside this one; this loop only awaits. A dead engine ends this process, and with it the
 engine's, because Ray would send a raised error's retry back to the same broken engine; Ray starts the actor again, and
-it answers what it had. Does not know rows or files, and needs no torch.
+it answers what it had.
 
     dataset.map_batches(EngineActor, fn_constructor_args=(...), compute=ActorPoolStrategy(size=2))
 """

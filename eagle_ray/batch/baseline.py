@@ -4,7 +4,6 @@ What drafts gained is measured fairly: the same rows in the same slots of one wo
 engines warm and replayed alike, in turns whose order is reversed each time, so that a machine that grows slower slows
 both. Between two turns the computed prompts are forgotten: neither engine finds the other's. The drafting one is as new
 as in a worker that has just started: what it has yet to learn about its drafts counts against it.
-Does not know Ray, files or how the rows were chosen.
 
     twin = Twin(config, threads=2)
     twin.measure(rows)["speed_up"]

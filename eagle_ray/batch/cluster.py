@@ -1,10 +1,8 @@
 """The Ray cluster: joining one or starting one here, and how many engines it carries.
 
-Does not know rows, models or files.
-
-    >>> connect(prepare("local"))
-    >>> plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)
-    Workers(fewest=4, most=4, num_gpus=0, threads=2)
+>>> connect(prepare("local"))
+>>> plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)
+Workers(fewest=4, most=4, num_gpus=0, threads=2)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Rows without blame are answered together with whatever else is in flight. Those with blame wait until the engine is
 empty and go in small groups, in the end alone; a row whose blame is final becomes the error ``worker_died``. Every row
-is in the book before the engine sees it. Does not know engines or Ray.
+is in the book before the engine sees it.
 
     isolation = Isolation(worker.answer, book, slots=16)
     table = await isolation.answer(batch)

@@ -3,7 +3,7 @@
 A death has many causes and a row is one of them: a prompt that takes the last of a device's memory, tokens that a
 kernel cannot bear. Nothing tells which of the rows in flight it was, so each gets the blame of one death. Rows that
 carry blame are answered in ever smaller company (``room_for``), until the one at fault dies alone and the others are
-cleared; one that was there MOST_DEATHS times is answered no more. Does not know Ray, tables or engines.
+cleared; one that was there MOST_DEATHS times is answered no more.
 
     >>> deaths = Deaths()
     >>> deaths.take("actor 1", ["a", "b"])

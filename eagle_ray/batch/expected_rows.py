@@ -1,10 +1,8 @@
 """Asked: what the input asks for, by id. An id asks for n rows, which stand in one file once they are done.
 
-Does not know files, rows or what became of an id.
-
-    >>> asked = asked_of(plan_input(config), config)     # doctest: +SKIP
-    >>> len(asked), asked.num_rows                       # doctest: +SKIP
-    (480, 1920)
+>>> asked = asked_of(plan_input(config), config)     # doctest: +SKIP
+>>> len(asked), asked.num_rows                       # doctest: +SKIP
+(480, 1920)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ids as digests: sixteen bytes stand for an id, so that a million of them take sixteen megabytes and not two hundred.
 
-Two ids share a digest by chance once some 10^19 have been seen. Does not know rows, files or when an id is done.
+Two ids share a digest by chance once some 10^19 have been seen.
 
     >>> noted = DigestBuffer()
     >>> for request_id in ("b", "a", "b"):

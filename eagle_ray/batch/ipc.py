@@ -1,7 +1,7 @@
 """Channel: messages, each with a table where it has one, between two processes of one machine.
 
 A message is pickled and a table goes as Arrow writes it for a stream. Each takes one call of the system, however large
-it is: a thread that waits in one leaves the GIL to the others all the while. Does not know what is said.
+it is: a thread that waits in one leaves the GIL to the others all the while.
 
     here, there = Channel.pair()
     here.send("how many rows?", table)

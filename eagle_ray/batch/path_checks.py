@@ -1,9 +1,7 @@
 """Input and output apart: a run must never read its own files as input.
 
-Does not know formats or rows.
-
-    >>> check_apart("runs", StoragePath.of("/work/runs/a"))  # from /work
-    ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
+>>> check_apart("runs", StoragePath.of("/work/runs/a"))  # from /work
+ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Process: which process of which machine, so that another one of that machine can tell whether it is still there.
 
-A number alone will not do: the system gives it to somebody else once its process is gone. Does not know runs.
+A number alone will not do: the system gives it to somebody else once its process is gone.
 
     >>> Process.this().is_gone()
     False

@@ -1,7 +1,7 @@
 """ProgressMonitor: what a running job says of itself, and a look at whether it can still end well.
 
 It tells what engines have finished and, apart from it, what stands in files: to whoever watches and to
-``_progress.json``. Does not know how the rows are made, nor what a line looks like (``display``).
+``_progress.json``.
 
     >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits):
     ...     dataset.write_datasink(sink)

@@ -1,7 +1,7 @@
 """Submission: a job given to a Ray cluster over HTTP, followed to its end.
 
 The cluster gets a working directory with the resolved configuration in it, and this very package: its nodes need our
-dependencies and nothing of ours. The job's exit code is the process's own. Does not know rows or models.
+dependencies and nothing of ours. The job's exit code is the process's own.
 
     >>> code = submit(config, "http://127.0.0.1:8265", follow=True)
     submitted as raysubmit_6vHbeXjhHnwpBVpe

@@ -1,7 +1,7 @@
 """From a request row to the sequences an engine takes: prompt ids, sampling and seeds, one sequence per sample.
 
 A row carries its own sampling where its columns say so. Seeds depend on the run's seed, the row's id and the sample
-index alone, so neither order nor batching nor resuming changes what is sampled. Does not know engines, Ray or files.
+index alone, so neither order nor batching nor resuming changes what is sampled.
 
     >>> sequences_of(row, config, text)
     [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]

@@ -1,7 +1,7 @@
 """Interrupts: what ends a job from outside (Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP), and from within.
 
 All of them raise KeyboardInterrupt in the main thread. The first from outside is the last: while the job says its last
-words a second one would only cut them short. Does not know what is interrupted.
+words a second one would only cut them short.
 
     >>> with interruptible():
     ...     work()

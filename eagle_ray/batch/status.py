@@ -1,7 +1,7 @@
 """Status: where a run stands, from the files of its output directory alone.
 
 A run that is killed leaves no word. On its own machine its process is looked for; elsewhere a run that gives no sign
-of life for long is called silent. Does not know Ray, and asks no cluster.
+of life for long is called silent.
 
     >>> print(status_text(status_of(StoragePath.of("runs/a"))))
     run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)

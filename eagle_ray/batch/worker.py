@@ -1,6 +1,6 @@
 """Worker: one engine that answers tables of requests, good rows and bad ones.
 
-A bad row becomes an error row; nothing but a dead engine is raised. Does not know Ray, files or other workers.
+A bad row becomes an error row; nothing but a dead engine is raised.
 
     worker = Worker(config, run, passthrough=[], threads=2)
     table = await worker.answer(requests)

@@ -5,7 +5,7 @@ work took 1.1 times as long (`jobs/RESULTS.md`). Here that thread shares a proce
 (``worker_main``), and the process that asks needs neither torch nor the memory that torch takes. They talk through a
 ``Channel``, several questions at a time. Each outlives the other by a moment: where the worker's process ends, what was
 asked gets an EngineError that says how; where this one ends, the worker's process finds the channel closed and ends
-too. Does not know Ray or rows.
+too.
 
     worker = WorkerProcess(config, run, passthrough=[], threads=2)
     worker.wait_until_ready()

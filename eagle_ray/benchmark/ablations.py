@@ -4,7 +4,7 @@
     without reranking    what was expanded is verified, and nothing else: the best of each level, however deep, but for
                          the last level, whose nodes nobody expands and only reranking would choose
 
-Both keep the ancestors of all they keep, so that outputs stay plain decoding's. Does not know models or time.
+Both keep the ancestors of all they keep, so that outputs stay plain decoding's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Ways take turns, in another order each round, over the same requests from the same start; a window is of as many tokens
 as plain decoding commits in `seconds`, and only its decode steps count: prompts have their own time. A window in which
-a graph was recorded is taken again. Does not know models, how cells are chosen, or what is printed.
+a graph was recorded is taken again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """What a pair's steps cost on this machine, as a table with bars for a terminal: ``eagle-ray bench cost``.
 
-    verify: a pass of the target, by rows
-       rows        ms   x first
-          1     38.20      1.00  ###########
-          8     41.07      1.08  ############
-
-Does not know what costs are used for.
+verify: a pass of the target, by rows
+   rows        ms   x first
+      1     38.20      1.00  ###########
+      8     41.07      1.08  ############
 """
 
 from __future__ import annotations

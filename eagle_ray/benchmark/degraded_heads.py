@@ -1,7 +1,4 @@
-"""Heads that are worse than the trained one: where speculation should do less, or be off.
-
-Does not know how much worse; the bench prints it as tau.
-"""
+"""Heads that are worse than the trained one: where speculation should do less, or be off."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a benchmark asks of the device it runs on, on a CPU and on a GPU alike: clocks, memory, its name.
-
-Does not know what is measured.
-"""
+"""What a benchmark asks of the device it runs on, on a CPU and on a GPU alike: clocks, memory, its name."""
 
 from __future__ import annotations
 

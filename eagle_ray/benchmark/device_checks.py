@@ -4,7 +4,7 @@
         print(check.line)
 
 The embedded pair at its own size: in fp32, where outputs are equal but for near-ties, and in half precision, where what
-paths differ by is measured too: the noise that later decides what a near-tie is. Does not know clocks.
+paths differ by is measured too: the noise that later decides what a near-tie is.
 """
 
 from __future__ import annotations

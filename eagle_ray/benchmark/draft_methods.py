@@ -10,8 +10,6 @@
     medusa=DIR                  a way with a model.draft of its own
 
 What verifies fewer nodes than eagle2 is held against eagle2 with as many: eagle1 against eagle2:25.
-
-Does not know prompts or clocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The embedded pair at its own size. Does not know what is measured with it."""
+"""The embedded pair at its own size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether two ways of decoding gave the same tokens, and where they parted, whether plain decoding was nearly tied.
-
-Does not know engines.
-"""
+"""Whether two ways of decoding gave the same tokens, and where they parted, whether plain decoding was nearly tied."""
 
 from __future__ import annotations
 

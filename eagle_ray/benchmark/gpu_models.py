@@ -4,7 +4,7 @@
     rig = rigs.widened("8b", shape)                # checked: it decodes as the embedded pair does
     rigs.measure_costs("8b", rig)
 
-Writes the results' shapes and checks. Does not know cells, nor what comes first.
+Writes the results' shapes and checks.
 """
 
 from __future__ import annotations

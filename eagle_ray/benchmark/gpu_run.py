@@ -1,9 +1,7 @@
 """GpuRun: what `jobs/bench_gpu.py` does on one device, the most important first, in sections with shares of the time.
 
-    run = GpuRun(settings, prompts, keep)         # keep(results) is called after every cell
-    run.all()
-
-Does not know tables, plots or arguments, nor how anything is measured.
+run = GpuRun(settings, prompts, keep)         # keep(results) is called after every cell
+run.all()
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a GPU run is asked, and what it has found so far. Does not know how anything is run."""
+"""What a GPU run is asked, and what it has found so far."""
 
 from __future__ import annotations
 

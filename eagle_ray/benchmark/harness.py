@@ -6,7 +6,7 @@
     engine = rig.engine(Way("ours", Tree(60, 6, 10), "global"), context=1024, batch=64)
 
 Only one of the engines may be at work at a time. Built from the engine's own rooms, without a configuration: nothing
-here needs pydantic or Ray. Does not know prompts or clocks.
+here needs pydantic or Ray.
 """
 
 from __future__ import annotations

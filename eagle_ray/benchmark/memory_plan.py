@@ -3,7 +3,7 @@
     KVRoom.of(LLAMA_8B, itemsize=2, batches=[1, 256], contexts=[1024, 16384], free=60 * GIB)
 
 Of the memory that is free once the weights are there: the largest pass twice, run by itself and recorded in a graph,
-and RESERVE. What is left holds the caches. Does not know devices or who decodes.
+and RESERVE. What is left holds the caches.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 A round is a few questions of one task, as many as an engine has slots. Each method answers them from an empty cache, in
 an order drawn anew each round, and its speed is held against plain decoding's of the same round: what slows the machine
-down for a while slows both. Does not know models, files or tables.
+down for a while slows both.
 """
 
 from __future__ import annotations

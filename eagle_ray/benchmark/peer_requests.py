@@ -1,7 +1,4 @@
-"""A peer of `peers.py`, asked in a process of its own: it can be stopped, and takes nothing down with it.
-
-Does not know what a peer does.
-"""
+"""A peer of `peers.py`, asked in a process of its own: it can be stopped, and takes nothing down with it."""
 
 from __future__ import annotations
 

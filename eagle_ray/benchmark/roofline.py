@@ -1,7 +1,4 @@
-"""The roofline of plain decoding: the bytes that a step must read, over the bandwidth that a plain copy achieves.
-
-Does not know engines: what a step really takes is measured elsewhere.
-"""
+"""The roofline of plain decoding: the bytes that a step must read, over the bandwidth that a plain copy achieves."""
 
 from __future__ import annotations
 

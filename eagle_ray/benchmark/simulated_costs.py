@@ -5,7 +5,7 @@
     engine.planner.tokens_per_second
 
 What a machine cannot tell apart in a minute of real seconds, made-up ones can: acceptance is the pair's own, and every
-step takes what a table of costs says. Does not know how any planner decides.
+step takes what a table of costs says.
 """
 
 from __future__ import annotations

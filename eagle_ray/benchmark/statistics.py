@@ -3,8 +3,7 @@
     >>> ratio_interval([1.9, 2.1, 2.0])
     Interval(mean=1.998..., low=1.76..., high=2.26..., bound=1.84...)
 
-Both sides of a ratio are measured in the same round, so that what slows a whole round down cancels. Does not know what
-was measured.
+Both sides of a ratio are measured in the same round, so that what slows a whole round down cancels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Parts of a step that the engine's own clock does not tell apart, each run by itself at a step's sizes.
 
-    seconds_of_parts(target, rows=256, batch=16, depth=6)     # {"pick greedy": ..., "commit": ...}
-
-Does not know engines.
+seconds_of_parts(target, rows=256, batch=16, depth=6)     # {"pick greedy": ..., "commit": ...}
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cells of a synthetic pair: random weights of a shape, and a stated probability that the head is right.
 
-Every token it makes is known, so whether the walk was kept is seen too. Does not know time, nor what comes first.
+Every token it makes is known, so whether the walk was kept is seen too.
 """
 
 from __future__ import annotations

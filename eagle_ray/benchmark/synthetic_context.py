@@ -11,8 +11,6 @@ A widened pair's queries carry a positive number in their anchor (`models/embedd
 negative number there gets the probability exp(-hundreds), which is 0. So what is generated, and how much of it the head
 foresees, is the prompt's alone, while every pass reads the whole context at its full cost. Values are 0: heads that no
 number of the small model uses attend evenly. A synthetic pair's picks depend on no key at all.
-
-Does not know prompts, ways of decoding or clocks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A stretch of an engine's work, with a clock beside it: a window of a queue that is always full, or a job to its end.
 
-    queue = SteadyQueue(engine, requests, meter)
-    sample = queue.window(num_tokens=500, most_seconds=20)
-    sample.tokens_per_second, sample.tau
-
-Does not know models, or how samples compare.
+queue = SteadyQueue(engine, requests, meter)
+sample = queue.window(num_tokens=500, most_seconds=20)
+sample.tokens_per_second, sample.tau
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 What would not end within its section's time is skipped, with a line that says so; what fails, memory that runs out
 included, is a line among the results, and the run goes on unless the device itself is lost. Everything known is kept
-after each. A function at work is not interrupted. Does not know what is done.
+after each. A function at work is not interrupted.
 """
 
 from __future__ import annotations

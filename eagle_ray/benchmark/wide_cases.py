@@ -3,7 +3,7 @@
     cells = WideCells("8b", shape, rig, settings, agenda, prompts, noise)
     cells.plain(), cells.ours(Cell(16, 1024)), cells.rivals(Cell(16, 1024)), cells.drain()
 
-Each appends to the results and says what it found. Does not know time, nor what comes first.
+Each appends to the results and says what it found.
 """
 
 from __future__ import annotations

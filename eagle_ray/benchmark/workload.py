@@ -1,7 +1,4 @@
-"""Requests of the benches: the same prompts again and again, in lengths and at temperatures by turns.
-
-Does not know engines.
-"""
+"""Requests of the benches: the same prompts again and again, in lengths and at temperatures by turns."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 Reads the run's files one by one and never changes them; what goes to stdout is never in memory as a whole, a file of
 its own is, because it appears whole or not at all. The tokenizer is loaded only where logprobs need the tokens' texts.
-Does not know how rows are made.
 
     $ eagle-ray export runs/a --to openai-batch -o answers.jsonl
 """

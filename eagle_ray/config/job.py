@@ -1,7 +1,6 @@
 """JobConfig: everything one job is told, its defaults, and what a resume compares.
 
 A field's description completes the sentence "must be ...": the same words document it and refuse a wrong value.
-Does not know where values come from (``load``), files' contents, models, Ray or torch.
 
     >>> config = load_config(None, sets=["sampling.temperature=0.8", "input.path=a.jsonl", "output.path=runs/a"])
     >>> config.sampling.temperature

@@ -2,7 +2,6 @@
 
 Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value remembers where
 it came from, so that a wrong one is refused with its key, its value, its origin and what is allowed.
-Does not know what the keys do.
 """
 
 from __future__ import annotations

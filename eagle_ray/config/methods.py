@@ -3,7 +3,7 @@
     speculative.method: eagle2
     speculative.method: eagle2+suffix      the nodes of both in one tree
 
-What builds them is `methods.py` beside this package. Does not know models.
+What builds them is `methods.py` beside this package.
 """
 
 from __future__ import annotations

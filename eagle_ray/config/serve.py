@@ -1,6 +1,6 @@
 """ServeConfig: everything an endpoint is told. The pair and its sampling are configured as for a job.
 
-`sampling` holds what a request that says nothing gets. Does not know HTTP, Ray or where values come from (``load``).
+`sampling` holds what a request that says nothing gets.
 
     >>> load_serve_config(None, sets=["serving.port=9000"]).serving.port
     9000

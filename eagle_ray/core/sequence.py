@@ -1,6 +1,6 @@
 """Sequence: one request in flight, from its prompt to its last token.
 
-Knows ids, counts and times. Does not know text, slots' memory or the model.
+Knows ids, counts and times.
 """
 
 from __future__ import annotations

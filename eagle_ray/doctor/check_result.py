@@ -1,10 +1,8 @@
 """Finding: one thing that was looked at, what was found and, where something is to be done, what.
 
-    ok       packages   torch 2.13.0, transformers 5.23.0, ...
-    problem  memory     a worker takes 17.3 GiB and cuda:0 has 15.2 GiB free
-                        -> set execution.slots to 5 or less
-
-Does not know what is looked at.
+ok       packages   torch 2.13.0, transformers 5.23.0, ...
+problem  memory     a worker takes 17.3 GiB and cuda:0 has 15.2 GiB free
+                    -> set execution.slots to 5 or less
 """
 
 from __future__ import annotations

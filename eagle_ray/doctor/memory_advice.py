@@ -1,9 +1,7 @@
 """Fit: whether a worker's footprint fits into the memory it would have, and the settings with which it would.
 
-    >>> remedy(footprint, Room((20 << 30,), num_sharing=1, on_gpu=True), settings)
-    'set execution.slots to 5, or execution.kv_tokens to 41,600'
-
-Does not know how either number was found.
+>>> remedy(footprint, Room((20 << 30,), num_sharing=1, on_gpu=True), settings)
+'set execution.slots to 5, or execution.kv_tokens to 41,600'
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Footprint: the bytes that one worker of a job takes, from configurations and the headers of weights alone.
 
-    footprint = Footprint.of(config, target, draft, device="cuda", dtype=torch.bfloat16)
-    footprint.total, footprint.per_slot
-
-Does not know what there is to fit it into.
+footprint = Footprint.of(config, target, draft, device="cuda", dtype=torch.bfloat16)
+footprint.total, footprint.per_slot
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Offers: the children that one step's trees were offered, level by level, and what the target's picks say of them.
 
-    offers.begin(kinds)
-    log_probs = offers.add(None, tokens, scores)             # level 1, calibrated; then, level by level,
-    log_probs = offers.add(frontier, tokens, scores)
-    offers.learn(picks, num_accepted)                        # once the target has picked
-
-Does not know where children come from, or which of them were verified.
+offers.begin(kinds)
+log_probs = offers.add(None, tokens, scores)             # level 1, calibrated; then, level by level,
+log_probs = offers.add(frontier, tokens, scores)
+offers.learn(picks, num_accepted)                        # once the target has picked
 """
 
 from __future__ import annotations

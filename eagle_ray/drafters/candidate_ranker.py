@@ -8,7 +8,7 @@
 
 Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling the
 sampled rows' children are those that the target, reading the same noise, most likely picks. Learns from the picks after
-every node that was reached. Does not know heads, caches or budgets.
+every node that was reached.
 """
 
 from __future__ import annotations

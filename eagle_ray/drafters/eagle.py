@@ -10,7 +10,7 @@ column 0 is a token like the others.
     column  0    1       2            n         | n+1 .. n+K    | n+K+1 .. n+2K | ...
 
 Pairs wait in a queue until a draft needs them; after a long while without drafts the oldest are lost, and the head
-goes on with a shorter past. Does not know budgets, acceptance or requests.
+goes on with a shorter past.
 """
 
 from __future__ import annotations

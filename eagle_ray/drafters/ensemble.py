@@ -4,7 +4,7 @@
 
 Each part drafts, is told what the target picked and learns for itself; what a node is worth that one, another or all of
 them offer is learned here. The plan's depth and width are made for the first part, which is the one with a model where
-there is one; the others draft as deep as they can. Does not know what its parts draft from.
+there is one; the others draft as deep as they can.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FeatureBuffer: the (token, feature) pairs that a draft head has not read yet, a ring for each slot.
 
 While speculation is off the target goes on making pairs; the last `window` of each slot wait here, so that drafting
-can begin again with a context. Does not know heads, trees or which pairs are still wanted.
+can begin again with a context.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ the text ends, which names the likeliest next tokens and moves on over one of th
     cursor.after(7).children(width=2)    # what follows 5 9 7
 
 The trees grow level by level as a head's do. What the target picked is learned from the texts themselves at the next
-draft, so that a step asks nothing of the device. Does not know logits, budgets or where a source has its tokens from.
+draft, so that a step asks nothing of the device.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ plain start: drafters are calibrated by what the target picks.
 
     >>> blended([(3, {7: 1}), (1, {7: 3, 9: 1})], width=2)
     [(7, 0.84375), (9, 0.03125)]
-
-Does not know where the counts come from.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One automaton holds every prompt and output that this drafter was shown, so that a job whose rows resemble one another
 drafts from its own earlier outputs (as SuffixDecoding, arXiv 2411.04975, and SAM-Decoding, arXiv 2411.10666). When it
-is full it begins anew with what comes next. Does not know when a sequence ends.
+is full it begins anew with what comes next.
 """
 
 from __future__ import annotations

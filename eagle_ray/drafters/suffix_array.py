@@ -4,7 +4,7 @@
     5 9 occurs at an interval of places; narrowing it by 7 leaves the places of 5 9 7
 
 Built by prefix doubling (Manber and Myers 1990), which ends once runs of `longest` tokens are in order: longer ones are
-never looked for. Does not know whose texts these are.
+never looked for.
 """
 
 from __future__ import annotations

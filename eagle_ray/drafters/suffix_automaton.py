@@ -8,8 +8,6 @@ more places (Blumer et al. 1985). A text grows by one token in constant time on 
     for token in (5, 9, 7, 5, 9):
         state = automaton.append(state, token)
     automaton.follows(automaton.link[state])       # of the longest run that was there before, 5 9: {7: 1}
-
-Does not know whose texts these are.
 """
 
 from __future__ import annotations

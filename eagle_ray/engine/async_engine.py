@@ -9,7 +9,6 @@ or heard while it grows, the first token before any draft is verified:
         print(sequence.output_ids[:count])
 
 The loop never runs a step and the thread never touches the loop but to hand it finished sequences and counts.
-Does not know text, rows or Ray.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A block is published once the target has filled it. For the drafter two things more are kept here: the feature of its
 last token, which is one half of the next pair, and whether the drafter has read the block and all before it; where it
-has not, a sequence that reuses the block drafts from what comes after. Does not know tokens or who is admitted.
+has not, a sequence that reuses the block drafts from what comes after.
 """
 
 from __future__ import annotations

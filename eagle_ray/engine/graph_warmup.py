@@ -6,7 +6,7 @@
 For greedy and for sampled sequences, the most at once first: a plain step; the passes of every bucket of rows up to the
 largest that is measured; drafts of every width and depth, each with one of those passes. Behind short prompts first,
 then in longer contexts. What is not reached within CAPTURE_S, and what asks for top-p, top-k, min-p or
-log-probabilities, is recorded when it first comes up. Does not know costs.
+log-probabilities, is recorded when it first comes up.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ ones have their results. So each kind of pass, key[0], has a pool of its own: wh
 more what another of its kind returned, while a draft stands until its tree is verified and learnt from. On a CPU
 nothing can be recorded: the function is called again, on the same input tensors, and its results are copied into those
 of the first call, so that whatever is wrong with padding, buckets or results that are kept too long is wrong there too.
-Where recording fails, everything runs unrecorded from then on, with one line in the log. Does not know what the
-functions do.
+Where recording fails, everything runs unrecorded from then on, with one line in the log.
 """
 
 from __future__ import annotations

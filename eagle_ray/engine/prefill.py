@@ -1,7 +1,6 @@
 """Prefiller: chunks of prompts through the target and the drafter, and the first token after each prompt.
 
 A chunk that follows reused blocks starts in the middle of a prompt, for the target and for the drafter alike.
-Does not know who is admitted or when.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plain decoding, slow and obvious: the oracle that every clever path is held equal to.
 
 One prompt at a time, one token a pass, transformers' own attention and cache. Shares with the engine only the pick,
-whose noise is a function of (seed, position, token). Does not know trees, slots or batches.
+whose noise is a function of (seed, position, token).
 """
 
 from __future__ import annotations

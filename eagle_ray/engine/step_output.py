@@ -1,7 +1,6 @@
 """StepOutput: what the host learns of a step, copied from the device as one integer tensor.
 
 The device side is `step_record`, the host side `StepOutput.of`; they agree on the columns and nobody else reads them.
-Does not know sequences or what is done with the counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Log-probabilities that sequences ask for, recorded place by place under the unprocessed logits.
 
-    record_outputs(sequence, logprobs=[-0.1], ranked=[[(17, -0.1), (4, -2.5)]])
-
-Does not know the model or when it is run.
+record_outputs(sequence, logprobs=[-0.1], ranked=[[(17, -0.1), (4, -2.5)]])
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether Triton's kernels run on a device, and in words why not.
 
 EAGLE_RAY_KERNELS=portable keeps them off. On a CPU they run only where EAGLE_RAY_KERNELS=triton and TRITON_INTERPRET=1
-ask for Triton's interpreter, which is how tests run them. Does not know any kernel, nor what a model needs of one.
+ask for Triton's interpreter, which is how tests run them.
 """
 
 from __future__ import annotations

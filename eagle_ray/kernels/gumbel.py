@@ -2,7 +2,6 @@
 
 The hash is the same bit for bit. The logarithms are a series of their own, within 1e-6 of the noise of torch, because
 the GPU's fast logarithm is wrong by any factor near 1 and its accurate one is unknown to Triton's interpreter.
-Does not know logits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Node i of a tree stands at column length + i and the j-th node of the accepted p
 nodes only rise, so the j-th one never stands left of where it goes: moved in the order of the path, no cell is written
 before it was read. A program moves one slice of a cell's numbers along the whole path, and each of its threads reads
 and writes the same numbers of every cell, so nobody else's writes are in the way and nothing waits.
-Does not know what is moved.
 """
 
 from __future__ import annotations

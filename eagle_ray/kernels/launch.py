@@ -3,7 +3,7 @@
     launch(kernel, (rows, parts))(logits, out, BLOCK=2048)      # kernel[(rows, parts)](logits, out, BLOCK=2048)
 
 Triton launches on CUDA's current device, whatever device the arguments lie on: on any but the first GPU, or where a
-target lies on several, a kernel could run on one device over another's memory. Does not know any kernel.
+target lies on several, a kernel could run on one device over another's memory.
 """
 
 from __future__ import annotations

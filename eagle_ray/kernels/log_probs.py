@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens straight from logits of any width: the sum of exponentials and one number a row.
 
-Equal to sampling.log_probs_of within fp32's rounding. Does not know how the tokens were chosen.
+Equal to sampling.log_probs_of within fp32's rounding.
 """
 
 from __future__ import annotations

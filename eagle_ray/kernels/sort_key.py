@@ -1,9 +1,7 @@
 """Numbers as integers of the same order, and the best token of many as one integer.
 
-    order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan)
-    ranked(score, token): the higher score is larger, of equal scores the lower token
-
-Does not know what is ranked.
+order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan)
+ranked(score, token): the higher score is larger, of equal scores the lower token
 """
 
 from __future__ import annotations

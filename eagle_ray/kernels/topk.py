@@ -5,7 +5,6 @@
 
 Each part of a row names its own k best, one after the other; a second launch picks the k best of those. Of equal scores
 the lower place comes first; in a row with a NaN or an infinite logit every score is NaN, as log_softmax has it.
-Does not know trees or heads.
 """
 
 from __future__ import annotations

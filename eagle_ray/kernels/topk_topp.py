@@ -8,8 +8,6 @@ order it is made in: a row's cuts are the same in every company.
     peak     the highest score of each row                                   for top_p and min_p
     narrow   4 bits more of the least score that is kept; `settle` the last  once for top_k, then once for top_p
     ties     how many tokens have just that score                            for top_p, which may keep some of them
-
-Does not know the noise or the pick.
 """
 
 from __future__ import annotations

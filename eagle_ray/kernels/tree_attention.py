@@ -1,7 +1,7 @@
 """Tree attention over a block table on a GPU: which programs run, and what they are handed.
 
 The kernels stand in flash_decoding.py. Everything that a launch depends on is known on the host before the rows are;
-everything else stays on the device. Does not know models, tokens or a tree's values.
+everything else stays on the device.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ Nothing here depends on how long the sequences are or on how many rows each of t
     rows     r0 r1 r2 | r3 | r4 r5 | .. ..     packed: the nodes of each tree follow those of the tree before it
     seq       0  0  0    1    2  2   -1 -1     padding rows belong to none
     programs  each takes BLOCK_M of one tree's nodes x query heads of one key/value head
-
-Does not know tokens, models or Triton.
 """
 
 from __future__ import annotations

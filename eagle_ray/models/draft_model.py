@@ -4,7 +4,7 @@
     hidden = draft(embeddings, draft.reduce(features), positions, rows)     # reads the tokens, not the features
 
 It reads every token from the first one on, so its column j holds token j at position j. Whatever transformers runs as a
-target runs as a drafter too, in its own shape, as long as both speak of the same tokens. Does not know trees or caches.
+target runs as a drafter too, in its own shape, as long as both speak of the same tokens.
 """
 
 from __future__ import annotations

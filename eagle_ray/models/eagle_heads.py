@@ -7,7 +7,7 @@
     EagleHead    EAGLE-1 and 2: the target's last feature, the target's lm_head (EAGLE-1, section 3)
     Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
 
-Module names are the published key names. Does not know trees, caches or files.
+Module names are the published key names.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     head = load_head(path, target.config)        # EAGLE-1, 2 or 3, told from its tensors
 
 Weights are safetensors or pickles (weights only), single or sharded. What fits a target is `fit`'s to say: here it
-is told from headers alone (`meta_head`) and before anything is read. Does not know where directories come from.
+is told from headers alone (`meta_head`) and before anything is read.
 """
 
 from __future__ import annotations

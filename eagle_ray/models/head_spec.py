@@ -8,8 +8,6 @@ the tensor names. Reads the raw JSON, never a config class that fills in default
     EAGLE-1, 2     fc [H, 2H], layers.0.*, and embed_tokens or the target's
     EAGLE-3        fc [H, 3H of the target], midlayer.*, norm, lm_head [Dv, H], d2t, t2d
     speculators    EAGLE-3 with layers.0.* for midlayer.*, its shape under transformer_layer_config
-
-Does not know files, numbers in tensors, or what a head is run with.
 """
 
 from __future__ import annotations

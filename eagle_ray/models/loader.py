@@ -4,7 +4,7 @@
 
 A checkpoint that lacks a tensor, or has one of another shape, is refused: transformers would make one up. Quantised
 checkpoints (config.quantization_config: bitsandbytes, AWQ, GPTQ, fp8, ...) are loaded by transformers and the library
-they name. Does not know caches or trees.
+they name.
 """
 
 from __future__ import annotations

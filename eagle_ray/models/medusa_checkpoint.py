@@ -4,7 +4,7 @@
     Hydra     hydra_lm_head      hydra_mlp.N.k.{linear, res_connection}.{weight, bias}, hydra_lm_head.N.{weight, bias}
 
 The file is a .pt (read as weights only) or a .safetensors. What is missing, unexpected or misshapen is refused by name;
-`check_*` says so from the shapes alone. Does not know what the heads are run with.
+`check_*` says so from the shapes alone.
 """
 
 from __future__ import annotations

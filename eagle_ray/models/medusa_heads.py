@@ -5,7 +5,7 @@
     MedusaHeads    read the feature alone: all nodes of a level have the same children (arXiv 2401.10774, section 2.1)
     HydraHeads     read the tokens of the path as well (arXiv 2402.05109, section 3)
 
-The feature is of the token before the root. Module names are the published key names. Does not know trees or files.
+The feature is of the token before the root. Module names are the published key names.
 """
 
 from __future__ import annotations

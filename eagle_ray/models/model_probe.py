@@ -9,7 +9,7 @@
     attention is told nothing that we do not know            biases, sparse indices
     logits are what `logits_of` makes of the last hidden     multipliers, soft-caps, projections
 
-No pass of ours builds masks or runs the model's own forward, so nothing of this would show there. Does not know trees.
+No pass of ours builds masks or runs the model's own forward, so nothing of this would show there.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     spread(model, devices, places)
 
 The first device keeps the embeddings, the lm_head, the keys and values of every layer and the draft head, so that a
-step's own tensors stay together: a layer elsewhere sends its queries, keys and values there to attend. Does not know
-how much room there is, nor who asks.
+step's own tensors stay together: a layer elsewhere sends its queries, keys and values there to attend.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     max_exact_position(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None
 
 A family stands in EXACT because tests/models/test_supported_models.py holds its packed trees equal to transformers' own
-forward on every path; one that does not is refused by name. Does not know weights: see anatomy.py for what only a
-loaded model shows.
+forward on every path; one that does not is refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Target: a transformers causal LM run over our own key/value slots.
 
 The module tree is transformers'; the attention function, the cache and the row layout are ours, so one pass takes
-rows of many sequences, trees included, packed as [1, R]. Does not know requests, sampling or who drafted.
+rows of many sequences, trees included, packed as [1, R].
 """
 
 from __future__ import annotations

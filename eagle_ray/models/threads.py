@@ -1,7 +1,7 @@
 """CPU threads: how many a model is worth, and how no others are left standing beside them.
 
 A second thread on a small model gains little on an idle machine and loses a multiple on a busy one, where every
-operation waits for the thread that is not running. Does not know what else runs there.
+operation waits for the thread that is not running.
 """
 
 from __future__ import annotations

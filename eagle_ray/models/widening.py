@@ -14,7 +14,6 @@ small residual width d, the large one D, and head dims h and E:
 - further vocabulary rows get a large negative logit from the constant dimension, in target and head alike.
 
 A weight is random wherever the number it multiplies is exactly 0, so that no kernel can profit from zero weights.
-Does not know trees, engines or files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AcceptanceModel: how many draft tokens a tree of a given width, depth and size has lately been worth.
 
 A tree drafted with width w holds those of every smaller width and depth: the first w' parents of each level and their
-children. So one wide draft tells what all narrower ones would have offered. Does not know costs.
+children. So one wide draft tells what all narrower ones would have offered.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     ~/.cache/eagle_ray/costs/1f0c...json        (EAGLE_RAY_CACHE names another place for ~/.cache/eagle_ray)
 
-A file that cannot be read or written is as good as none: the costs are measured again. Does not know how.
+A file that cannot be read or written is as good as none: the costs are measured again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A Kalman filter over the logarithms of a curve's seconds. What slows a machine down slows all sizes, near ones alike, so
 what is known drifts with the machine as a whole and, far less, by neighbourhoods of sizes: a few slow passes at the
 start, taken to be a matter of their size, once kept drafts off for a whole job. A time heard corrects each size
-by how far it is in doubt together with the one that was run. Does not know what is timed.
+by how far it is in doubt together with the one that was run.
 
     >>> doubt = Doubt([1, 8, 64])
     >>> [f"{factor:.2f}" for factor in doubt.factors({1: 1.0}, ratio=1.2)]

@@ -2,7 +2,7 @@
 
 Measured before the first request (`measure.py`) and corrected by the steps that are taken and heard of: a size that was
 just run by little, one that was not run for long by much, and all others with it by how far they tend to drift
-together (`doubt.py`). Does not know values, budgets or how anything is run.
+together (`doubt.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     planner.tree                                      # of the rates it began with; later of those it has seen
 
 The tree is best on average over all sequences and steps, and knows nothing of what this step's draft is sure of: that
-is what a dynamic tree adds. Does not know models or who drafts.
+is what a dynamic tree adds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     StaticPlanner(MC_SIM_7B_63)          # EAGLE-1's 25 nodes
 
-What a node is worth plays no part: that is EAGLE-2's step beyond it. Does not know where the tree comes from.
+What a node is worth plays no part: that is EAGLE-2's step beyond it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A request's output rows as a line of OpenAI's batch output file.
 
 A request that was answered has a response with status 200, one that was bad a response with status 400, and one that
-could not be carried out an error in place of a response. Does not know files or tokenizers.
+could not be carried out an error in place of a response.
 
     >>> line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]
     'Paris.'

@@ -1,6 +1,6 @@
 """What the steps were given and what came of it: steps and accepted tokens by budget, over per_step_budget.
 
-Stored by jobs with ``speculative.stats: detailed`` alone. Does not know where files are or how it is drawn.
+Stored by jobs with ``speculative.stats: detailed`` alone.
 
     >>> budgets(read)
     {'budget': [1, 5, 13], 'steps': [40, 210, 96], 'accepted': [0, 377, 301]}

@@ -1,6 +1,6 @@
 """A run beside its baseline: the same rows made two ways, how fast each was and whether the tokens are the same.
 
-Reads the columns of both. Does not know where they are or how either was made.
+Reads the columns of both.
 
     >>> compare(read_run, read_baseline, by="category").identical
     48

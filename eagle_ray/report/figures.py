@@ -1,9 +1,7 @@
 """The report's figures: from the numbers of ``_summary.json`` to plots. A figure without numbers is None.
 
-Does not know the page around them.
-
-    >>> acceptance_by_depth(summary["total"])
-    '<svg ...'
+>>> acceptance_by_depth(summary["total"])
+'<svg ...'
 """
 
 from __future__ import annotations

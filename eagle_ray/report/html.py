@@ -1,7 +1,6 @@
 """The report: one HTML file that says how a run went, with nothing outside it and no script.
 
-Every number comes out of ``_summary.json``, what was asked for out of ``_run.json``. Does not know files or how the
-numbers came about.
+Every number comes out of ``_summary.json``, what was asked for out of ``_run.json``.
 
     >>> html = page(read_json(run / "_summary.json"), read_json(run / "_run.json"))
 """

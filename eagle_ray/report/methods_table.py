@@ -4,7 +4,7 @@
     method         chat        code         all
     eagle1   2.10x 2.95  2.61x 3.60  2.34x 3.21
 
-Every number comes out of the evaluation's JSON. Does not know how it was measured.
+Every number comes out of the evaluation's JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The laws that every output row keeps: what its acceptance counts must add up to.
 
-Pure checks of one row, as a dictionary of the output columns. Does not know how the counts came about.
+Pure checks of one row, as a dictionary of the output columns.
 
     >>> broken_laws(row)
     ['completion_tokens is 12, not 1 + num_spec_steps + num_accepted_draft_tokens - num_discarded_tokens = 13']

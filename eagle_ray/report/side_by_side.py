@@ -1,6 +1,6 @@
 """Two runs side by side: the rows that both have, whether their outputs are the same, and both runs' numbers by group.
 
-Reads the columns of both. Does not know where they are, how either was made, nor which is better.
+Reads the columns of both.
 
     >>> side_by_side(read_a, read_b, by="category").identical
     479

@@ -1,7 +1,6 @@
 """Plots as inline SVG: two axes with round ticks, and bars, lines and dots between them.
 
-Colours are the page's, by class, so that they follow its light and its dark; sizes are pixels. Does not know what is
-plotted.
+Colours are the page's, by class, so that they follow its light and its dark; sizes are pixels.
 
     >>> plot = Plot(Axis.of_integers(1, 6, "depth"), Axis.over(0, 1, "share of steps", percent))
     >>> svg = plot.svg("acceptance by depth", [plot.bars([(1, 0.8), (2, 0.5)], width=0.7)])

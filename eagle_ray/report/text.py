@@ -1,6 +1,6 @@
 """Plain-text tables: the same in a terminal, a file and a job's log.
 
-Every number comes out of ``_summary.json``. Does not know where that file lies or how its numbers came about.
+Every number comes out of ``_summary.json``.
 
     >>> print(render(["task", "rows"], [["code", "4"], ["math", "12"]]))
     task  rows

@@ -1,8 +1,7 @@
 """When the work was done: tokens and busy slots over time, per worker, from the moments that rows carry.
 
 A row holds its slot from started_at + queue_s to finished_at and makes its tokens evenly from the first one on. What
-lies between attempts is left out: their spans stand one after the other. Does not know where files are or how it is
-drawn.
+lies between attempts is left out: their spans stand one after the other.
 
     >>> timeline(read)["workers"]["host:71"]["tokens_per_s"]
     [0.0, 151.2, 148.9, 60.3]

@@ -8,7 +8,7 @@ products along paths still never rise. Rows that are sampled have maps of their 
 
 The labels are free of the budget's choice: once a node is reached, the target's pick tells of *all* its drafted
 children which one it was, whether or not they were given a verify row. What stays unseen is only what follows nodes
-that were never reached. Does not know trees, noise or where probabilities come from.
+that were never reached.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ noise lifts tokens of the tail, about which that error is another one: hence w2.
 top-k, top-p and min-p would drop: the target may still keep it, at odds that are fitted like the rest.
 
 The weights are of logits, not of probabilities at T, so that rows of different temperatures share them. What is drafted
-this way changes how much is accepted, never what is produced. Does not know trees, rows' histories or heads.
+this way changes how much is accepted, never what is produced.
 """
 
 from __future__ import annotations

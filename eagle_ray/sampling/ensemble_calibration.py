@@ -6,8 +6,7 @@ A drafter that is alone with a child is taken at its word; those that offer it t
 
 on conditional probabilities, with weights for each level and kind of row that are fitted to the target's picks, those
 of drafters alone and in company apart; it begins as the mean of the logits. At most 1, so values never rise along a
-path. Like Calibration it learns from every offered child of a node that was reached, verified or not. Does not know
-trees or drafters.
+path. Like Calibration it learns from every offered child of a node that was reached, verified or not.
 """
 
 from __future__ import annotations

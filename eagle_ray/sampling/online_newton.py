@@ -2,7 +2,6 @@
 
 Every update adds what the new picks say (the gradient of their log-likelihood, and its Fisher information) to what is
 known; old picks fade as new ones come, so the fit follows the text and a level that sees nothing keeps what it has.
-Does not know what the parameters mean.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     measured.rates()[0][2]                            # of the third child of a root
 
 What follows a node that was reached tells of all its drafted children, verified or not. Counted on the device and
-looked at now and then. Does not know trees.
+looked at now and then.
 """
 
 from __future__ import annotations

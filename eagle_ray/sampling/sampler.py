@@ -3,7 +3,6 @@
 The noise of a token is a function of (seed, position, token id) alone, so a sample does not depend on the tree, the
 batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that noise.
 Where Triton runs, kernels/sample.py and kernels/log_probs.py do the same without fp32 copies of the logits.
-Does not know trees, models or who asks.
 
     >>> SamplingParams(temperature=0.8, seed=7).is_greedy
     False

@@ -1,7 +1,6 @@
 """The ASGI application: OpenAI's routes and the web page over one Service.
 
-Every refusal has OpenAI's form. A client that leaves ends its request. Does not know Ray: how replicas add up is told
-by whoever builds it.
+Every refusal has OpenAI's form. A client that leaves ends its request.
 
     app = build_app(service)
 """

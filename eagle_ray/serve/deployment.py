@@ -1,7 +1,7 @@
 """The Ray Serve application: one replica per engine, all behind one proxy, and a Board on which they add up.
 
 ``eagle-ray serve`` runs it here; a cluster is given a YAML that names ``application`` (infra/serve/deploy.yaml).
-Autoscaling goes by the requests in flight. Does not know HTTP beyond that an ASGI application answers.
+Autoscaling goes by the requests in flight.
 
     handle = serve.run(application_of(config, keys, shape), name=config.name)
 """

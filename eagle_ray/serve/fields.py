@@ -1,4 +1,4 @@
-"""Types of what requests hold, each with what a value must keep to. Does not know which field has which."""
+"""Types of what requests hold, each with what a value must keep to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """From a request to the sequences an engine takes: one for each prompt and choice, prompt by prompt.
 
 Sampling and seeds are a job's: choice j of a request with seed s has the key that sample j of a row with seed s has.
-Does not know HTTP, engines' insides or Ray.
 
     >>> asked_of(request, config, text).choices
     [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]

@@ -1,9 +1,7 @@
 """Refusals in OpenAI's form: ``{"error": {message, type, param, code}}`` and the status that goes with it.
 
-Does not know requests, engines or HTTP servers.
-
-    >>> ApiError(404, "there is no model 'x'", param="model", code="model_not_found").body()["error"]["code"]
-    'model_not_found'
+>>> ApiError(404, "there is no model 'x'", param="model", code="model_not_found").body()["error"]["code"]
+'model_not_found'
 """
 
 from __future__ import annotations

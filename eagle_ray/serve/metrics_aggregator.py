@@ -1,8 +1,7 @@
 """Board: the last snapshot of every replica, so that any of them can answer for all.
 
 Counters never go back: those of replicas that have ended are kept, and a board that was lost and is made anew goes on
-from what the first replica to come was told by the old one. Does not know Ray, which runs one beside the replicas, nor
-torch.
+from what the first replica to come was told by the old one.
 
     >>> board = Board()
     >>> await board.put("a", meter.snapshot(...), known={})

@@ -1,7 +1,6 @@
 """From a body's bytes to a request, or to the first thing in it that is wrong, by its parameter.
 
-JSON is read strictly: what is given twice, NaN and half a surrogate pair are refused. Does not know HTTP or what the
-parameters mean.
+JSON is read strictly: what is given twice, NaN and half a surrogate pair are refused.
 
     >>> parse(CompletionRequest, b'{"prompt": "Hi", "echo": true}').echo
     True

@@ -1,8 +1,7 @@
 """What clients send: OpenAI's chat and text completions, as models that refuse what they cannot do.
 
 A field's description completes the sentence "must be ...". A parameter that is not built is refused by name unless its
-value asks for nothing; it is never ignored (``unbuilt``). null always means absent. Does not know JSON (``parse``),
-tokens, engines or HTTP.
+value asks for nothing; it is never ignored (``unbuilt``). null always means absent.
 
     >>> CompletionRequest.model_validate({"prompt": "Hi", "echo": True}).prompts
     ['Hi']

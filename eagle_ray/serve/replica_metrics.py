@@ -1,9 +1,7 @@
 """Meter: what one replica has done, counted as its sequences end.
 
-    >>> meter.answered(sequence, arrived_at)
-    >>> meter.snapshot(engine.counters(), engine.occupancy(), in_flight=0).counters["generation_tokens_total"]
-
-Does not know other replicas, Ray or who asks.
+>>> meter.answered(sequence, arrived_at)
+>>> meter.snapshot(engine.counters(), engine.occupancy(), in_flight=0).counters["generation_tokens_total"]
 """
 
 from __future__ import annotations

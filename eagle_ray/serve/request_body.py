@@ -1,8 +1,6 @@
 """Reading a request's body: JSON by its name, never past its limit, not for ever, and not once its client has left.
 
-Does not know what is in it.
-
-    data = await read_body(request, most=8 << 20)
+data = await read_body(request, most=8 << 20)
 """
 
 from __future__ import annotations

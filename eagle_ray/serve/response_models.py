@@ -1,7 +1,4 @@
-"""What answers look like, for the OpenAPI document: OpenAI's shapes and what stands beside them here.
-
-Does not know how answers are made (``answers``, ``chunks``).
-"""
+"""What answers look like, for the OpenAPI document: OpenAI's shapes and what stands beside them here."""
 
 from __future__ import annotations
 

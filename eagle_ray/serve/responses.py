@@ -1,9 +1,7 @@
 """What clients get once a request is answered: choices, usage and how the drafts fared.
 
-    >>> answer_of(asked, text)["choices"][0]["message"]["content"]
-    'Paris.'
-
-Does not know engines' insides, streams or HTTP.
+>>> answer_of(asked, text)["choices"][0]["message"]["content"]
+'Paris.'
 """
 
 from __future__ import annotations

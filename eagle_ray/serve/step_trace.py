@@ -8,8 +8,6 @@ of depth 0. Step 0 is the prompt's pass, whose one token is the target's own.
          {'id': 95, 'text': 'The', 'depth': 0}]},
      {'step': 1, 'num_draft_tokens': 12, 'num_accepted_draft_tokens': 1, 'tokens': [
          {'id': 17, 'text': ' capital', 'depth': 1}, {'id': 9, 'text': ' is', 'depth': 0}]}]
-
-Does not know streams, text or who asks.
 """
 
 from __future__ import annotations

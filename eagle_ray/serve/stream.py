@@ -5,7 +5,7 @@
         yield from chunks.until(count)
 
 A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. Who asks
-for stream_options.include_steps is also told how each token came (``steps``). Does not know engines or HTTP.
+for stream_options.include_steps is also told how each token came (``steps``).
 """
 
 from __future__ import annotations

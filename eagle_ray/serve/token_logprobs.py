@@ -1,9 +1,7 @@
 """Log-probabilities in the two forms that OpenAI's protocol has for them.
 
-Does not know engines or streams: a stream shows a part of the places at a time.
-
-    >>> chat_logprobs([Place(17, -0.1, [(17, -0.1)])], text)[0]["token"]
-    'Paris'
+>>> chat_logprobs([Place(17, -0.1, [(17, -0.1)])], text)[0]["token"]
+'Paris'
 """
 
 from __future__ import annotations

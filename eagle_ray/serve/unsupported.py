@@ -5,8 +5,6 @@
 Traceback (most recent call last):
 ...
 eagle_ray.serve.http_errors.ApiError: frequency_penalty is not supported: 0.5 asks for what this server does not do; ...
-
-Does not know the parameters that are built.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Globs: which paths a pattern names, be they there or not; the rules are those of the standard library's glob.
 
-Does not know disks or buckets.
-
-    >>> fits(["**", "*.jsonl"], ["a", "b.jsonl"])
-    True
+>>> fits(["**", "*.jsonl"], ["a", "b.jsonl"])
+True
 """
 
 from __future__ import annotations

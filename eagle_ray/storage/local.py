@@ -1,7 +1,7 @@
 """Files of this machine that appear whole or not at all: the local half of ``storage.StoragePath``.
 
 A reader, or a driver that starts again after a kill, never sees half a file: bytes go to a hidden temporary file beside
-the final name, to the disk, and only then get that name. Does not know what the files are for.
+the final name, to the disk, and only then get that name.
 
     >>> write_whole("/work/runs/a/_progress.json", b"{}", None)
     Stamp(size=2, version=1700000000000000000)

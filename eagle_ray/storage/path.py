@@ -2,7 +2,7 @@
 
 What is written appears whole or not at all. The work is done by ``local_files`` and ``s3_objects``, which have the same
 functions; nothing is remembered between calls, so that what another machine wrote is seen. Whatever fails is an
-OSError; on S3 a StorageError, within a time limit. Does not know what the files are for.
+OSError; on S3 a StorageError, within a time limit.
 
     >>> output = StoragePath.of("s3://bucket/runs/a")
     >>> (output / "data").glob("*.parquet")

@@ -2,7 +2,7 @@
 
 Every request is made in one place, with limits on time and tries; what fails is an OSError that names the object and
 the endpoint. A write is one PUT: an output stream that is left by an exception would publish what it holds. Endpoint,
-credentials and region come from the standard environment. Does not know what the objects are for.
+credentials and region come from the standard environment.
 
     >>> create("s3://bucket/runs/a/_lock", b"mine", None)
     Stamp(size=4, version='"8fcb0a1ec9e8ba3e..."')

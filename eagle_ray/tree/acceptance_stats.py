@@ -1,7 +1,6 @@
 """AcceptanceStats: how one sequence's drafts fared, as plain counts.
 
 Counters only; ratios are derived and ``merge`` makes the counts a monoid, so that rows, tasks and runs add up.
-Does not know tokens, time or text.
 
     >>> stats = AcceptanceStats.empty(num_spec_tokens=2)
     >>> stats.add_step(num_accepted=1, drafted_by_depth=[3, 2])

@@ -7,8 +7,7 @@
         builder.grow(log_probs, tokens)      # their children
     tree = builder.build()
 
-Which nodes those are is decided by value, or by a shape that was fixed before. Does not know where the
-log-probabilities come from.
+Which nodes those are is decided by value, or by a shape that was fixed before.
 """
 
 from __future__ import annotations

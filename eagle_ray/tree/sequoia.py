@@ -6,7 +6,7 @@
 A node is worth the product of the rates along its path, and a tree the sum of its nodes (arXiv 2402.12374, section
 4.1). The paper finds the best tree of each size by dynamic programming over subtrees. As no rate is above 1, no node
 is worth more than its parent: the best tree is that of the most valuable nodes, and a heap yields them in order. The
-tests hold it equal to the dynamic programming. Does not know how the rates were measured.
+tests hold it equal to the dynamic programming.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     tree.paths                                # ((0,), (1,), (0, 0)), breadth-first
     tree.expanded(1)                          # [(0, 0)]: of level 1 only the best child has children
 
-Which tokens stand there is decided by each step's draft; which nodes there are is not. Does not know values or budgets.
+Which tokens stand there is decided by each step's draft; which nodes there are is not.
 """
 
 from __future__ import annotations

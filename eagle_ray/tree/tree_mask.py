@@ -2,7 +2,7 @@
 
     node 3 sees 0, 1 and itself      [True, True, False, True]      0b1011
 
-What a GPU's attention reads, and what pointer doubling is cheap on. Does not know trees.
+What a GPU's attention reads, and what pointer doubling is cheap on.
 """
 
 from __future__ import annotations

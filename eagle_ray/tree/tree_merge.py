@@ -6,8 +6,7 @@
                       |                    |                      e: -inf, -0.1
                       e                    e
 
-Two nodes are the same where their paths carry the same tokens; paths are told apart by 64-bit hashes. Does not know
-what a node that two drafters agree on is worth: that is the blend's.
+Two nodes are the same where their paths carry the same tokens; paths are told apart by 64-bit hashes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Columns: which parts of an input row are its id and its prompt.
 
-Does not know what a value must look like.
-
-    >>> ColumnPath.of("turns[0]").value_in({"turns": ["Hi", "Again"]})
-    'Hi'
+>>> ColumnPath.of("turns[0]").value_in({"turns": ["Hi", "Again"]})
+'Hi'
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Values are texts and an empty one is null, but for sampling columns, which are numbers. A record that is not CSV is one
 bad row of its first line: reading goes on at the line after it, so that a quote that nobody closes costs one row and
-not the rest of the file. Memory is bounded by LONGEST_RECORD. Does not know shards or what the other columns mean.
+not the rest of the file. Memory is bounded by LONGEST_RECORD.
 
     >>> [row for _, _, row in rows_in_csv(io.BytesIO(b'id,prompt\n7,"Hi,\nyou"\n'), "a.csv")]
     [{'id': '7', 'prompt': 'Hi,\nyou'}]

@@ -1,9 +1,7 @@
 """Input files: from a glob, a directory or a list of them to files in a fixed order, each with its format.
 
-Does not know what the files hold.
-
-    >>> [file.format for file in find_files("data/*.parquet", "auto")]  # doctest: +SKIP
-    ['parquet', 'parquet']
+>>> [file.format for file in find_files("data/*.parquet", "auto")]  # doctest: +SKIP
+['parquet', 'parquet']
 """
 
 from __future__ import annotations

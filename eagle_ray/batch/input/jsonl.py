@@ -1,6 +1,6 @@
 """Rows of a JSONL file: one JSON object a line. A line that is none is one bad row.
 
-Memory is bounded by a line. Does not know shards or what the columns mean.
+Memory is bounded by a line.
 
     >>> list(rows_in_jsonl(io.BytesIO(b'{"prompt": "Hi"}\n'), "a.jsonl"))
     [(0, At(row=0, line=1), {'prompt': 'Hi'})]

@@ -2,7 +2,7 @@
 
 custom_id becomes id, the body's messages or prompt the prompt, its parameters the sampling columns; url and model are
 carried through, the job's own target answers. A parameter that this system does not have is refused by name unless its
-value asks for nothing; it is never ignored. Does not know files; prompts and values are looked at as in any other row.
+value asks for nothing; it is never ignored.
 
     >>> row_of({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
     {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}

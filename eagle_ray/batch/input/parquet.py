@@ -1,10 +1,8 @@
 """Rows of a Parquet file as Python values, a batch in memory at a time.
 
-Does not know what the columns mean, or which of them are needed.
-
-    >>> with pq.ParquetFile("a.parquet") as parquet:                        # doctest: +SKIP
-    ...     list(dicts_in(parquet, file, needed=["prompt"], groups=[0]))
-    [{'prompt': 'Hi'}]
+>>> with pq.ParquetFile("a.parquet") as parquet:                        # doctest: +SKIP
+...     list(dicts_in(parquet, file, needed=["prompt"], groups=[0]))
+[{'prompt': 'Hi'}]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Carried columns: the type of every input column that is passed through, fixed before the job starts.
 
 Types join upwards: null below everything, integers below floats, JSON text above all that does not fit together or is
-nested, and CELLS above JSON. Does not know files, rows or requests.
+nested, and CELLS above JSON.
 
     >>> join(pa.int64(), pa.float64())
     DataType(double)

@@ -1,7 +1,7 @@
 """InputPlan: the whole input, looked at once before anything starts.
 
 Fixes what must not change on the way: files and shards in order, the columns that are read, the types of the columns
-that are carried; and finds ids that occur twice. Does not know Ray, tokenizers or outputs.
+that are carried; and finds ids that occur twice.
 
     >>> plan = plan_input(config)                            # doctest: +SKIP
     >>> [row["request_id"] for row in requests_of(plan)]     # doctest: +SKIP

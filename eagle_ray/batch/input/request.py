@@ -1,7 +1,7 @@
 """One input row becomes one request: its id, its prompt, its own sampling values, or the reason why it is bad.
 
 Never raises for what a row holds: a bad row is a request with error_code and error_message, which name file, row,
-column and the fix. Does not know where rows come from, tokenizers or Ray.
+column and the fix.
 
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
     >>> parse_row({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", FIRST))["request_id"]

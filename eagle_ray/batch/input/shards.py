@@ -1,7 +1,7 @@
 """Shards: small consecutive parts of input files that can be read on their own, whatever the format.
 
 Parquet is cut at row groups, every other format at the ends of its records, which are lines in JSONL and OpenAI batch
-files; a malformed record is one bad row. Memory is bounded by a record or a batch. Does not know what the columns mean.
+files; a malformed record is one bad row. Memory is bounded by a record or a batch.
 
     >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
     [{'prompt': 'Hi'}]

@@ -1,7 +1,7 @@
 """The source: the planned input as a Ray Dataset of requests.
 
 Each read task parses shards with the parser that validate uses, and leaves out what is done already. Small blocks, so
-that every actor has work. Does not know what becomes of a request.
+that every actor has work.
 
     >>> read_requests(plan_input(config)).schema().names[:2]      # doctest: +SKIP
     ['request_id', 'row_index']

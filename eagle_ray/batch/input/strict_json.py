@@ -1,7 +1,7 @@
 """JSON text as Python values, or why it is none: the same answer in every process.
 
 Python's own limit on lists in lists counts the calls above it too: the driver would read a row that a worker, which
-stands deeper, refuses, and the row's id with it. So there is a limit that all of them are far from. Does not know rows.
+stands deeper, refuses, and the row's id with it. So there is a limit that all of them are far from.
 
     >>> value_of('{"prompt": "Hi"}')
     {'prompt': 'Hi'}

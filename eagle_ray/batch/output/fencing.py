@@ -11,7 +11,6 @@ of its one rename or PUT. What is left of it there:
   name is below this run's first attempt: it is deleted before each count.
 What stays open: a zombie that is frozen in that gap for longer than LONGEST_PUT_S and thawed after ``_SUCCESS`` may add
 a file. The next start of the same command finds it and writes it down; nothing is lost or wrong, only twice.
-Does not know rows.
 
     >>> remove_stale_files(run)
 """

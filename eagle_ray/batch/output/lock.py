@@ -16,7 +16,7 @@ A holder that cannot renew its lease does not stop at once. Why that is safe:
   the attempt number there, by compare-and-swap, before it reads or writes anything else, so a late writer stops. One
   that looked just before that and writes just after is harmless, like the writer of a killed driver
   (``batch/output/fencing.py``): it creates a file of its own attempt, and the new driver counts after such PUTs.
-After OUTAGE_S the holder gives up with a transient error. Does not know runs, attempts or rows.
+After OUTAGE_S the holder gives up with a transient error.
 
     >>> with lock_output(StoragePath.of("s3://bucket/runs/a")) as check:
     ...     check()

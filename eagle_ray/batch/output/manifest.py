@@ -1,7 +1,7 @@
 """What an output directory says about the run it belongs to: ``_run.json`` and its attempts.
 
 Each start is an attempt with a number of its own; a writer that finds another
-number in ``_run.json`` has been overtaken and publishes nothing more. Does not know Ray, rows or models.
+number in ``_run.json`` has been overtaken and publishes nothing more.
 
     >>> with lock_output(output):
     ...     run = open_run(config, plan.files)

@@ -2,7 +2,6 @@
 
 Ray cuts a table of more than some hundred megabytes wherever it likes, and writes the pieces to different files: of
 long prompts with many samples each an id would never be done, since its rows are to stand in one. Nothing is copied.
-Does not know Ray or files.
 
     >>> bundled(rows)["rows"].to_pylist()
     [[{'request_id': 'a', 'sample_index': 0, ...}, {'request_id': 'a', 'sample_index': 1, ...}]]

@@ -1,7 +1,7 @@
 """What already stands in ``OUT/data``: the output is its own record.
 
 An id is done when its n samples stand in one file. The ledger is read from the files at each start and recounted at
-the end; an id found twice is written down to one. Does not know Ray, the input or why a row failed.
+the end; an id found twice is written down to one.
 
     >>> ledger = Ledger.read(StoragePath.of("runs/a/data"))
     >>> len(ledger.done(lambda ids: np.ones(len(ids))))

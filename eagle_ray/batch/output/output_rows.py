@@ -1,6 +1,6 @@
 """From finished sequences to output rows: the words of ``schema.output_schema``.
 
-Rows are dictionaries; a column that is not mentioned is null. Does not know engines' insides, Ray or files.
+Rows are dictionaries; a column that is not mentioned is null.
 
     >>> rows.of(request, sequences)
     [{'request_id': 'q1', 'sample_index': 0, 'status': 'ok', 'text': 'Paris.', ...}]

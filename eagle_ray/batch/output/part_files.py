@@ -1,7 +1,7 @@
 """The part files of an output: their names, and their columns read back, a file in memory at a time.
 
 A file is named after the attempt and the task that made it, and may stand in directories that name values of columns
-(``partitions``). Does not know what the rows mean or who asks.
+(``partitions``).
 
     >>> for table in tables(run.data, ["request_id", "text"]):
     ...     print(table["text"][0])

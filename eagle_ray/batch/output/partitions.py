@@ -5,7 +5,7 @@ that names a directory is not in the files below it, as Hive and Spark have it: 
 refuses a text column that stands in both. Readers guess types from texts: DuckDB's ``hive_types_autocast=false`` leaves
 texts; pandas needs ``partitioning=pyarrow.dataset.partitioning(flavor="hive")`` where a value is null. The type that
 was is in the file's metadata, and ``parts.tables`` reads it back. An id's samples stand in one file, so only columns
-that are the same for all samples of a row can partition. Does not know storage.
+that are the same for all samples of a row can partition.
 
     >>> [(directory, rows.num_rows) for directory, rows in Partitions(("lang",)).split(table)]
     [('lang=de', 3), ('lang=__HIVE_DEFAULT_PARTITION__', 1)]

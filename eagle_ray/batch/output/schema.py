@@ -1,7 +1,7 @@
 """The two tables of a job: REQUEST rows on their way to an engine, output rows on their way to Parquet.
 
 One fixed Arrow schema for good and bad rows, so that no file has null-typed columns. Passthrough columns follow at the
-end of both. Does not know Ray, files or how a row is computed.
+end of both.
 
     >>> output_schema([pa.field("category", pa.string())]).names[-1]
     'category'

@@ -2,7 +2,7 @@
 
 Rows are chosen evenly by id from those that ended well, and decoded again in a worker of their own that has what every
 worker has: the drafts' gain is timed there, and stored outputs are held against plain decoding's. Nothing is kept on
-the way: a check that is lost is done again. Does not know how a summary is stored.
+the way: a check that is lost is done again.
 
     >>> checked(config, plan, run, ids, {"verify_rows": 100})["verify_rows"]["identical"]
     100

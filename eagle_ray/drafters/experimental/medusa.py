@@ -5,8 +5,6 @@ the root. No cache, nothing to catch up: plain steps leave the newest feature be
 
     feature  root | level 1 | level 2         head 0 ranks level 1 from (feature, root), head 1 level 2 from
                                               (feature, root, level-1 node), ... Medusa's from the feature alone
-
-Does not know budgets, acceptance or requests.
 """
 
 from __future__ import annotations

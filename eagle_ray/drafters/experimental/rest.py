@@ -4,8 +4,6 @@ The datastore is made beforehand, of outputs like those that are wanted, and nev
 of every ending of the text, the shorter ones' first:
 
     intervals   of no token at all, of the last token, of the last two, ... while there are any
-
-Does not know the sequences it drafts for, or where the texts come from.
 """
 
 from __future__ import annotations

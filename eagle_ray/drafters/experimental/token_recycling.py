@@ -6,7 +6,7 @@ was, accepted or not; a tree is grown by looking each node's token up:
     tokens   [V, K]   what followed token v when it was last verified
     scores   [V, K]   with which log-probability; -inf where v was never verified
 
-No model runs and nothing is asked of the device. Does not know texts: the last token alone decides.
+No model runs and nothing is asked of the device.
 """
 
 from __future__ import annotations
