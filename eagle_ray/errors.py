@@ -24,5 +24,5 @@ class EngineError(Exception):
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error of somebody else's says, without its line breaks."""
+    """Return another library's error message in one line."""
     return " ".join(str(error).split())

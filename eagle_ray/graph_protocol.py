@@ -1,4 +1,4 @@
-"""Replay: how a pass of fixed shapes is run again and again, and Padded, what it is given.
+"""GraphRunner: how a pass of fixed shapes is run again and again, and Padded, what it is given.
 
     size = replay.batch_size(len(slots))
     inputs = [Padded(slots, (size,), nowhere), Padded(lengths, (size,))]

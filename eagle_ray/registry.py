@@ -1,4 +1,4 @@
-"""From the name of a method to who drafts and who plans: the one table of both.
+"""Registry: from the name of a method to its drafter and planner.
 
     check_weights(speculative, path, target_config)                 # from headers: before anything is started
     weights = load_weights(speculative, path, target_config)        # what model.draft holds, if the method reads one
@@ -71,7 +71,7 @@ def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
 
 
 def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> Drafter:
-    """Who drafts; a merge of all where several are named."""
+    """Return the drafter of a method; an ensemble if several are named."""
     names = sorted(
         speculative.method.split("+"), key=lambda name: draft_requirement(name) is None
     )  # those with a model first

@@ -1,4 +1,4 @@
-"""Text: special tokens once, the template as published, and stop strings found whatever the tokens' edges are."""
+"""TokenSequence: special tokens once, the template as published, and stop strings found whatever the tokens' edges are."""
 
 from __future__ import annotations
 

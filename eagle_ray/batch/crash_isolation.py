@@ -66,10 +66,10 @@ class Isolation:
 
 @dataclass(slots=True)
 class SharedExclusiveLock:
-    """An engine that many use together, or one alone; who wants it alone goes before those who come later."""
+    """A lock that many hold together or one alone. A waiting exclusive request goes before later shared ones."""
 
     _together: int = 0
-    _alone: int = 0  # those who have it alone, at most one, and those who wait for that
+    _alone: int = 0  # exclusive holders, at most one, and requests that wait for that
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -1,4 +1,4 @@
-"""Deaths: which rows each worker is answering, and how many workers died over each of them.
+"""CrashTracker: which rows each worker is answering, and how many workers died over each of them.
 
 A death has many causes and a row is one of them: a prompt that takes the last of a device's memory, tokens that a
 kernel cannot bear. Nothing tells which of the rows in flight it was, so each gets the blame of one death. Rows that

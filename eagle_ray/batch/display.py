@@ -1,6 +1,6 @@
 """How a running job shows itself: a plain line every few seconds, or with a terminal a bar that stands still.
 
-A line is the same in a terminal and in a job's log. Knows the facts of ``_progress.json`` and not who makes them.
+A line is the same in a terminal and in a job's log. It shows the fields of ``_progress.json``.
 
     >>> print(line_of(facts))
     [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left

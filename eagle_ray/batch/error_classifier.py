@@ -73,6 +73,6 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """The first line; of somebody else's error with its name."""
+    """Return the first line; with the class name for an error of another library."""
     reason = str(error).strip().partition("\n")[0]
     return reason if isinstance(error, EngineError) else f"{type(error).__name__}: {reason}".rstrip(": ")

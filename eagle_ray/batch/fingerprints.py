@@ -3,7 +3,7 @@
 S3's ETag stands for an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it and
 nothing else. So each local file is read once more, when a run first meets it, for a digest of its content, and again
 only where its time has changed and its size has not. An input of more than MOST_BYTES is not: its files are known by
-size and time alone, since nobody should wait for terabytes at every start to be forgiven a ``touch``.
+size and time alone, because hashing terabytes at every start would take too long.
 
     >>> fingerprints(plan.files, known={})
     {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'digest': '0a2f...'}}

@@ -34,7 +34,7 @@ class Channel:
 
     @classmethod
     def inherited(cls, fileno: int) -> Channel:
-        """The end that the parent process left open under this number; nobody inherits it from this one."""
+        """Return the end that the parent process left open under this number. Child processes do not inherit it."""
         end = socket.socket(fileno=fileno)
         end.set_inheritable(False)
         return cls(end)

@@ -35,7 +35,7 @@ class Outcome:
 
 
 DONE = Outcome(0, "done", "every row of the input is in the output, error rows included")
-DEFECT = Outcome(1, "defect", "an error that eagle-ray does not know; the log has its traceback")
+DEFECT = Outcome(1, "defect", "an unknown error; the log has its traceback")
 CONFIGURATION = Outcome(2, "configuration", "usage or configuration, or an output that may not be written")
 ROW_ERRORS = Outcome(3, "row_errors", "rows ended in errors, and --fail-on-row-errors was given")
 TOO_MANY_ERRORS = Outcome(4, "too_many_errors", "more error rows than execution.max_error_rate, or only error rows")

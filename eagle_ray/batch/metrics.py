@@ -1,7 +1,7 @@
-"""Metrics: what one worker has done, as counters that Ray's agent on its node exports to Prometheus.
+"""JobMetrics: what one worker has done, as counters that Ray's agent on its node exports to Prometheus.
 
 They count work: a row that is made twice counts twice; what stands in files is the summary's business. tau is a ratio
-for whoever reads them: 1 + accepted tokens / decode steps.
+for their readers: 1 + accepted tokens / decode steps.
 
     >>> metrics = Metrics("weekend", run.run_id, worker.worker_id)
     >>> metrics.count(Report.of(worker.worker_id, worker.counters(), answers), answers)

@@ -1,6 +1,6 @@
 """Process: which process of which machine, so that another one of that machine can tell whether it is still there.
 
-A number alone will not do: the system gives it to somebody else once its process is gone.
+PIDs are reused, so a PID alone does not identify a process.
 
     >>> Process.this().is_gone()
     False

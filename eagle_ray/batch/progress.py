@@ -1,6 +1,6 @@
 """Progress: what the workers have done so far, added up, and which of them died over what.
 
-Workers send a Report of all they did to one small Ray actor, again after every batch; whoever wants to know asks it for
+Workers send a Report of all they did to one small Ray actor, again after every batch; the driver asks it for
 the sum. A report that is lost is made good by the next.
 
     >>> progress = start_progress(num_workers=2)

@@ -1,6 +1,6 @@
 """ProgressMonitor: what a running job says of itself, and a look at whether it can still end well.
 
-It tells what engines have finished and, apart from it, what stands in files: to whoever watches and to
+It tells what engines have finished and, apart from it, what stands in files: to the log and to
 ``_progress.json``.
 
     >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits):

@@ -53,7 +53,7 @@ def interrupt() -> None:
 
 
 def is_interrupted() -> bool:
-    """Whether one has come from outside. Libraries lose exceptions: whoever has time to ask raises it again."""
+    """Return whether a signal has arrived. Libraries may swallow its exception; callers raise it again."""
     return signal.getsignal(signal.SIGINT) is _ignore
 
 

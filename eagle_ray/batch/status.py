@@ -1,4 +1,4 @@
-"""Status: where a run stands, from the files of its output directory alone.
+"""RunStatus: where a run stands, from the files of its output directory alone.
 
 A run that is killed leaves no word. On its own machine its process is looked for; elsewhere a run that gives no sign
 of life for long is called silent.

@@ -177,7 +177,7 @@ def _start(name: str, channel: Channel) -> subprocess.Popen:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ctrl-C is for whoever asks: what starts here never hears of it, from its first moment on."""
+    """Block Ctrl-C in processes started here, from their first moment on: the parent handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -187,7 +187,7 @@ def _without_interrupts() -> Iterator[None]:
 
 def _settle(answered: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
     if not answered.set_running_or_notify_cancel():
-        return  # nobody waits for it any more
+        return  # no caller waits for it any more
     if error is not None:
         answered.set_exception(error)
     else:

@@ -1,8 +1,8 @@
-"""What runs in a WorkerProcess: a Worker that answers whatever comes through the channel, until that is closed.
+"""WorkerSubprocess: the other end of a WorkerProcess. It runs a Worker and answers requests until the channel closes.
 
-The channel is heard from the start in a thread of its own: where whoever asks is gone, this process ends there and
-then, whether it loads, steps or hangs, and what it held on a device is free again. Imports neither Ray nor, before
-somebody listens to what may go wrong, torch.
+A thread of its own reads the channel from the start. If the parent process is gone, this process ends at once, whether
+it loads, steps or hangs, and its device memory is free again. It does not import Ray, and imports torch only once
+errors can be reported.
 
     $ python -m eagle_ray.batch.worker_subprocess NAME FD
 """
@@ -43,7 +43,7 @@ class ToChannel(logging.Handler):
 
 
 class WorkerSubprocess:
-    """One worker and who asks it, in two threads: one listens, the main one loads and then answers in its loop."""
+    """One worker in two threads: one reads requests, the main one loads the models and then answers in its loop."""
 
     def __init__(self, channel: Channel):
         self._channel, self._loop = channel, asyncio.new_event_loop()
@@ -105,7 +105,7 @@ def main(make_worker: Callable[..., Any]) -> NoReturn:
 
 
 def _worker(*arguments: Any) -> Any:
-    from eagle_ray.batch.worker import Worker  # torch and transformers: what goes wrong here has somebody to hear it
+    from eagle_ray.batch.worker import Worker  # imports torch and transformers; errors are reported from here on
 
     return Worker(*arguments)
 

@@ -2,7 +2,7 @@
 
     without value        a node is judged by its own confidence, in growing and in choosing, not by its path's product
     without reranking    what was expanded is verified, and nothing else: the best of each level, however deep, but for
-                         the last level, whose nodes nobody expands and only reranking would choose
+                         the last level, whose nodes are not expanded and only reranking would choose
 
 Both keep the ancestors of all they keep, so that outputs stay plain decoding's.
 """

@@ -139,7 +139,7 @@ def requests(
 
 
 def turns(ways: list[Way], rounds: int) -> Iterator[tuple[int, Way]]:
-    """(round, way): everyone once a round, in a random order, so that nobody always follows the same one."""
+    """Yield (round, method): each method once a round in random order, so that none always follows the same one."""
     shuffle = random.Random(0)
     for turn in range(rounds):
         yield from ((turn, way) for way in shuffle.sample(ways, len(ways)))

@@ -41,7 +41,7 @@ def _once(function: Callable[[], object], device: torch.device) -> float:
 
 
 def release(device: torch.device) -> None:
-    """Give back what nobody refers to any more."""
+    """Free memory that nothing refers to any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -169,7 +169,7 @@ def same_function(
 
 
 def same_in_context(title: str, wide: Harness, prompts: list[list[int]], context: int, noise: float) -> Check:
-    """Trees behind a context that nobody attends to, one prompt at a time, beside plain decoding without one."""
+    """Compare trees behind a context with attention weight 0, one prompt at a time, with plain decoding without it."""
     prompts = prompts[: min(4, wide.blocks.num_slots)]
     params, ids = [SamplingParams(max_tokens=TOKENS)] * len(prompts), []
     wanted = generate(wide.engine(Way("plain"), 0, len(prompts)), prompts, params)

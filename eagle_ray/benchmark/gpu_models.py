@@ -32,7 +32,7 @@ from eagle_ray.planner.cost_model import StepCosts
 
 
 class GpuRigs:
-    """noise: by which a lead may be no lead; who measures it raises it."""
+    """noise: relative difference below which a lead is none; raised by what is measured."""
 
     def __init__(self, settings: GpuBenchSettings, agenda: Agenda, prompts: list[list[int]]):
         self.settings, self.agenda, self.prompts = settings, agenda, prompts

@@ -79,7 +79,7 @@ class GpuRun:
         release(self.settings.device)
 
     def _widened(self, name: str, shape: Shape, measure: Callable[[WideCells], None]) -> None:
-        """The embedded pair at this shape, which nobody holds when this returns. measure: once costs are known."""
+        """The embedded pair at this shape, which is freed when this returns. measure: once costs are known."""
         with self.agenda.section("pair", SHARES["pair"]):
             rig = self.agenda.do(f"{name}: make", 15, lambda: self.rigs.widened(name, shape))
             if rig is None:

@@ -1,4 +1,4 @@
-"""Rig: one pair in memory with two engines over the same cache, one that decodes plainly and one that drafts.
+"""Harness: one pair in memory with two engines over the same cache, one that decodes plainly and one that drafts.
 
     rig = Rig.of(model, head, slots=256, longest=1440, kv_columns=500_000)
     rig.measure()

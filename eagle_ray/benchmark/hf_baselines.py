@@ -3,7 +3,7 @@ continuous batching.
 
     tokens_per_second("static", model, prompts, num_tokens=64)
 
-Raises whatever transformers raises: who asks must expect anything, time without end included.
+Raises whatever transformers raises; a call may also never return.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ RESERVE = 2 * GIB  # CUDA's and Triton's own, workspaces of matrix products, and
 
 @dataclass(frozen=True, slots=True)
 class KVRoom:
-    """slots: sequences at once. columns: of the pool. kept: bytes left free for passes, None where nobody counted."""
+    """slots: sequences at once. columns: of the pool. kept: bytes left free for passes, None if not counted."""
 
     slots: int
     columns: int

@@ -1,4 +1,4 @@
-"""Priced: a planner in a world whose seconds are made up, and so exact.
+"""SimulatedPlanner: a planner in a world whose seconds are made up, and so exact.
 
     engine.planner = Priced(BudgetPlanner(60, 6, 10, cpu()), cpu())
     ...

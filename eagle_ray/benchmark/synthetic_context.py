@@ -1,4 +1,4 @@
-"""Contexts that cost no prefill: columns that every sequence begins with, whose keys nobody attends to.
+"""Contexts that cost no prefill: positions that every sequence begins with, whose keys get attention weight 0.
 
     blocks = ContextBlocks.in_place_of(target)             # before a drafter or an engine is made
     ...

@@ -70,7 +70,7 @@ def _print_anything() -> None:
 
 
 def _end_quietly() -> int:
-    """Nobody reads stdout any more, as after ``| head``: end as SIGPIPE would, and let the last flush go nowhere."""
+    """End as SIGPIPE would, because stdout was closed, as after ``| head``. The last flush goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 

@@ -130,7 +130,7 @@ def _output(config: JobConfig) -> str:
         output.check_writable()
     try:
         return f"output   {output} can be written; {_found_there(output, config)}"
-    except JobError as error:  # damaged, or somebody else's
+    except JobError as error:  # damaged, or of another program
         raise ConfigError(f"output.path: {error}") from None
 
 

@@ -287,7 +287,7 @@ def _http_url(url: str) -> str:
 
 
 class OnFinishConfig(StrictModel):
-    """Whom to tell how a run ended. It may hold secrets, so it is neither compared nor recorded.
+    """What to notify at the end of a run. It may hold secrets, so it is neither compared nor recorded.
 
     command: its arguments, run without a shell; the facts are in EAGLE_RAY_* and, as JSON, on its stdin. webhook: the
     same JSON is sent there by POST. timeout_s: for each of them.

@@ -37,7 +37,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
-    """One value for one dotted key, and who gave it."""
+    """One value for one dotted key, and its source."""
 
     key: str
     value: Any

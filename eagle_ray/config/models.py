@@ -1,6 +1,6 @@
 """Names of models and datastores: made absolute where they are local, refused where they can be no model.
 
-Looks at names and directories, before rows are read or anything is downloaded; does not know what a model is made of.
+Looks at names and directories, before rows are read or anything is downloaded.
 
     >>> check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...]))      # doctest: +SKIP
     ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?

@@ -1,9 +1,9 @@
-"""Stopwatch: how long the parts of one step took, on the device that did them.
+"""StepTimer: how long the parts of one step took, on the device that did them.
 
 On a CPU the host's clock is the device's. On a GPU events are recorded up to the step's own copy to the host, and read
 once that has arrived, so that nothing is waited for; from then on the host's clock goes on. What is launched behind the
 copy, to learn from it, runs on meanwhile. A step that is launched behind another one begins where that one's copy was
-sent; while it runs, what the host does about the other takes no time of anybody's.
+sent; while it runs, what the host does about the other does not count.
 """
 
 from __future__ import annotations

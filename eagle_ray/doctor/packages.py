@@ -23,7 +23,7 @@ def software() -> list[Finding]:
     try:
         wanted = [Requirement(text) for text in metadata.requires(OURS) or ()]
     except metadata.PackageNotFoundError:
-        todo = "run `pip install -e .` in the checkout: without it nobody checks the versions of its packages"
+        todo = "run `pip install -e .` in the checkout: without it the versions of its packages are not checked"
         return [about, Finding("packages", "eagle_ray runs from its files and is not installed", advice=todo)]
     return [about, packages([each for each in wanted if each.marker is None or each.marker.evaluate()])]
 

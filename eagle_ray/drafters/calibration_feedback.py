@@ -52,7 +52,7 @@ class TargetPath:
 class Offers:
     """calibration: what corrects the scores and learns from the picks; None leaves them as they are.
 
-    offered: what there is to learn from. Who has kept it may set it again.
+    offered: what there is to learn from. A caller may keep it and set it again.
     """
 
     offered: Offered

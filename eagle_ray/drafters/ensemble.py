@@ -1,4 +1,4 @@
-"""EnsembleDrafter: the nodes of several drafters in one tree, so that the budget buys whoever's are worth most.
+"""EnsembleDrafter: the nodes of several drafters in one tree, so that the budget takes the most valuable nodes of all.
 
     EnsembleDrafter([eagle, suffix], Blend(max_depth, 2))
 

@@ -1,4 +1,4 @@
-"""NgramSource: what has followed the same few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
+"""NgramIndex: what has followed the same few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
 
 Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a sequence is counted with
 the token after it; where several tokens have followed, all are offered.

@@ -1,4 +1,4 @@
-"""SuffixSource: what has followed the longest run of tokens that occurred before, in this sequence or in any other.
+"""SuffixIndex: what has followed the longest run of tokens that occurred before, in this sequence or in any other.
 
 One automaton holds every prompt and output that this drafter was shown, so that a job whose rows resemble one another
 drafts from its own earlier outputs (as SuffixDecoding, arXiv 2411.04975, and SAM-Decoding, arXiv 2411.10666). When it

@@ -88,7 +88,7 @@ class Occupancy:
 
 
 class AsyncEngine:
-    """Takes the engine over: nobody else may step it. close() ends the thread; what is in flight gets EngineError."""
+    """Takes over the engine: no other code may step it. close() ends the thread; requests in flight get EngineError."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -110,8 +110,8 @@ class AsyncEngine:
     async def stream(self, sequence: Sequence) -> AsyncIterator[int]:
         """How many output ids there are, whenever some have come; up to then the sequence's lists may be read.
 
-        Raises as generate does. Whoever closes the iterator early frees the slot at the next step; a slow reader
-        delays nobody.
+        Raises as generate does. Closing the iterator early frees the slot at the next step; a slow reader
+        delays no other request.
         """
         post, counts = self._post_here(), asyncio.Queue()
         listener = lambda: post.send(partial(counts.put_nowait, len(sequence.output_ids)))  # noqa: E731
@@ -193,7 +193,7 @@ class AsyncEngine:
     def _add(self, call: PendingRequest) -> None:
         try:
             self._engine.add(call.sequence)
-        except Exception as error:  # whatever it is, the engine has not taken the sequence: nobody else's problem
+        except Exception as error:  # whatever it is, the engine has not taken the sequence, so only this request fails
             call.finish(error)
         else:
             call.sequence.listener = call.listener

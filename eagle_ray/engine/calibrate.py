@@ -149,7 +149,7 @@ def calibrate_costs(
 
 
 def warm_up(engine: Engine, top_k: int) -> None:
-    """An idle engine's first steps, plain and with drafts: what is made once is made before anybody waits for it."""
+    """Take an idle engine's first steps, plain and with drafts, so that one-time work precedes requests."""
     with calibration_mode(engine, as_replayed(engine, top_k)) as bench:
         bench.take(CalibrationSetting(1, 1, 0, 0))
         if engine.num_spec_tokens:

@@ -1,4 +1,4 @@
-"""Graphs: passes of fixed shapes, recorded once each and replayed: on a GPU a step is then a few launches.
+"""CudaGraphRunner: passes of fixed shapes, recorded once each and replayed: on a GPU a step is then a few launches.
 
     graphs = Graphs.of(target)
     engine = Engine(target, drafter, planner, ..., graphs=graphs)
@@ -6,7 +6,7 @@
 
 A key is recorded when it first comes up, after two runs on a side stream, all of them on padding alone: as padding
 leaves nothing behind, neither does a recording. Recordings of one pool may put what they make on the way where earlier
-ones have their results. So each kind of pass, key[0], has a pool of its own: when one is replayed, nobody reads any
+ones have their results. So each kind of pass, key[0], has a pool of its own: when one is replayed, nothing reads any
 more what another of its kind returned, while a draft stands until its tree is verified and learnt from. On a CPU
 nothing can be recorded: the function is called again, on the same input tensors, and its results are copied into those
 of the first call, so that whatever is wrong with padding, buckets or results that are kept too long is wrong there too.

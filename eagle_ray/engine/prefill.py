@@ -23,7 +23,7 @@ from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What follows a prompt. logprob: 0 where nobody asked; top: empty where nobody did."""
+    """The first token after a prompt. logprob: 0 if not requested. top: empty if not requested."""
 
     sequence: Sequence
     token: int
@@ -57,7 +57,7 @@ class Prefiller:
         self._blocks = DraftPrefixState(target.cache.blocks)
 
     def run(self, chunks: list[PrefillChunk], drafting: bool) -> PendingPrefill:
-        """Fill target and drafter with the chunks, in a pass of their own; first tokens of who has none yet.
+        """Run the chunks through target and drafter in a pass of their own. Return first tokens of prompts that end.
 
         drafting: whether the drafter reads the prompts now, or only if it is asked to draft.
         """
@@ -92,7 +92,7 @@ class Prefiller:
         self._blocks.read(chunks, drafting=True)
 
     def _record(self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput) -> None:
-        """Who asks for his prompt's log-probabilities gets this chunk's."""
+        """Record the chunk's log-probabilities for sequences that request their prompt's."""
         for chunk, rows in zip(chunks, passed.hidden.split(prompts.lengths), strict=True):
             if chunk.sequence.sampling.prompt_logprobs:
                 record_prompts(chunk.sequence, chunk.start, self._target.logits(rows))

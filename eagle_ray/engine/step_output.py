@@ -1,6 +1,6 @@
 """StepOutput: what the host learns of a step, copied from the device as one integer tensor.
 
-The device side is `step_record`, the host side `StepOutput.of`; they agree on the columns and nobody else reads them.
+The device side is `step_record`, the host side `StepOutput.of`; only these two know the columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eagle_ray.tree.draft_tree import DraftTree
 class StepOutput:
     """What the host learns of one sequence from one step.
 
-    tokens: the accepted drafts and the bonus token. logprobs: theirs, empty where nobody asked.
+    tokens: the accepted drafts and the bonus token. logprobs: theirs, empty if not requested.
     """
 
     tokens: list[int]

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA devices, each behind one function. triton is imported by whoever is about to use it."""
+"""Triton kernels for CUDA devices, each behind one function. A module imports triton only when it uses it."""

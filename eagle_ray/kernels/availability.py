@@ -29,7 +29,7 @@ def _chosen(device: torch.device, choice: str | None, interpret: str | None) -> 
     reason = why_not(device)
     if reason is None:
         log.info("Triton kernels on %s", device)
-    elif device.type != "cpu" or choice == "triton":  # on a CPU nobody expects them
+    elif device.type != "cpu" or choice == "triton":  # on a CPU they are not expected
         log.info("portable path on %s, no Triton kernels: %s", device, reason)
     return reason is None
 

@@ -3,7 +3,7 @@
 Node i of a tree stands at column length + i and the j-th node of the accepted path belongs at length + j. Along a path
 nodes only rise, so the j-th one never stands left of where it goes: moved in the order of the path, no cell is written
 before it was read. A program moves one slice of a cell's numbers along the whole path, and each of its threads reads
-and writes the same numbers of every cell, so nobody else's writes are in the way and nothing waits.
+and writes the same numbers of every cell, so programs do not depend on one another's writes.
 """
 
 from __future__ import annotations

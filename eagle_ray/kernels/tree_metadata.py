@@ -1,4 +1,4 @@
-"""Trees: what attention's kernels know of B trees and of where their rows lie. All of it stands on the device.
+"""KernelTrees: what attention's kernels know of B trees and of where their rows lie. All of it stands on the device.
 
 Nothing here depends on how long the sequences are or on how many rows each of them has: a CUDA graph can hold it.
 

@@ -1,8 +1,8 @@
-"""Places: where a small Llama's numbers stand in a larger one's matrices (`widening.py`).
+"""EmbeddingMap: where a small Llama's numbers stand in a larger one's matrices (`widening.py`).
 
 Rotary pair i of a head stands at pair i * E/h of the larger head, whose frequency is the same. One of the pairs that
 are left over, that of the lowest frequency, is the anchor: queries have a positive number in it and keys nothing, so
-that a key made by hand can be seen by nobody (`benchmark/synthetic_context.py`).
+that no query attends to a key made by hand (`benchmark/synthetic_context.py`).
 """
 
 from __future__ import annotations

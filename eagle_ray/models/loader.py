@@ -70,7 +70,7 @@ def _read_config(path: Path) -> PretrainedConfig:
 def _check_quantiser(config: PretrainedConfig) -> None:
     """Refuse a checkpoint whose quantiser transformers does not know, or whose library is missing here.
 
-    A missing GPU says nothing yet: who asks may be a machine that only hands out the work.
+    A missing GPU is no error yet: the driver's machine may have none.
     """
     said = quantisation_of(config)
     if said is None:

@@ -1,4 +1,4 @@
-"""Anatomy: what a causal LM asks of attention and of its lm_head, seen by running two tokens through it.
+"""KVSpec: what a causal LM asks of attention and of its lm_head, seen by running two tokens through it.
 
     anatomy = examine(model, logits_of, positions=4096)     # Anatomy(num_layers=32, num_kv_heads=8, key_dim=128, ...)
 
@@ -83,7 +83,7 @@ class Mask:
 class AttentionProbe:
     """What each call of the attention function brought. It goes through the model as `rows`, as a layout would.
 
-    positions: as many as a sequence can have; what is hidden only from later ones is hidden from nobody.
+    positions: as many as a sequence can have; a mask that hides keys only from later positions hides nothing.
     """
 
     positions: int

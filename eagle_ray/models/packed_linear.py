@@ -1,7 +1,7 @@
 """PackedLinear: a frozen nn.Linear on a CPU, its weight in the order in which oneDNN's kernels read it.
 
     pack_linears(model)          # once, before the model is used; where there is nothing to gain it stays as it is
-    warm_up_kernels(model, 64)      # for passes of up to 64 rows, before anybody waits for them
+    warm_up_kernels(model, 64)      # for passes of up to 64 rows, before requests wait for them
 
 Against F.linear in fp32, 4 to 8 rows cost what one row costs, and many rows two thirds. A row's result does not depend
 on how many rows go with it, bit for bit, which F.linear does not promise. (The exception: on some processors another

@@ -3,7 +3,6 @@
 The last sequences of a job are not like those it began with: the long answers are left, the hard texts, the hot rows.
 What they teach says little about the full batch that the next job begins with, which is where a little decides whether
 to draft at all. So every octave of sizes has expectations of its own; a new one begins with those last used.
-Knows values and what came of them; does not know costs.
 """
 
 from __future__ import annotations

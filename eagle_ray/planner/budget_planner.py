@@ -14,7 +14,6 @@ or, where they nearly pay, for everyone and some steps; or a step is plain or dr
 probes cost, beyond what their tokens are worth, is at most PROBE_SHARE of the time, and LOOKING_SHARE while there are
 drafts; but for the first ones, and for one in FORGIVEN steps, AGAIN plain steps after drafts were given up, whatever
 was spent before.
-Knows values and seconds; does not know models, requests or who drafts.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ FIRST_LOOKS = 64  # drafts after which it is formed even so: a drafter that read
 FIRST_MEMBERS, FIRST_PROBED = 2, 4  # sequences of each of them: so many, or one of so many if that is more
 FIRST_STEPS, HEARD = 64, 0.25  # after the first steps so many are heard of, at random: lessons come at regular ones
 SETTLED = 32  # drafts after which a step takes what it usually does: a drafter learns at each of the first 30
-OBSERVE_EVERY = 8  # drafting steps, at least; a power of two, as LOOK_EVERY, so that who looks is observed
+OBSERVE_EVERY = 8  # drafting steps, at least; a power of two, as LOOK_EVERY, so that such a step is observed
 MEMBERS_EVERY = 2  # sequences of a batch for each step more between observations, to a power of two
 LOOK_EVERY = 32  # drafting steps: a level deeper and a little wider than what promises most
 AGAIN, FORGIVEN = 32, 512  # plain steps after which drafts that were given up are tried again, once in so many steps

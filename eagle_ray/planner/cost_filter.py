@@ -1,4 +1,4 @@
-"""Doubt: how far the costs that are known may be off by now, and how much a new time says about each of them.
+"""CurveFilter: how far the costs that are known may be off by now, and how much a new time says about each of them.
 
 A Kalman filter over the logarithms of a curve's seconds. What slows a machine down slows all sizes, near ones alike, so
 what is known drifts with the machine as a whole and, far less, by neighbourhoods of sizes: a few slow passes at the

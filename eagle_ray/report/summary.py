@@ -1,7 +1,7 @@
 """What a run produced, how fast and how well its drafts did: counts over its Parquet files.
 
 Counts only add up, so that files, groups and runs do; every ratio is derived from them. Needs pyarrow and nothing
-else; does not know where the files are, models, Ray or how a row is made.
+else.
 
     >>> summary = summarise(read, by="category")
     >>> summary["code"].mean_acceptance_length

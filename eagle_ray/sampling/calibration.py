@@ -2,9 +2,9 @@
 
 A logistic map for each level, ``sigmoid(a * logit(p) + b)``, on *conditional* probabilities (of a child, its parent
 being accepted), with c more for the first child of a node: targets pick what a drafter thinks likeliest more often than
-a second choice of the same p (measured: 0.35 and 0.13 of the time where both were said to be 0.16).
-Never above 1, rising in p and c never below 0: so it keeps the order of siblings, who stand likeliest first, and
-products along paths still never rise. Rows that are sampled have maps of their own: there p means something else.
+a second choice of the same p (measured: 0.35 and 0.13 of the time where both were said to be 0.16). Never above 1,
+rising in p and c never below 0: so it keeps the order of siblings, which are sorted, likeliest first, and products
+along paths still never rise. Rows that are sampled have maps of their own: there p means something else.
 
 The labels are free of the budget's choice: once a node is reached, the target's pick tells of *all* its drafted
 children which one it was, whether or not they were given a verify row. What stays unseen is only what follows nodes

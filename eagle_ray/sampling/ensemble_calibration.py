@@ -1,8 +1,8 @@
-"""Blend: from what several drafters say of a child to how often the target picks it.
+"""EnsembleCalibration: from what several drafters say of a child to how often the target picks it.
 
 A drafter that is alone with a child is taken at its word; those that offer it together are weighed against each other:
 
-    P = sigmoid(sum over who offers it of a * logit(p) + sum over who lacks it of b + c)
+    P = sigmoid(sum over drafters that propose it of a * logit(p) + sum over the others of b + c)
 
 on conditional probabilities, with weights for each level and kind of row that are fitted to the target's picks, those
 of drafters alone and in company apart; it begins as the mean of the logits. At most 1, so values never rise along a

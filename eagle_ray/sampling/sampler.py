@@ -69,7 +69,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def _require(self, name: str, kind: type | tuple[type, ...], is_right: Callable[..., bool], wanted: str) -> None:
-        """Python's own numbers alone: who computes a seed with NumPy says int(seed)."""
+        """Check that numbers are Python's own; convert a NumPy seed with int(seed)."""
         value = getattr(self, name)
         if not (isinstance(value, kind) and is_right(value)):
             raise ValueError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
@@ -127,7 +127,7 @@ class SamplingBatch:
         )
 
     def padded(self, num_sequences: int) -> list[PaddedInput]:
-        """What `bound` takes, for so many sequences; who fills up is greedy."""
+        """Return what `bound` takes, padded to a number of sequences with greedy ones."""
         columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
         fills = (0.0, 1.0, 0, 0.0, 0, -1)
         shapes = [(num_sequences, *x.shape[1:]) for x in columns]

@@ -33,7 +33,7 @@ Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
 Result = TypeVar("Result")
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-LEFT = 499  # nobody reads it: the client closed the connection
+LEFT = 499  # not read: the client closed the connection
 
 
 async def alone(snapshot: Snapshot) -> Snapshot:
@@ -171,7 +171,7 @@ def _json(body: bytes) -> Response:
 
 
 class EventStream(Response):
-    """Server-sent events, for as long as somebody reads them. first: an event that is there already."""
+    """Return a stream of server-sent events until the client disconnects. first: an event that is ready already."""
 
     media_type = "text/event-stream"
 

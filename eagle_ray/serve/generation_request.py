@@ -139,7 +139,7 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NoText)
 
 
 def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, index: int) -> SamplingParams:
-    """The server's own settings but for what the request says; without a seed, one of nobody's choosing."""
+    """Return the server's settings overridden by the request's; a random seed if it has none."""
     defaults = config.sampling
     own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
     values: dict[str, Any] = defaults.model_dump(include=set(OWN_SAMPLING)) | own

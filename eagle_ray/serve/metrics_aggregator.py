@@ -1,4 +1,4 @@
-"""Board: the last snapshot of every replica, so that any of them can answer for all.
+"""MetricsAggregator: the last snapshot of every replica, so that any of them can answer for all.
 
 Counters never go back: those of replicas that have ended are kept, and a board that was lost and is made anew goes on
 from what the first replica to come was told by the old one.

@@ -1,7 +1,6 @@
 """Snapshots of what replicas have done and are doing: they add up, and are shown in Prometheus' format.
 
-Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio for whoever reads them: 1 + accepted tokens / drafts. Does not
-know what is counted when, or who scrapes.
+Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted tokens / drafts.
 
     >>> print(prometheus_text(added_up([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})])))
 """

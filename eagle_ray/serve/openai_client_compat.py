@@ -3,7 +3,7 @@
 OpenAI's servers, and vLLM, say null for what is not there: the finish_reason of a chunk that is not the last, the
 log-probability of a prompt's first token, the alternatives to it. Their document, from which the libraries' types are
 made, has no null in these places, so that a client that checks it (`_strict_response_validation` in Python) refuses
-them. Whoever is such a library by its own header gets what the types know: "length", for that is why a chunk ends, a
+them. A client that is such a library by its header gets what the types know: "length", for that is why a chunk ends, a
 log-probability of 0, for what is given is certain, and no alternatives. Everybody else gets the nulls.
 
     >>> without_nulls({"choices": [{"text": "a", "logprobs": None, "finish_reason": None}]})

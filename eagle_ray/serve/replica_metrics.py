@@ -1,4 +1,4 @@
-"""Meter: what one replica has done, counted as its sequences end.
+"""ReplicaMetrics: what one replica has done, counted as its sequences end.
 
 >>> meter.answered(sequence, arrived_at)
 >>> meter.snapshot(engine.counters(), engine.occupancy(), in_flight=0).counters["generation_tokens_total"]

@@ -16,7 +16,7 @@ ARRIVES_WITHIN_S = 60.0
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected; no one waits for the response."""
 
 
 async def read_body(request: Request, most: int) -> bytes:

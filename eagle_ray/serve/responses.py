@@ -73,7 +73,7 @@ def finish_reason(choice: Choice) -> str | None:
 
 
 def token_ids(asked: GenerationRequest, choice: Choice) -> Json:
-    """The ids themselves, for who asks; the prompt's too."""
+    """Return the token ids, if requested; the prompt's too."""
     if not asked.request.return_token_ids:
         return {}
     return {

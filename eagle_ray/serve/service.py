@@ -185,7 +185,7 @@ class Service:
         An error after that is an event itself, the last one.
         """
         with self._admitted(asked):
-            said: asyncio.Queue[Said] = asyncio.Queue()  # holds text alone: a slow reader holds nobody else up
+            said: asyncio.Queue[Said] = asyncio.Queue()  # holds text only: a slow reader delays no other request
             tasks = [asyncio.ensure_future(self._follow(asked, choice, said)) for choice in asked.choices]
             num_left, is_begun = len(tasks), False
             try:
@@ -217,7 +217,7 @@ class Service:
                     for chunk in await self._chunks(asked, chunks, count):
                         said.put_nowait(chunk)
             said.put_nowait(None)
-        except Exception as error:  # the one who reads raises it, or tells the client
+        except Exception as error:  # the reader raises it, or tells the client
             said.put_nowait(error)
 
     async def _chunks(self, asked: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:

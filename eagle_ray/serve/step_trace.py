@@ -23,7 +23,7 @@ Place = tuple[int, int]
 
 
 class Steps:
-    """Of one sequence, from its first output id on, in any portions: who reads late reads the same."""
+    """The steps of one sequence, from its first output id on, in portions of any size."""
 
     def __init__(self, sequence: Sequence):
         self._sequence = sequence

@@ -4,8 +4,8 @@
     for count in counts:                        # of output ids, as the engine tells them
         yield from chunks.until(count)
 
-A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. Who asks
-for stream_options.include_steps is also told how each token came (``steps``).
+A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. A client
+that asks for stream_options.include_steps is also told how each token came (``steps``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stamp: what tells one state of a file from another, without reading it.
+"""FileVersion: what tells one state of a file from another, without reading it.
 
 >>> Stamp(12, 1700000000000000000).as_json()
 {'size': 12, 'mtime_ns': 1700000000000000000}

@@ -1,6 +1,6 @@
-"""Patience: how long requests to storage are tried again, which depends on who waits for them.
+"""Retry budget: how long requests to storage are retried.
 
-A person who asks for a report should hear within seconds that the storage is away. A job that has run for hours should
+A report should fail within seconds if the storage is away. A job that has run for hours should
 outlast a server that is away for a minute.
 
     >>> with outlasting_outages():

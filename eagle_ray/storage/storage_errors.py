@@ -30,7 +30,7 @@ class NotAllowed(StorageError, PermissionError):
 
 
 class NoAnswer(StorageError, TimeoutError):
-    """Nobody answered in time."""
+    """The server did not respond in time."""
 
 
 class ConditionFailed(StorageError):

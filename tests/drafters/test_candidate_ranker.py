@@ -1,4 +1,4 @@
-"""Ranking: greedy rows keep the head's own order, sampled rows are coupled, and learning finds the node on the path."""
+"""CandidateRanker: greedy rows keep the head's own order, sampled rows are coupled, and learning finds the node on the path."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Blocks: who holds what, what is shared, and what goes first when the pool runs out."""
+"""BlockManager: who holds what, what is shared, and what goes first when the pool runs out."""
 
 import random
 

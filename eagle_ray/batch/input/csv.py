@@ -1,7 +1,7 @@
 """Rows of a CSV file (RFC 4180): a header, then a record a row, whose quoted values may hold newlines.
 
 Values are texts and an empty one is null, but for sampling columns, which are numbers. A record that is not CSV is one
-bad row of its first line: reading goes on at the line after it, so that a quote that nobody closes costs one row and
+bad row of its first line: reading goes on at the line after it, so that a quote without its end costs one row and
 not the rest of the file. Memory is bounded by LONGEST_RECORD.
 
     >>> [row for _, _, row in rows_in_csv(io.BytesIO(b'id,prompt\n7,"Hi,\nyou"\n'), "a.csv")]
@@ -29,7 +29,7 @@ from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
 
 LONGEST_RECORD = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
-INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is somebody's code and not the number 7
+INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7
 FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SAMPLING = {field.name: field.type for field in SAMPLING_FIELDS}
 

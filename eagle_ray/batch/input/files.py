@@ -120,7 +120,7 @@ def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
 
 
 def _say_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
-    """A file that somebody took for input, a.jsonl.gz, is not left out without a word."""
+    """Refuse a file that looks like input but cannot be read, such as a.jsonl.gz, instead of skipping it."""
     if files:
         names = ", ".join(_name_below(file, directory) for file in files[:3])
         others = f" and {len(files) - 3} others" if len(files) > 3 else ""

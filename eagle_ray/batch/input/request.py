@@ -64,7 +64,7 @@ def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     value = path.value_in(row)
     if isinstance(value, RequestError):
         raise value
-    if isinstance(value, list | dict | bytes) or value != value:  # NaN is nobody
+    if isinstance(value, list | dict | bytes) or value != value:  # NaN is no id
         raise RequestError(
             "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_column(value)}"
         )

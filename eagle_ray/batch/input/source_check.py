@@ -1,8 +1,8 @@
 """Origins: whether the rows that are there are answers to this input.
 
-An id that nobody gave is the file's name and the row's number. So tomorrow's prompts.jsonl, in another directory, asks
-for today's ids, and would get today's answers. A file that was moved or renamed is the same file. Reads ids and source
-files of the rows, and those only where a file that the run was made from is not in the input any more.
+An id that the input does not give is the file's name and the row's number. So tomorrow's prompts.jsonl, in another
+directory, asks for today's ids, and would get today's answers. A file that was moved or renamed is the same file. Reads
+ids and source files of the rows, and those only where a file that the run was made from is not in the input any more.
 
     >>> check_origins(run, plan.files, asked.ids)
 """

@@ -255,7 +255,7 @@ def _check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, A
 
 
 def check_no_foreign_data(output: StoragePath) -> None:
-    """Parquet files that no record explains are somebody's: neither read as ours nor mixed with ours."""
+    """Refuse Parquet files that no manifest explains: they belong to another program."""
     if foreign := part_files(output / DATA):
         raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
 

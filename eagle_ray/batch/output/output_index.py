@@ -39,7 +39,7 @@ class OutputIndex:
 
     @classmethod
     def read(cls, data: StoragePath) -> OutputIndex:
-        """Raises OutputMismatch for a file that another major version, or somebody else, wrote, or that is damaged."""
+        """Raise OutputMismatch for a file of another major version or another program, or a damaged one."""
         files = part_files(data)
         counted = [_rows_by_id(file) for file in files]
         return cls(
@@ -84,7 +84,7 @@ def error_ids(file: StoragePath) -> Digests:
 
 
 def own_files(data: StoragePath) -> list[StoragePath]:
-    """Every Parquet file of a run's, whatever its version; raises OutputMismatch where one is somebody else's."""
+    """Return every Parquet file of a run, whatever its version. Raises OutputMismatch for files of other programs."""
     files = part_files(data)
     if foreign := [str(file) for file in files if not _is_own(file)]:
         raise OutputMismatch(

@@ -1,4 +1,4 @@
-"""RestSource: what has followed the same tokens in a datastore of texts (REST, arXiv 2311.08252).
+"""RestIndex: what has followed the same tokens in a datastore of texts (REST, arXiv 2311.08252).
 
 The datastore is made beforehand, of outputs like those that are wanted, and never changes. A cursor holds the places
 of every ending of the text, the shorter ones' first:
