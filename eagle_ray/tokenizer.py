@@ -1,4 +1,4 @@
-"""TokenSequence: a target's tokenizer and chat template. Text to ids, ids to text, and where a stop string ends an output.
+"""Tokenizer: a target's tokenizer and chat template. Text to ids, ids to text, and where a stop string ends an output.
 
 >>> text = Text.load("eagle_ray/assets/tiny/target")
 >>> text.decode(text.encode("Hello there"))

@@ -1,4 +1,4 @@
-"""TokenSequence: special tokens once, the template as published, and stop strings found whatever the tokens' edges are."""
+"""Tokenizer: special tokens once, the template as published, and stop strings found whatever the tokens' edges are."""
 
 from __future__ import annotations
 

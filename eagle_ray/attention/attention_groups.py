@@ -1,4 +1,4 @@
-"""AttentionGroup: which sequences of a batch attend together, in one call that is padded to the longest and the largest tree.
+"""AttentionGroup: sequences of a batch that attend in one call, padded to the longest and the largest tree.
 
 What a call takes goes with sequences times columns times (PER_COLUMN + rows of a tree): keys and values are gathered,
 and each row meets each of them.

@@ -1,4 +1,4 @@
-"""GenerationRequest: what the input asks for, by id. An id asks for n rows, which stand in one file once they are done.
+"""ExpectedRows: what the input asks for, by id. An id asks for n rows, which stand in one file once they are done.
 
 >>> asked = asked_of(plan_input(config), config)     # doctest: +SKIP
 >>> len(asked), asked.num_rows                       # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Submission: a job given to a Ray cluster over HTTP, followed to its end.
+"""Ray jobs: a job given to a Ray cluster over HTTP, followed to its end.
 
 The cluster gets a working directory with the resolved configuration in it, and this very package: its nodes need our
 dependencies and nothing of ours. The job's exit code is the process's own.

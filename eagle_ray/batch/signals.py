@@ -1,4 +1,4 @@
-"""Interrupts: what ends a job from outside (Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP), and from within.
+"""Signals: what ends a job from outside (Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP), and from within.
 
 All of them raise KeyboardInterrupt in the main thread. The first from outside is the last: while the job says its last
 words a second one would only cut them short.

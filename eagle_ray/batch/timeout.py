@@ -1,4 +1,4 @@
-"""Deadlines: a sequence's answer, or an error once it has held a slot for too long.
+"""Timeout: a sequence's answer, or an error once it has held a slot for too long.
 
 The clock is the engine's and starts when the sequence is admitted: waiting in the queue costs a row nothing. A
 cancelled sequence gives its slot back at the engine's next step, and its neighbours do not notice.

@@ -1,4 +1,4 @@
-"""Cells: ways of decoding beside each other at one batch size and context, and a job drained by each of them.
+"""Cases: ways of decoding beside each other at one batch size and context, and a job drained by each of them.
 
 Ways take turns, in another order each round, over the same requests from the same start; a window is of as many tokens
 as plain decoding commits in `seconds`, and only its decode steps count: prompts have their own time. A window in which

@@ -1,4 +1,4 @@
-"""Ways: what the comparison of methods can compare, by name, and an engine for each over the same target.
+"""Draft methods: what the comparison of methods can compare, by name, and an engine for each over the same target.
 
     plain                       no drafts: what the others are held against
     eagle1, eagle2              as published: the same tree for everyone, the head's own confidences

@@ -1,4 +1,4 @@
-"""Peers: what transformers itself makes of the same weights, where it can: generate with a static cache, compiled, and
+"""Baselines: transformers on the same weights, if it can: generate with a static cache, compiled, and
 continuous batching.
 
     tokens_per_second("static", model, prompts, num_tokens=64)

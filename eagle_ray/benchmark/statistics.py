@@ -1,4 +1,4 @@
-"""Intervals: of a ratio that was measured once a round, by Student's t on its logarithms, and of a difference of means.
+"""Statistics: intervals of a ratio measured once a round (Student's t on logarithms) and of a difference of means.
 
     >>> ratio_interval([1.9, 2.1, 2.0])
     Interval(mean=1.998..., low=1.76..., high=2.26..., bound=1.84...)

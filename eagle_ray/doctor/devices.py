@@ -1,4 +1,4 @@
-"""Compute: the devices torch sees, the way attention and linear layers take on them, and whether they give the tokens.
+"""Devices: the devices torch sees, the way attention and linear layers take on them, and whether they give the tokens.
 
 The last is seen by decoding with the embedded pair, with drafts and without, on the very device a job would use.
 """

@@ -1,4 +1,4 @@
-"""Fit: whether a worker's footprint fits into the memory it would have, and the settings with which it would.
+"""Memory advice: whether a worker's footprint fits into the memory it would have, and the settings with which it would.
 
 >>> remedy(footprint, Room((20 << 30,), num_sharing=1, on_gpu=True), settings)
 'set execution.slots to 5, or execution.kv_tokens to 41,600'

@@ -1,4 +1,4 @@
-"""Footprint: the bytes that one worker of a job takes, from configurations and the headers of weights alone.
+"""Memory estimate: the bytes that one worker of a job takes, from configurations and the headers of weights alone.
 
 footprint = Footprint.of(config, target, draft, device="cuda", dtype=torch.bfloat16)
 footprint.total, footprint.per_slot

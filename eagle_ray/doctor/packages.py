@@ -1,4 +1,4 @@
-"""Software: Python and the packages that eagle_ray asks for, their versions held against what it asks.
+"""Packages: Python and the packages that eagle_ray asks for, their versions held against what it asks.
 
 Reads what the installer wrote down and imports none of it, so that it works where they are broken.
 """

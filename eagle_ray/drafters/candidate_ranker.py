@@ -1,4 +1,4 @@
-"""Ranking: from a head's features to ranked children, each with its chance of being the target's pick.
+"""CandidateRanker: from a head's features to ranked children, each with its chance of being the target's pick.
 
     ranking = Ranking(logits_of, calibration, coupling)
     ranking.begin(sampling, lengths)

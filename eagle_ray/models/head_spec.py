@@ -1,4 +1,4 @@
-"""Fit: which head a published config and its tensors describe, and whether it goes with a target.
+"""Head spec: which head a published config and its tensors describe, and whether it goes with a target.
 
     head = build_head(raw, shapes, target.config)      # parameters on the meta device: shapes without numbers
 

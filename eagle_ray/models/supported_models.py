@@ -1,4 +1,4 @@
-"""Families: the architectures of transformers that this engine computes exactly, and within which limits.
+"""Supported models: the architectures of transformers that this engine computes exactly, and within which limits.
 
     check_config(config)           # EngineError naming the model and the reason, before any weight is read
     max_exact_position(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None

@@ -1,4 +1,4 @@
-"""Target: a transformers causal LM run over our own key/value slots.
+"""TargetModel: a transformers causal LM run over our own key/value slots.
 
 The module tree is transformers'; the attention function, the cache and the row layout are ours, so one pass takes
 rows of many sequences, trees included, packed as [1, R].

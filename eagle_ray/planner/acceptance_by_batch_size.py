@@ -1,4 +1,4 @@
-"""Expectations: what drafts for a batch have lately been worth, kept apart by the batch's size.
+"""AcceptanceByBatchSize: what drafts for a batch have lately been worth, kept apart by the batch's size.
 
 The last sequences of a job are not like those it began with: the long answers are left, the hard texts, the hot rows.
 What they teach says little about the full batch that the next job begins with, which is where a little decides whether

@@ -1,4 +1,4 @@
-"""Globs: which paths a pattern names, be they there or not; the rules are those of the standard library's glob.
+"""Glob match: which paths a pattern names, be they there or not; the rules are those of the standard library's glob.
 
 >>> fits(["**", "*.jsonl"], ["a", "b.jsonl"])
 True

@@ -1,4 +1,4 @@
-"""CandidateRanker: greedy rows keep the head's own order, sampled rows are coupled, and learning finds the node on the path."""
+"""CandidateRanker: greedy rows keep the head's order, sampled rows are coupled, learning finds the path's node."""
 
 import torch
 

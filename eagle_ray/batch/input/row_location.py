@@ -1,4 +1,4 @@
-"""TokenLogprob: where a row stands in the input, in a program's count and in the words of a person with an editor.
+"""RowLocation: where a row stands in the input, in a program's count and in the words of a person with an editor.
 
 A program counts rows from 0, as `row_index` and ids made of places do. To mend a text file one looks for a line,
 which an editor counts from 1: a CSV file's header has some, and so has a quoted value with newlines. Parquet has none.

@@ -1,4 +1,4 @@
-"""Origins: whether the rows that are there are answers to this input.
+"""Source check: whether the rows that are there are answers to this input.
 
 An id that the input does not give is the file's name and the row's number. So tomorrow's prompts.jsonl, in another
 directory, asks for today's ids, and would get today's answers. A file that was moved or renamed is the same file. Reads

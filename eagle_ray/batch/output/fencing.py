@@ -1,4 +1,4 @@
-"""Zombies: writers of an attempt that is over, which live on for seconds after their driver was killed.
+"""Stale writers: writers of an attempt that is over, which live on for seconds after their driver was killed.
 
 Every writer reads ``_run.json`` right before it publishes, so a zombie can only do harm between that look and the end
 of its one rename or PUT. What is left of it there:

@@ -1,4 +1,4 @@
-"""Bundles: all rows of an id as one row of one column, so that nothing on the way to a file can part them.
+"""Nested rows: all rows of an id as one row of one column, so that nothing on the way to a file can part them.
 
 Ray cuts a table of more than some hundred megabytes wherever it likes, and writes the pieces to different files: of
 long prompts with many samples each an id would never be done, since its rows are to stand in one. Nothing is copied.

@@ -1,4 +1,4 @@
-"""Checks: what report.baseline_rows and report.verify_rows ask for, once the rows are made.
+"""Verification: what report.baseline_rows and report.verify_rows ask for, once the rows are made.
 
 Rows are chosen evenly by id from those that ended well, and decoded again in a worker of their own that has what every
 worker has: the drafts' gain is timed there, and stored outputs are held against plain decoding's. Nothing is kept on
