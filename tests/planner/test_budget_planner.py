@@ -11,7 +11,7 @@ from eagle_ray.build import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.step_timer import StepTimes
-from eagle_ray.planner.budget_planner import AGAIN, FIRST_PROBES, TRIAL, BudgetPlanner
+from eagle_ray.planner.budget_planner import FIRST_PROBES, RETRY_AFTER, TRIAL_STEPS, BudgetPlanner
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
@@ -110,9 +110,9 @@ def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
     priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, believed), cpu())
     run(made.engine, prompts * 10, [SamplingParams(max_tokens=48)] * 80)
     tried = [o.plan.probe and o.depth > 0 for o in priced.outcomes]
-    taken_up = next(i for i, o in enumerate(priced.outcomes) if i > TRIAL and o.depth and not o.plan.probe)
+    taken_up = next(i for i, o in enumerate(priced.outcomes) if i > TRIAL_STEPS and o.depth and not o.plan.probe)
     assert sum(not o.depth for o in priced.outcomes[:taken_up]) > 20
-    assert sum(tried[:taken_up]) >= FIRST_PROBES + TRIAL
+    assert sum(tried[:taken_up]) >= FIRST_PROBES + TRIAL_STEPS
     after = priced.outcomes[taken_up:]
     assert len(after) > 40 and sum(not o.depth for o in after) < 0.1 * len(after)
 
@@ -131,7 +131,7 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     run(made.engine, prompts, [LONG] * 8)
     given_up = next(i for i, o in enumerate(priced.outcomes) if not o.depth)
     again = next(i for i, o in enumerate(priced.outcomes) if i > given_up and o.plan.probe)
-    assert AGAIN // 2 < again - given_up < AGAIN * 2
+    assert RETRY_AFTER // 2 < again - given_up < RETRY_AFTER * 2
 
 
 class Crowd(list):
@@ -153,8 +153,8 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     best, plain = planner._search_plans(crowd), planner._plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
     believed.draft_rest = CostCurve([8], [believed.draft_rest(8) + more])
-    planner._reviewed = (0, 0)
-    planner._review(crowd)
+    planner._decided = (0, 0)
+    planner._decide(crowd)
     assert planner._best.rate < plain
     assert planner.will_draft == goes_on
 
