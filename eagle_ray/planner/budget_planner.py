@@ -346,7 +346,7 @@ class BudgetPlanner:
         return False
 
     def _next_probe(self, batch: DecodeBatch) -> DraftPlan:
-        """Return the next probe: a trial or a draft for some sequences if off, a plain step or the widest draft if on."""
+        """Return the next probe. Off: a trial, or a draft for some sequences. On: a plain step or the widest draft."""
         if not self._drafting:
             plain = self._plain_rate(len(batch), batch.num_cached)
             if self._best.rate < TRIAL_THRESHOLD * plain or self._best.tau < MIN_TRIAL_TAU:
