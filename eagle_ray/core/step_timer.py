@@ -1,9 +1,8 @@
-"""StepTimer: how long the parts of one step took, on the device that did them.
+"""StepTimer: the seconds of the parts of one step, on the device that ran them.
 
-On a CPU the host's clock is the device's. On a GPU events are recorded up to the step's own copy to the host, and read
-once that has arrived, so that nothing is waited for; from then on the host's clock goes on. What is launched behind the
-copy, to learn from it, runs on meanwhile. A step that is launched behind another one begins where that one's copy was
-sent; while it runs, what the host does about the other does not count.
+On a CPU the host's clock is used. On a GPU events are recorded up to the step's copy to the host and read once that has
+arrived, so that nothing waits for them. A step that is launched ahead begins when the previous step's copy was started;
+what the host does about that step meanwhile does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """draft: catching up and growing the trees. verify: the target's pass. rest: all else of the step."""
+    """Seconds of a step. draft: catching up and drafting. verify: the target's pass. rest: everything else."""
 
     draft: float
     verify: float
@@ -28,7 +27,7 @@ class StepTimes:
 
 
 class StepTimer:
-    """Marks: start, drafted, allocated, verified, sent, in this order. behind: the step that was launched before it."""
+    """Marks in this order: start, drafted, allocated, verified, sent. behind: the timer of the step before it."""
 
     def __init__(self, device: torch.device | str, behind: StepTimer | None = None):
         self._on_cuda = torch.device(device).type == "cuda"
@@ -46,16 +45,16 @@ class StepTimer:
         self._marks.append(event)
 
     def leave_out(self, seconds: float) -> None:
-        """So long the host has been at work for others since the last mark."""
+        """Exclude seconds that the host spent on other work since the last mark."""
         self._host += seconds
 
     def arrived(self) -> None:
-        """What was sent is here."""
+        """Note that the step's copy has arrived."""
         if self._on_cuda:
             self._host = time.perf_counter()
 
     def read(self, followed: bool = False) -> StepTimes:
-        """After the last mark and `arrived`: the step ends now; where another one followed, it ended when sent."""
+        """Return the seconds, after the last mark and `arrived`. followed: another step was launched after this one."""
         start, drafted, allocated, verified, sent = self._marks
         draft, verify = self._between(start, drafted), self._between(allocated, verified)
         total = self._between(self._begin, sent)

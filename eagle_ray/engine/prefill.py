@@ -1,6 +1,6 @@
-"""Prefiller: chunks of prompts through the target and the drafter, and the first token after each prompt.
+"""Prefiller: run prompt chunks through target and drafter, and sample the first token after each prompt.
 
-A chunk that follows reused blocks starts in the middle of a prompt, for the target and for the drafter alike.
+A chunk that follows blocks from the prefix cache starts in the middle of a prompt, for target and drafter alike.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class PendingPrefill:
-    """A pass over prompts that was launched, and the first tokens that came of it, on their way to the host.
+    """A launched pass over prompts, and its first tokens on their way to the host.
 
-    ends_any: whether any prompt ended in it, so that its sequence decodes from now on.
+    Attributes:
+        ends_any: a prompt ended in it, so its sequence decodes from now on.
     """
 
     sequences: list[Sequence]
@@ -50,7 +51,7 @@ class PendingPrefill:
 
 
 class Prefiller:
-    """Runs one step's chunks; they must have their slots and blocks."""
+    """Runs one step's prompt chunks, whose slots and blocks are reserved."""
 
     def __init__(self, target: TargetModel, drafter: Drafter):
         self._target, self._drafter, self._device = target, drafter, target.device
@@ -59,20 +60,21 @@ class Prefiller:
     def run(self, chunks: list[PrefillChunk], drafting: bool) -> PendingPrefill:
         """Run the chunks through target and drafter in a pass of their own. Return first tokens of prompts that end.
 
-        drafting: whether the drafter reads the prompts now, or only if it is asked to draft.
+        Args:
+            drafting: the drafter reads the prompts now, and not only when it drafts.
         """
         prompts = self.prompts(chunks)
         return self.finish(chunks, prompts, self._target.prefill(prompts), drafting)
 
     def prompts(self, chunks: list[PrefillChunk]) -> PrefillBatch:
-        """The chunks as the target takes them."""
+        """Return the chunks as the target's input."""
         parts = [c.sequence.token_ids[c.start : c.end] for c in chunks]
         return PrefillBatch.of([c.sequence.slot for c in chunks], parts, self._device, [c.start for c in chunks])
 
     def finish(
         self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput, drafting: bool
     ) -> PendingPrefill:
-        """All of `run` that follows the target's pass over these prompts."""
+        """Do everything that follows the target's pass over these prompts; see `run`."""
         logits, features = passed.logits, passed.features
         self._record(chunks, prompts, passed)
         picking = self._tensor([i for i, c in enumerate(chunks) if c.needs_sample])
@@ -87,7 +89,7 @@ class Prefiller:
         return _prompted(chunks, logits[picking], picks)
 
     def given(self, chunks: list[PrefillChunk], features: Float[Tensor, "R H"]) -> None:
-        """Keys and values of these chunks stand in all caches already, the drafter's too, as if it had read them."""
+        """Note that all caches, the drafter's too, already hold the keys and values of these chunks."""
         self._blocks.fill(chunks, features)
         self._blocks.read(chunks, drafting=True)
 
@@ -98,7 +100,7 @@ class Prefiller:
                 record_prompts(chunk.sequence, chunk.start, self._target.logits(rows))
 
     def _resume(self, chunks: list[PrefillChunk], firsts: list[int]) -> None:
-        """Tell the drafter whose beginnings are others', and their next pairs."""
+        """Attach cached prefixes in the drafter, with the pair after each of them."""
         reusing = [c for c in chunks if c.num_reused]
         if reusing:
             self._drafter.attach_prefix(
@@ -114,7 +116,7 @@ class Prefiller:
 
 
 def _prompted(chunks: list[PrefillChunk], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]) -> PendingPrefill:
-    """logits, picks: of those chunks whose sequences pick their first token."""
+    """Start the copy of first tokens. logits, picks: of the chunks whose prompt ends."""
     sequences = [c.sequence for c in chunks if c.needs_sample]
     asked = any(s.sampling.logprobs for s in sequences)
     logprobs = log_probs_of(logits, picks) if asked else torch.zeros_like(picks, dtype=torch.float32)

@@ -1,8 +1,7 @@
-"""AcceptanceByBatchSize: what drafts for a batch have lately been worth, kept apart by the batch's size.
+"""AcceptanceByBatchSize: an acceptance model for each octave of batch sizes.
 
-The last sequences of a job are not like those it began with: the long answers are left, the hard texts, the hot rows.
-What they teach says little about the full batch that the next job begins with, which is where a little decides whether
-to draft at all. So every octave of sizes has expectations of its own; a new one begins with those last used.
+The last sequences of a job differ from its first ones: long answers, hard texts and high temperatures are left. Their
+acceptance says little about the full batch of the next job. A new octave starts with a copy of the last one used.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from copy import deepcopy
 
 from eagle_ray.planner.acceptance_model import AcceptanceModel
 
-MEMORY = 0.98  # per step, of how far expectations came true
-PRIOR = 2.0  # tokens that expectations are taken to have been right about before anything was seen
+MEMORY = 0.98  # decay per step of accepted and expected drafts
+PRIOR = 2.0  # drafts: prior that expectations are right
 
 
 class AcceptanceByBatchSize:
-    """curves: what drafts should be worth. trust: how far that came true, accepted over expected draft tokens."""
+    """An acceptance model, and how accurate it was: accepted over expected drafts."""
 
     def __init__(self, curves: AcceptanceModel):
         self.curves = curves
@@ -27,20 +26,21 @@ class AcceptanceByBatchSize:
         return (self._accepted + PRIOR) / (self._expected + PRIOR)
 
     def update(self, num_accepted: float, num_expected: float) -> None:
-        """What came of a step's drafts."""
+        """Observe the drafts of one step."""
         self._accepted = MEMORY * self._accepted + num_accepted
         self._expected = MEMORY * self._expected + num_expected
 
     def copy(self) -> AcceptanceByBatchSize:
-        """The same, which from now on learns by itself."""
+        """Return a copy that learns separately."""
         self.curves.settle()
         return deepcopy(self)
 
 
 class ExpectationsBySize:
-    """Those of 1, 2, 3 to 4, 5 to 8, ... sequences.
+    """One for 1, 2, 3 to 4, 5 to 8, ... sequences.
 
-    last: those last used; at first they are of no size, and hear what is learnt before any size is asked for.
+    Attributes:
+        last: the one used last; at first one without a size, for what is observed before any size is requested.
     """
 
     def __init__(self, curves: AcceptanceModel):
@@ -48,7 +48,7 @@ class ExpectationsBySize:
         self._of: dict[int, AcceptanceByBatchSize] = {}
 
     def of(self, size: int) -> AcceptanceByBatchSize:
-        """Those of so many sequences: the same object every time."""
+        """Return the one for a batch size, the same object every time."""
         octave = (size - 1).bit_length()
         if octave not in self._of:
             self._of[octave] = self.last.copy()

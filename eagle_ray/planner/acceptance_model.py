@@ -1,7 +1,7 @@
-"""AcceptanceModel: how many draft tokens a tree of a given width, depth and size has lately been worth.
+"""AcceptanceModel: how many drafts are accepted from a tree of a given width, depth and size, by recent drafts.
 
-A tree drafted with width w holds those of every smaller width and depth: the first w' parents of each level and their
-children. So one wide draft tells what all narrower ones would have offered.
+A tree drafted with width w contains the trees of every smaller width and depth: the first w' parents of each level and
+their children. So one wide draft shows what all narrower ones would have proposed.
 """
 
 from __future__ import annotations
@@ -16,41 +16,38 @@ from torch.nn.functional import pad
 
 from eagle_ray.async_copy import DeviceToHost, copy_to_device, to_device
 
-# Drafted nodes per sequence, on average over the batch, at which a curve is kept; between them it is taken to be
-# straight; it is bent, most where a batch has fewer nodes than sequences, and worth more there than the line says.
+# Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is interpolated linearly.
 SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
 SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
-EMA_RATE = 0.2  # how far one observation of many sequences moves what is known; of fewer, by the root of their number
-FULL_SAMPLE = 8  # sequences that make a full observation
-PRIOR_COUNT = 4.0  # sequences that the likeness of two levels is worth
+EMA_RATE = 0.2  # weight of an observation of FULL_SAMPLE sequences or more; of fewer, times the root of their share
+FULL_SAMPLE = 8  # sequences
+PRIOR_COUNT = 4.0  # sequences: the weight of the level above as a prior
 SMALLEST = 1e-30
 
 
 class AcceptanceModel:
-    """Means over recent drafts; widths and depths are the kinds of draft that a planner may ask for.
+    """Moving averages over recent drafts, for all widths and depths that a planner may choose.
 
-    Every draft tells of the shallowest and narrowest one. Of deeper ones it is known how many times more they were
-    worth than those a level shallower *in the same drafts*, and of wider ones than the narrowest of their depth: so
-    kinds that were drafted at different times, of easier and harder texts, can be compared.
+    Every draft contains the shallowest and narrowest tree. A deeper tree is kept as a ratio to the tree one level
+    shallower *in the same drafts*, and a wider one as a ratio to the narrowest of its depth. So plans that were drafted
+    at different times, for easier and harder texts, can be compared.
     """
 
     def __init__(self, widths: tuple[int, ...], max_depth: int):
         self.widths, self.max_depth = widths, max_depth
         shape = len(widths), max_depth, len(SIZES)
-        self._own, self._beside = torch.zeros(shape), torch.zeros(shape)  # sums over drafts, the old ones fading
-        self._values = np.zeros((*shape[:2], 1 + len(SIZES)))  # at no nodes too
-        self._masses: list[list[float]] = []  # of each level: its parents' values, then its children's by rank
+        self._own, self._beside = torch.zeros(shape), torch.zeros(shape)  # decaying sums over drafts
+        self._values = np.zeros((*shape[:2], 1 + len(SIZES)))  # the first size is 0 nodes
+        self._masses: list[list[float]] = []  # by level: the parents' probability, then the children's by rank
         self._times_seen: list[int] = []  # of each level
-        self._children: list[list[float]] = []  # of each level, worked out anew for each draft that is heard of
-        self._known: list[float] = []  # of each level: sequences from which its masses are known, the old ones fading
-        self._news: tuple[DeviceToHost, int, int] | None = (
-            None  # of the last draft, its members and the widths it tells of
-        )
+        self._children: list[list[float]] = []  # by level, recomputed after each observation
+        self._known: list[float] = []  # by level: decaying count of observed sequences
+        self._news: tuple[DeviceToHost, int, int] | None = None  # the last draft's values, its members, its widths
 
     def expected(self, sizes: Sequence[float]) -> np.ndarray:
-        """[widths, depths, sizes]: draft tokens of one sequence when its batch verifies so many nodes a sequence.
+        """Return [widths, depths, sizes]: accepted drafts per sequence by verified nodes per sequence.
 
-        Of a draft wider or deeper than any yet: as much as of the widest and deepest of those.
+        For widths or depths never drafted, the value of the largest one seen is used.
         """
         self.settle()
         known = (0.0, *SIZES)
@@ -60,9 +57,9 @@ class AcceptanceModel:
         return self._values[:, :, below] * (1 - share) + self._values[:, :, below + 1] * share
 
     def children(self, depth: int) -> list[float]:
-        """By rank: conditional probability of the children, at `depth`, of the nodes that are worth any.
+        """Return, by rank, the conditional probability of the children at `depth` of the expanded nodes.
 
-        A level of which little is known, or has been for long, is taken to be like the one above it.
+        A level with few or old observations is shrunk towards the level above it.
         """
         self.settle()
         if not self._children:
@@ -84,10 +81,13 @@ class AcceptanceModel:
         beside: Sequence[Float[Tensor, "M _"]] = (),
         rooms: Int[Tensor, " M"] | None = None,
     ) -> None:
-        """The log values of one draft's candidates, level by level; heard of when something is asked next.
+        """Observe one draft. Its values are copied to the host and used at the next query.
 
-        beside: those of candidates that would have been there whatever the width, by depth. rooms: tokens that each
-        sequence may still produce: what is deeper brings in nothing, whatever its parents' children are worth.
+        Args:
+            levels: log values of the candidates, level by level.
+            width: of the draft.
+            beside: log values of candidates that do not depend on the width, by depth.
+            rooms: remaining tokens of each sequence; deeper nodes yield nothing.
         """
         self.settle()
         widths = [w for w in self.widths if w <= width]
@@ -95,7 +95,7 @@ class AcceptanceModel:
         self._news = DeviceToHost(curves, _masses(levels)), len(levels[0]), len(widths)
 
     def settle(self) -> None:
-        """Hear what the last draft was worth: it was sent during its step, and by the end of that it is here."""
+        """Include the last observed draft. Its copy was started during its step and has arrived by now."""
         if self._news is None:
             return
         (copy, num_members, num_widths), self._news = self._news, None
@@ -109,7 +109,7 @@ class AcceptanceModel:
         self._move(torch.tensor(curves).view(num_widths, len(masses), -1), rate)
 
     def _move(self, fresh: Float[Tensor, "w d S"], rate: float) -> None:
-        """Add what one draft was worth, and beside it what the shallower or narrower ones within it were."""
+        """Add one draft's values, and those of the shallower or narrower trees within it."""
         beside = fresh[:1].expand_as(fresh).clone()
         beside[0] = torch.cat([torch.ones_like(fresh[0, :1]), fresh[0, :-1]])
         for sums, new in ((self._own, fresh), (self._beside, beside)):
@@ -121,7 +121,7 @@ class AcceptanceModel:
         self._values[:, :, 1:] = torch.cat([narrowest, narrowest * ratios[1:]]).numpy()
 
     def _rate_at(self, depth: int, rate: float) -> float:
-        """The first observation of a level is taken whole, the next ones by their number."""
+        """Return the weight of an observation: 1 for a level's first, then at least 1 / their number."""
         return max(rate, 1 / self._times_seen[depth - 1])
 
     def _move_masses(self, depth: int, fresh: list[float], rate: float) -> None:
@@ -139,7 +139,7 @@ def _moved(old: list[float], fresh: list[float], rate: float) -> list[float]:
 
 
 def _within(rooms: Int[Tensor, " M"] | None, levels: Sequence[Float[Tensor, "M ..."]]) -> list[Float[Tensor, "M ..."]]:
-    """Log values by depth; a node needs room for itself and the target's own token after it."""
+    """Return log values without nodes too deep: one needs room for itself and the target's token after it."""
     if rooms is None:
         return list(levels)
     too_deep = [(rooms <= depth).view(-1, *[1] * (level.dim() - 1)) for depth, level in enumerate(levels, 1)]
@@ -149,9 +149,9 @@ def _within(rooms: Int[Tensor, " M"] | None, levels: Sequence[Float[Tensor, "M .
 def _curves(
     levels: list[Float[Tensor, "M _ K"]], widths: list[int], beside: Sequence[Float[Tensor, "M _"]]
 ) -> Float[Tensor, "C S"]:
-    """Expected draft tokens per sequence at each of SIZES, the batch's best nodes first, of every width and depth.
+    """Return accepted drafts per sequence at each of SIZES, the batch's best nodes first, for every width and depth.
 
-    All nodes are sorted once; those that a kind of draft lacks are neither added nor counted there.
+    All nodes are sorted once; nodes outside a width and depth are neither added nor counted there.
     """
     num_members, device = len(levels[0]), levels[0].device
     nodes = [*levels, *(x[:, None] for x in beside[: len(levels)])]
@@ -170,7 +170,7 @@ def _curves(
 
 
 def _held(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[Tensor, "C N"]:
-    """Which of the nodes, level by level and then beside, a draft of each width and depth would hold."""
+    """Return which nodes a draft of each width and depth contains."""
     device, held = levels[0].device, []
     width = torch.tensor(widths).repeat_interleave(len(levels))
     depth = torch.arange(len(levels)).repeat(len(widths))
@@ -184,7 +184,7 @@ def _held(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[
 
 
 def _masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]:
-    """Of each level and sequence: the values of the nodes that were given children, then of their children by rank."""
+    """Return, by level, the mean probability of the expanded nodes, then of their children by rank."""
     rows = []
     for depth, level in enumerate(levels):
         parents = torch.ones_like(level[:, :1, 0])

@@ -1,8 +1,6 @@
-"""StepCosts: what the parts of a step cost in seconds, by the rows that they run.
+"""StepCosts: the seconds of the parts of a step, by the rows that they run.
 
-Measured before the first request (`measure.py`) and corrected by the steps that are taken and heard of: a size that was
-just run by little, one that was not run for long by much, and all others with it by how far they tend to drift
-together (`doubt.py`).
+Measured before the first request (`engine/calibrate.py`) and corrected by observed steps (`cost_filter.py`).
 """
 
 from __future__ import annotations
@@ -20,17 +18,18 @@ from eagle_ray.core.step_timer import StepTimes
 from eagle_ray.planner.cost_filter import CurveFilter
 from eagle_ray.planner.planner import StepOutcome
 
-# Rows of a pass that are measured and offered to the budget: the buckets.
+# Rows of a pass that are measured, and between which a budget on a GPU chooses.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-NEARBY = 0.25  # of a number of rows
-NEW_SIZE = 1.2  # times the largest size that was measured: from there on a pass says something of its own
+NEARBY = 0.25  # share of a number of rows
+NEW_SIZE = 1.2  # times the largest measured size: from there on a pass becomes a size of its own
 
 
 @dataclass(slots=True)
 class CostCurve:
-    """Seconds of one pass by its number of rows: measured at some numbers, a line between them, never falling.
+    """Seconds of one pass by its number of rows: piecewise linear and never falling.
 
-    seconds: as measured; where they fall, neighbours are pooled (isotonic regression on their logarithms).
+    Attributes:
+        seconds: as measured. Falling neighbours are pooled (isotonic regression on their logarithms).
     """
 
     rows: list[int]
@@ -43,7 +42,7 @@ class CostCurve:
         self._doubt = CurveFilter(self.rows)
 
     def __call__(self, rows: float) -> float:
-        """Seconds at `rows`; past the last measured number it rises as on average before, at least."""
+        """Return the seconds at `rows`; past the last measured number extrapolate at least the average slope."""
         if len(self.rows) == 1:
             return self._rising[0]
         if rows > self.rows[-1]:
@@ -53,24 +52,24 @@ class CostCurve:
         return x + (y - x) * max(rows - a, 0) / (b - a)
 
     def at(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The same for several numbers of rows at once, in any shape."""
+        """Return the seconds at several numbers of rows, in any shape."""
         beyond = np.maximum(np.subtract(rows, self.rows[-1]), 0)
         return np.interp(rows, self.rows, self._rising) + self._slope_beyond * beyond
 
     def slope(self, rows: float) -> float:
-        """Seconds of one row more, on average over those within a quarter of `rows`."""
+        """Return the seconds of one more row, averaged within a quarter of `rows`."""
         return (self(rows * (1 + NEARBY)) - self(rows * (1 - NEARBY))) / (2 * NEARBY * rows)
 
     @property
     def per_row(self) -> float:
-        """Seconds of one row more in a large pass."""
+        """Return the seconds of one more row, averaged over all sizes."""
         return (self._rising[-1] - self._rising[0]) / max(self.rows[-1] - self.rows[0], 1)
 
     @property
     def _slope_beyond(self) -> float:
-        """Seconds of one row more past the last measured number: as over the last doubling, or all, if that is more.
+        """Return the seconds of one more row past the last measured number.
 
-        Two numbers side by side say little of it, one of them being off.
+        The slope over the last doubling or over all sizes, whichever is more; two adjacent sizes would be too noisy.
         """
         if len(self.rows) == 1:
             return 0.0
@@ -78,10 +77,10 @@ class CostCurve:
         return max((self._rising[-1] - self(half)) / half, self.per_row)
 
     def correct(self, rows: float, ratio: float) -> None:
-        """A pass of `rows` took `ratio` times what this curve says: move the measured numbers next to it.
+        """Correct the curve by a pass of `rows` that took `ratio` times its prediction.
 
-        One that is larger than any before also paid for what is made once: what it took too long is half believed, in
-        logarithms, and put right by the second time, if there is one.
+        A pass larger than any before includes one-time work, so only half of its excess counts, in logarithms; the next
+        such pass corrects it.
         """
         if rows > NEW_SIZE * self.rows[-1]:
             self.seconds = [*self.seconds, self(rows) * min(ratio, math.sqrt(ratio))]
@@ -93,7 +92,7 @@ class CostCurve:
         self._rising = isotonic(self.seconds)
 
     def _shares(self, rows: float) -> dict[int, float]:
-        """The places of the measured numbers next to `rows`, and how much each of them has to do with it."""
+        """Return the indices of the measured numbers next to `rows` and their interpolation weights."""
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         left = right if self.rows[right] <= rows else max(right - 1, 0)
         if left == right:
@@ -103,7 +102,7 @@ class CostCurve:
 
 
 def isotonic(seconds: list[float]) -> list[float]:
-    """The nearest sequence that never falls: wherever one would, neighbours share their geometric mean."""
+    """Return the nearest sequence that never falls; falling neighbours share their geometric mean."""
     if all(a <= b for a, b in pairwise(seconds)):
         return seconds
     pools: list[tuple[float, int]] = []  # mean logarithm and number of what shares it
@@ -118,14 +117,16 @@ def isotonic(seconds: list[float]) -> list[float]:
 
 @dataclass(slots=True)
 class StepCosts:
-    """All in seconds.
+    """The costs of all parts of a step, in seconds.
 
-    verify: the target's pass by rows, without sequences or a context. each: more of it for each sequence that the rows
-    belong to. attend: for each token that is cached; attend_row: for each of them, with each row of its sequence beyond
-    the first.
-    read: the drafter's first pass by the pairs it catches up, level 1 included, or a reader's first look by the tokens
-    it reads. level: one further level by rows.
-    plain_rest, draft_rest: everything else of a plain step and of one that drafts, by sequences.
+    Attributes:
+        verify: the target's pass by rows, without sequences and context.
+        each: added to it for each sequence.
+        attend: added for each cached token.
+        attend_row: added for each cached token and each row of its sequence beyond the first.
+        read: the drafter's first pass, by the pairs that it catches up on, level 1 included.
+        level: each further level, by rows.
+        plain_rest, draft_rest: everything else of a plain and of a drafting step, by sequences.
     """
 
     verify: CostCurve
@@ -154,27 +155,27 @@ class StepCosts:
         return self.verify.at(rows + num_prefill_rows) + self._behind(rows / batch_size, num_cached, batch_size)
 
     def row(self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
-        """One row more of a pass of about num_rows."""
+        """Return the seconds of one more row in a pass of about num_rows rows."""
         return self.verify.slope(num_rows + num_prefill_rows) + self.attend_row * num_cached / batch_size
 
     def _behind(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
-        """What the sequences and their contexts add, with so many rows of each, a number or several."""
+        """Return what the sequences and their contexts add. rows_each: rows per sequence, one number or several."""
         return self.each * batch_size + num_cached * (self.attend + self.attend_row * (rows_each - 1))
 
     def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
-        """Reading num_pairs pairs, then growing `depth` levels of `width` nodes for each member."""
+        """Return the seconds to read num_pairs pairs and draft `depth` levels of `width` nodes for each member."""
         return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
 
     def further_levels(self, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
-        """[widths, max_depth]: growing the levels after the first, for several widths and all depths from 1 on."""
+        """Return [widths, max_depth]: the seconds of the levels after the first, for all depths from 1 on."""
         return np.outer(self.level.at([num_members * width for width in widths]), range(max_depth))
 
     def plain_step(self, batch_size: int, num_cached: float, num_rows: int = 0) -> float:
-        """num_rows: of its pass, where it is padded."""
+        """Return the seconds of a plain step. num_rows: rows of its pass, if it is padded."""
         return self.verified(max(num_rows, batch_size), num_cached, batch_size) + self.plain_rest(batch_size)
 
     def predict(self, outcome: StepOutcome) -> StepTimes:
-        """What a step of this kind takes by all that is known."""
+        """Return the predicted seconds of a step like this one."""
         verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows)
         rest = self.draft_rest if outcome.depth else self.plain_rest
         draft = 0.0
@@ -184,13 +185,15 @@ class StepCosts:
         return StepTimes(draft, verify, rest(outcome.batch_size))
 
     def beside(self, outcome: StepOutcome) -> float:
-        """What the prompts add that went through the target in its pass."""
+        """Return the seconds of the prompt rows in the step's pass."""
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
     def learn(self, outcome: StepOutcome, foreseen: StepTimes, usual: bool = True) -> None:
-        """Correct what this step has shown to be wrong. foreseen: what it was taken to take.
+        """Correct the curves by an observed step.
 
-        usual: whether the rest of it is what others take; else they take no more than that.
+        Args:
+            foreseen: its predicted seconds.
+            usual: its overhead is typical; otherwise it only lowers the overhead curves.
         """
         seconds = outcome.seconds
         self.verify.correct(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / foreseen.verify)
