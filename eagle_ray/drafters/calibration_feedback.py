@@ -1,9 +1,11 @@
-"""Offers: the children that one step's trees were offered, level by level, and what the target's picks say of them.
+"""Offers: the children proposed in one step, level by level, and the calibration that learns which were accepted.
 
-offers.begin(kinds)
-log_probs = offers.add(None, tokens, scores)             # level 1, calibrated; then, level by level,
-log_probs = offers.add(frontier, tokens, scores)
-offers.learn(picks, num_accepted)                        # once the target has picked
+    offers.begin(kinds)
+    log_probs = offers.add(None, tokens, scores)         # level 1, calibrated
+    log_probs = offers.add(frontier, tokens, scores)     # each further level
+    offers.update(picks, num_accepted)                   # learn from the target's tokens
+
+A step's proposals are kept until its verify pass.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from torch import Tensor
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.tree.expand import Frontier
 
-WARMUP_STEPS = 30  # steps that all teach
-UPDATE_INTERVAL = 4  # from then on one in so many does, or in as many as there are levels: a lesson takes 1 to 5 ms
+WARMUP_STEPS = 30  # steps that all update the calibration
+UPDATE_INTERVAL = 4  # steps between later updates, or as many as levels: an update takes 1 to 5 ms
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """frontier: the nodes that were given children; None for the roots. scores: log-probabilities, -inf is padding."""
+    """frontier: the expanded nodes; None for the roots. scores: log-probabilities, -inf is padding."""
 
     frontier: Frontier | None
     tokens: Int[Tensor, "B F K"]
@@ -32,7 +34,7 @@ class _Level:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One step's trees, level by level. kinds: of each row, as Calibration has them."""
+    """One step's proposals, level by level. kinds: of each row, see Calibration."""
 
     kinds: Int[Tensor, " B"]
     levels: list[_Level] = field(default_factory=list)
@@ -40,9 +42,11 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class TargetPath:
-    """Where the target's picks lead on each of L levels.
+    """The nodes of L levels on the path of the target's tokens.
 
-    nodes: of the level's frontier. reached: whether they do lead there, and the pick after it is known.
+    Attributes:
+        nodes: indices in each level's frontier.
+        reached: the path contains a node of this level, and the target's token after it is known.
     """
 
     nodes: Int[Tensor, "L B"]
@@ -50,9 +54,13 @@ class TargetPath:
 
 
 class Offers:
-    """calibration: what corrects the scores and learns from the picks; None leaves them as they are.
+    """Proposals of the current step.
 
-    offered: what there is to learn from. A caller may keep it and set it again.
+    Args:
+        calibration: corrects scores and learns from the target's tokens; None leaves scores as they are.
+
+    Attributes:
+        offered: what `update` learns from. A caller may keep it and set it again.
     """
 
     offered: Offered
@@ -62,11 +70,11 @@ class Offers:
         self._num_taught = 0
 
     def begin(self, kinds: Int[Tensor, " B"]) -> None:
-        """A new step's trees. kinds: of each row, as Calibration has them."""
+        """Start a new step. kinds: of each row, see Calibration."""
         self.offered = Offered(kinds)
 
     def reset(self) -> None:
-        """Back to the start, as if no pick had been seen."""
+        """Discard everything learned."""
         self._num_taught = 0
         if self.calibration is not None:
             self.calibration.fit.reset()
@@ -74,15 +82,16 @@ class Offers:
     def add(
         self, frontier: Frontier | None, tokens: Int[Tensor, "B F K"], scores: Float[Tensor, "B F K"]
     ) -> Float[Tensor, "B F K"]:
-        """One level more; the children's log-probabilities given their parents, calibrated."""
+        """Add a level. Return the children's calibrated log-probabilities given their parents."""
         level = len(self.offered.levels)
         self.offered.levels.append(_Level(frontier, tokens, scores))
         return scores if self.calibration is None else self.calibration.apply(level, self.offered.kinds, scores)
 
     def update(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath | None:
-        """Calibrate all levels that have picks at once, where it is this step's turn: then the path that taught them.
+        """Update the calibration of all levels if an update is due. Return the target's path, or None if it is not due.
 
-        picks: the target's, of which the first num_accepted + 1 are known.
+        Args:
+            picks: the target's tokens, of which the first num_accepted + 1 are known.
         """
         self._num_taught += 1
         levels = self.offered.levels[: picks.shape[1]]
@@ -111,12 +120,12 @@ def _path(levels: list[_Level], picks: Int[Tensor, "B D"], num_accepted: Int[Ten
 
 
 def is_due(step: int, num_levels: int) -> bool:
-    """Whether the step-th step teaches."""
+    """Return whether the calibration is updated in this step."""
     return num_levels > 0 and (step <= WARMUP_STEPS or step % max(num_levels, UPDATE_INTERVAL) == 0)
 
 
 def levels_in_turn(step: int, num_levels: int) -> range:
-    """The levels that the step-th step teaches, where they are taught one by one: at first all, then one in turn."""
+    """Return the levels to update in this step if they are updated one by one: first all, later one in turn."""
     if step <= WARMUP_STEPS or not num_levels:
         return range(num_levels)
     return range(step % num_levels, step % num_levels + 1)

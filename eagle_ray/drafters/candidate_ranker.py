@@ -1,14 +1,14 @@
-"""CandidateRanker: from a head's features to ranked children, each with its chance of being the target's pick.
+"""CandidateRanker: rank children by a head's features, each with the probability that the target samples it.
 
-    ranking = Ranking(logits_of, calibration, coupling)
-    ranking.begin(sampling, lengths)
-    children = ranking.children(features, None, width)           # level 1; then, level by level,
-    children = ranking.children(features, frontier, width)
-    ranking.learn(result)                                        # once the target has picked
+    ranking = CandidateRanker(logits_of, calibration, coupling)
+    ranking.start(sampling, lengths)
+    children = ranking.children(features, None, width)           # level 1
+    children = ranking.children(features, frontier, width)       # each further level
+    ranking.update(result)                                       # learn from the target's tokens
 
-Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling the
-sampled rows' children are those that the target, reading the same noise, most likely picks. Learns from the picks after
-every node that was reached.
+Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling, the
+children of sampled rows are those that the target most likely samples with the same noise. It learns from the target's
+token after every node on the accepted path.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.expand import Frontier
 
-MAX_FUSED_K = 32  # children of a node that the kernel finds, one after the other
-MAX_FEEDBACK = 32  # picks that coupling learns from at once: more would cost memory and teach little
+MAX_FUSED_K = 32  # children per node that the kernel finds, one after the other
+MAX_FEEDBACK = 32  # target tokens per update of the coupling: more would cost memory and change little
 LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """K children of each of F nodes, the likeliest first, all conditional on their parent.
+    """K children of each of F nodes, the likeliest first, conditional on their parent.
 
-    log_probs: that the target picks them, calibrated. draft_log_probs: the head's own, without noise or temperature.
+    Attributes:
+        log_probs: calibrated log-probability that the target samples them.
+        draft_log_probs: the head's own, without noise and temperature.
     """
 
     tokens: Int[Tensor, "B F K"]
@@ -48,9 +50,12 @@ class TopK:
 
 @dataclass(slots=True)
 class RankingFeedback:
-    """What one step's trees were made from, for the picks to teach by.
+    """What one step's trees were made from, kept until the target's tokens are known.
 
-    members: which sequences of the batch they are of. sampling, lengths: theirs. features: of each level's frontier.
+    Attributes:
+        members: indices of their sequences in the batch.
+        sampling, lengths: of these sequences.
+        features: of each level's frontier.
     """
 
     members: Int[Tensor, " M"] | slice
@@ -61,9 +66,14 @@ class RankingFeedback:
 
 
 class CandidateRanker:
-    """logits_of: the head's logits from its features. token_ids: the tokens they are of; None where that is all.
+    """Ranks children and learns from the target's tokens.
 
-    lesson: what `learn` is going to learn from; None where nothing was drafted since. It may be kept and set again.
+    Args:
+        logits_of: returns the head's logits from its features.
+        token_ids: the tokens of these logits; None is the whole vocabulary.
+
+    Attributes:
+        lesson: what `update` will learn from; None if nothing was drafted since. It may be kept and set again.
     """
 
     def __init__(
@@ -81,9 +91,12 @@ class CandidateRanker:
         self.lesson: RankingFeedback | None = None
 
     def start(self, sampling: SamplingBatch, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
-        """A new step's trees. lengths: tokens in the target's cache of those that are drafted, their roots' positions.
+        """Start a new step's trees.
 
-        members: their indices in the batch that sampling describes; None for all of it.
+        Args:
+            sampling: of the batch.
+            lengths: cached tokens of the drafted sequences, which are their roots' positions.
+            members: their indices in the batch; None is all.
         """
         at = slice(len(lengths)) if members is None else to_device(members, lengths.device)
         sampling = sampling if members is None else sampling.select(members)
@@ -91,26 +104,26 @@ class CandidateRanker:
         self.lesson = RankingFeedback(at, sampling, lengths, [], self._offers.offered)
 
     def reset(self) -> None:
-        """Back to the start, as if no pick had been seen."""
+        """Discard everything learned."""
         self._num_lessons, self.lesson = 0, None
         self._offers.reset()
         if self.coupling is not None:
             self.coupling.fit.reset()
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> TopK:
-        """The `width` likeliest children of every node of the next level's frontier."""
+        """Return the `width` likeliest children of every node of the next level's frontier."""
         level = len(self.lesson.features)
         logits = self._logits_of(features)
         width = min(width, logits.shape[-1])
         best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
         scores, index, own = best(level, logits, width)
-        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows offers nothing
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows proposes nothing
         tokens = index if self._token_ids is None else self._token_ids[index]
         self.lesson.features.append(features)
         return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
 
     def update(self, result: VerifyResult) -> None:
-        """What the target picked on the trees that were just drafted, on all levels at once; see Offers.learn."""
+        """Learn from the target's tokens on the trees that were just drafted, for all levels at once."""
         lesson = self.lesson
         if lesson is None or (self.calibration is None and self.coupling is None):
             return
@@ -124,7 +137,7 @@ class CandidateRanker:
     def _best(
         self, level: int, logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """The likeliest places, their log-probabilities and, third, the head's own log-probabilities of them."""
+        """Return log-probabilities and indices of the likeliest tokens, and the head's own log-probabilities of them."""
         logits = logits.float()
         ranked = own = logits.log_softmax(-1)
         sampling = self.lesson.sampling
@@ -141,7 +154,7 @@ class CandidateRanker:
     def _fused_best(
         self, level: int, logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """The same by kernels: nothing as wide as the vocabulary is made."""
+        """Do what `_best` does by a kernel, without tensors as wide as the vocabulary."""
         from eagle_ray.kernels.topk import Push, top_k
 
         sampling, push = self.lesson.sampling, None
@@ -160,7 +173,7 @@ class CandidateRanker:
         return top_k(logits, width, push)
 
     def _couple(self, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
-        """From MAX_FEEDBACK picks at most, or one sequence's; of others the next time. Logits are made once more."""
+        """Update the coupling from at most MAX_FEEDBACK tokens, or one sequence's, in turn. Recomputes their logits."""
         levels, sampling = range(len(path.nodes)), self.lesson.sampling
         num_sampled = len(sampling.sampled)
         turns = min(num_sampled, -(-num_sampled * len(levels) // MAX_FEEDBACK))
@@ -174,7 +187,7 @@ class CandidateRanker:
         self.coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
 
     def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
-        """Where the picks stand among the tokens that can be drafted, and whether they do."""
+        """Return the picks' indices among the tokens that can be drafted, and whether they are among them."""
         if self._token_ids is None:
             return picks, torch.ones_like(picks, dtype=torch.bool)
         found = torch.searchsorted(self._token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
@@ -182,7 +195,7 @@ class CandidateRanker:
         return places, self._token_ids[places] == picks
 
     def _noise(self, levels: range, rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
-        """The target's own at the tokens chosen after these levels' nodes; the roots stand at `lengths`."""
+        """Return the noise that the target uses to sample after these levels' nodes; roots are at `lengths`."""
         ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
         steps = torch.arange(levels.start + 1, levels.stop + 1, device=rows.device)
         positions = self.lesson.lengths[rows] + steps[:, None]
