@@ -137,7 +137,7 @@ class CandidateRanker:
     def _best(
         self, level: int, logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Return log-probabilities and indices of the likeliest tokens, and their log-probabilities by the head alone."""
+        """Return log-probabilities and indices of the likeliest tokens, and their log-probabilities by the head."""
         logits = logits.float()
         ranked = own = logits.log_softmax(-1)
         sampling = self.lesson.sampling
