@@ -74,7 +74,7 @@ def test_whoever_brings_a_sequence_again_and_leaves_takes_nothing_from_the_first
         again, stream = asyncio.ensure_future(engine.generate(twice)), engine.stream(twice)
         await asyncio.sleep(0)
         again.cancel()
-        with pytest.raises(ValueError, match="'twice' was added before"):
+        with pytest.raises(ValueError, match="'twice' was already added"):
             await anext(stream)
         await asyncio.wait_for(first, 60)
         engine.close()
