@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from eagle_ray.batch.ray_environment import LOCAL, prepare
+from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.batch.signals import interruptible
 
 NODES = 3  # with one fake GPU each; the head has none and holds the driver
@@ -302,7 +302,7 @@ def command(prompts: Path, output: str, nodes: object) -> list[str]:
 @contextmanager
 def cluster() -> Iterator:
     """A head and NODES nodes on loopback; what was started is ended."""
-    prepare(LOCAL)
+    prepare_ray_environment(LOCAL)
     from ray.cluster_utils import Cluster
 
     logging.getLogger("ray").setLevel(logging.ERROR)

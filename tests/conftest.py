@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK, prepare
+from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.config import JobConfig, load_config
 
 TESTS = Path(__file__).parent
@@ -37,7 +37,7 @@ WITHOUT_RAY = (
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
     os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.update(LOOPBACK)  # before any test module imports Ray, which reads it then
+os.environ.update(LOOPBACK_VARIABLES)  # before any test module imports Ray, which reads it then
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
 MakeJob = Callable[..., JobConfig]
 
@@ -85,7 +85,7 @@ def s3_endpoint() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def ray_session(s3_endpoint) -> Iterator[None]:
     """Ray for the whole session: it takes seconds to start. Ends only what it started."""
-    prepare(LOCAL)
+    prepare_ray_environment(LOCAL)
     import ray
 
     ray.init(

@@ -1,9 +1,8 @@
-"""EngineActor: a worker's process, fed by Ray Data.
+"""EngineActor: a worker process, fed by Ray Data.
 
-Several batches are in flight at once, so that the engine's slots stay full while a batch waits for its longest row.
-The engine lives in a process beside this one; this loop only awaits. A dead engine ends this process, and with it the
-engine's, because Ray would send a raised error's retry back to the same broken engine; Ray starts the actor again, and
-it answers what it had.
+Several batches are in flight at once, so the engine's slots stay full while a batch waits for its longest row. The
+engine runs in a child process; the actor's event loop only awaits. If the engine crashes, the actor ends its own
+process: Ray would otherwise send the retry to the broken engine. Ray restarts the actor and resubmits its batches.
 
     dataset.map_batches(EngineActor, fn_constructor_args=(...), compute=ActorPoolStrategy(size=2))
 """
@@ -33,76 +32,76 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.errors import EngineError
 
 ACK_TIMEOUT_S = 30
-UNTIL_THE_DRIVER_ENDS_S = 60
+DRIVER_SHUTDOWN_S = 60
 RESTART_DELAY_S = 5
 
 
 class EngineActor:
-    """progress: a ProgressActor's handle; the other arguments are the Worker's."""
+    """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker."""
 
     def __init__(
         self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int, progress: ActorHandle
     ):
-        self._line = ProgressClient(progress, ray.get_runtime_context().get_actor_id())
-        self._line.started()
+        self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id())
+        self._progress.report_start()
         try:
-            self._worker = WorkerProcess(config, run, passthrough, threads, self._line.log)
+            self._worker = WorkerProcess(config, run, passthrough, threads, self._progress.log)
             self._worker.wait_until_ready()
         except ProcessEnded as error:
-            self._end(error)
-        except Exception as error:  # whatever it is, it is said in one line and not in a page of Ray's traceback
+            self._exit(error)
+        except Exception as error:  # report any error in one line instead of a Ray traceback
             self._cannot_start(error)
-        self._isolation = Isolation(self._worker.answer, self._line, config.execution.slots)
+        self._isolation = Isolation(self._worker.answer, self._progress, config.execution.slots)
         self._metrics = JobMetrics(config.name, run.run_id, self._worker.worker_id)
         self._report = WorkerReport.of(self._worker.worker_id, self._worker.counters())
-        self._tell(None)
+        self._publish(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
-        """One table of bundles for the batch: Ray hands rows on when the call is over."""
+        """Yield one table of nested output rows for the batch; Ray passes it on after the call returns."""
         try:
-            answers = await self._isolation.answer(batch)
+            answers = await self._isolation.run_batch(batch)
         except EngineError as error:
-            self._end(error)
-        self._report = self._report.after(answers, self._worker.counters())
-        self._tell(answers)
+            self._exit(error)
+        self._report = self._report.with_batch(answers, self._worker.counters())
+        self._publish(answers)
         yield nest(answers)
 
-    def _tell(self, answers: pa.Table | None) -> None:
-        self._line.report(self._report)
+    def _publish(self, answers: pa.Table | None) -> None:
+        self._progress.report(self._report)
         self._metrics.count(self._report, answers)
 
     def _cannot_start(self, error: Exception) -> NoReturn:
-        """The job ends with what any worker would meet; what may be this one's own ends this process alone."""
+        """Report the failed start, then end this process. A cause that every worker shares ends the job."""
         try:
-            ends_job = self._line.failed(_for_the_user(error), classify_error(error).is_own)
-            time.sleep(UNTIL_THE_DRIVER_ENDS_S if ends_job else RESTART_DELAY_S)
+            ends_job = self._progress.report_failure(_as_config_error(error), classify_error(error).is_local)
+            time.sleep(DRIVER_SHUTDOWN_S if ends_job else RESTART_DELAY_S)
         finally:
             os._exit(1)
 
-    def _end(self, error: EngineError) -> NoReturn:
-        """Say why, wait until it is heard, and end the process."""
+    def _exit(self, error: EngineError) -> NoReturn:
+        """Report the reason, wait for the acknowledgement and end the process."""
         try:
-            self._line.last_words(self._worker.worker_id, classify_error(error).line)
+            self._progress.report_exit(self._worker.worker_id, classify_error(error).line)
         finally:
             os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressClient:
-    """One actor's line to the ProgressActor, under the name that it keeps when Ray starts it again."""
+    """Reports of one actor to the ProgressActor, under an id that stays when Ray restarts the actor."""
 
     progress: ActorHandle
     actor_id: str
 
-    def started(self) -> None:
-        self._heard(self.progress.start.remote, self.actor_id)
+    def report_start(self) -> None:
+        self._acknowledged(self.progress.start.remote, self.actor_id)
 
-    def failed(self, error: Exception, is_own: bool) -> bool:
-        """Whether the job ends with this error."""
-        return self._heard(self.progress.fail.remote, self.actor_id, error, is_own)
+    def report_failure(self, error: Exception, is_local: bool) -> bool:
+        """Report a failed start; return whether it ends the job."""
+        return self._acknowledged(self.progress.fail.remote, self.actor_id, error, is_local)
 
-    def last_words(self, worker_id: str, reason: str) -> None:
-        self._heard(self.progress.last_words.remote, self.actor_id, worker_id, reason)
+    def report_exit(self, worker_id: str, reason: str) -> None:
+        self._acknowledged(self.progress.report_exit.remote, self.actor_id, worker_id, reason)
 
     def log(self, line: LogLine) -> None:
         self.progress.log.remote(line.level, line.text)
@@ -110,21 +109,21 @@ class ProgressClient:
     def report(self, report: WorkerReport) -> None:
         self.progress.report.remote(report)
 
-    async def take(self, ids: list[str]) -> dict[str, CrashRecord]:
-        return await self.progress.take.remote(self.actor_id, ids)
+    async def begin(self, ids: list[str]) -> dict[str, CrashRecord]:
+        return await self.progress.begin.remote(self.actor_id, ids)
 
-    async def risk(self, ids: list[str]) -> None:
-        await self.progress.risk.remote(self.actor_id, ids)
+    async def begin_suspects(self, ids: list[str]) -> None:
+        await self.progress.begin_suspects.remote(self.actor_id, ids)
 
-    def answered(self, ids: list[str]) -> None:
-        self.progress.answered.remote(self.actor_id, ids)
+    def finish(self, ids: list[str]) -> None:
+        self.progress.finish.remote(self.actor_id, ids)
 
-    def _heard(self, call: Callable[..., ray.ObjectRef], *args: object) -> object:
+    def _acknowledged(self, call: Callable[..., ray.ObjectRef], *args: object) -> object:
         return ray.get(call(*args), timeout=ACK_TIMEOUT_S)
 
 
-def _for_the_user(error: Exception) -> Exception:
-    """As the driver will raise it: in one line, and of a class that it knows without torch."""
+def _as_config_error(error: Exception) -> Exception:
+    """Return the error as the driver raises it: one line, of a class that does not need torch."""
     if isinstance(error, ConfigError):
         return error
     fault = classify_error(error)

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eagle_ray.batch.job_errors import DEFECT, INTERRUPTED, TRANSIENT, Ending, JobError, outcome_of, with_code
+from eagle_ray.batch.job_errors import DEFECT, INTERRUPTED, TRANSIENT, JobError, RunResult, outcome_by_code, outcome_of
 from eagle_ray.batch.output.manifest import DATA, output_of, read_manifest
 from eagle_ray.batch.output.part_files import part_files
 from eagle_ray.batch.signals import is_interrupted
@@ -51,7 +51,7 @@ class OutputState:
     files: frozenset[str]
 
 
-def keep_going(arguments: Sequence[str], config: JobConfig) -> Ending:
+def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
     """Run the job to an end that no restart can better. arguments: of ``eagle-ray run``."""
     output, restarts = output_of(config), config.execution.restarts
     num_restarts = num_in_a_row = 0
@@ -59,7 +59,7 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> Ending:
         first = state = _state_or_none(output)
         while True:
             if state is None:
-                ending = Ending(TRANSIENT, f"{output}: the storage does not answer")
+                ending = RunResult(TRANSIENT, f"{output}: the storage does not answer")
             else:
                 first = first or state
                 has_begun = state.driver != first.driver
@@ -79,11 +79,11 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> Ending:
             num_in_a_row += 1
             state = now or _state_or_none(output)
     except KeyboardInterrupt:
-        ending = Ending(INTERRUPTED, "interrupted between two attempts")
+        ending = RunResult(INTERRUPTED, "interrupted between two attempts")
     return replace(ending, restarts=num_restarts)
 
 
-def write_ending(path: str, ending: Ending) -> None:
+def write_ending(path: str, ending: RunResult) -> None:
     """In the child: leave the ending for the parent, which takes the exit code if this fails."""
     with suppress(OSError):
         Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
@@ -103,7 +103,7 @@ def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:
     return longest * random.uniform(0.5, 1.0)
 
 
-def _wait(ending: Ending, restarts: RestartsConfig, num_in_a_row: int) -> None:
+def _wait(ending: RunResult, restarts: RestartsConfig, num_in_a_row: int) -> None:
     seconds, number = delay_s(restarts, num_in_a_row), f"{num_in_a_row + 1} of {restarts.limit}"
     log.warning("eagle-ray: restart %s in %.0f s, because of: %s", number, seconds, ending.reason)
     time.sleep(seconds)
@@ -125,7 +125,7 @@ def _last_driver(output: StoragePath) -> str | None:
     return record["attempts"][-1].get("driver") if record and record["attempts"] else None
 
 
-def _run_child(arguments: Sequence[str]) -> Ending:
+def _run_child(arguments: Sequence[str]) -> RunResult:
     """Run one attempt to its end. An interrupt is passed on, and its ending waited for."""
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
         path = Path(directory) / "ending.json"
@@ -139,16 +139,16 @@ def _run_child(arguments: Sequence[str]) -> Ending:
             code = child.wait()
         ending = _ending_of(path, code)
     if ending.outcome.is_transient and is_interrupted():
-        return Ending(INTERRUPTED, ending.reason)
+        return RunResult(INTERRUPTED, ending.reason)
     return ending
 
 
-def _ending_of(path: Path, code: int) -> Ending:
+def _ending_of(path: Path, code: int) -> RunResult:
     """What the child left; a process that was killed, or that Ray's core ended, left nothing and may be restarted."""
     try:
         left = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
-        outcome = with_code(code)
+        outcome = outcome_by_code(code)
         ended = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return Ending(TRANSIENT if outcome is DEFECT else outcome, f"the driver was {ended} without a reason")
-    return Ending(with_code(left["exit_code"]), left["reason"], left["rows"], left["errors"])
+        return RunResult(TRANSIENT if outcome is DEFECT else outcome, f"the driver was {ended} without a reason")
+    return RunResult(outcome_by_code(left["exit_code"]), left["reason"], left["rows"], left["errors"])

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.batch.sequences import Row, sequences_of
-from eagle_ray.batch.worker import pair_of
+from eagle_ray.batch.sequences import RequestRow, sequences_of
+from eagle_ray.batch.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.null import NullDrafter
@@ -39,7 +39,7 @@ ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
 class ChosenRow:
     """A finished row: its request, which sample it is, and the output ids that the job stored, if it did."""
 
-    request: Row
+    request: RequestRow
     sample_index: int
     output_ids: list[int] | None
 
@@ -59,31 +59,33 @@ class Speed:
 
 
 class BaselineComparison:
-    """Loads the models. Raises what pair_of raises."""
+    """Loads the models. Raises what build_engine_bundle raises."""
 
     def __init__(self, config: JobConfig, threads: int):
-        pair = pair_of(config, threads)
-        self._config, self._text, self._target = config, pair.text, pair.engine.target
-        self._drafting = pair.engine
-        graphs = None if pair.engine.graphs is None else CudaGraphRunner.of(self._target)
-        never = UniformPlanner(0, 0, 0)
-        self._plain = Engine(self._target, NullDrafter(), never, pair.engine.max_model_len, 0, graphs=graphs)
+        bundle = build_engine_bundle(config, threads)
+        self._config, self._tokenizer, self._target = config, bundle.text, bundle.engine.target
+        self._draft_engine = bundle.engine
+        graphs = None if bundle.engine.graphs is None else CudaGraphRunner.of(self._target)
+        no_draft_planner = UniformPlanner(0, 0, 0)
+        self._plain_engine = Engine(
+            self._target, NullDrafter(), no_draft_planner, bundle.engine.max_model_len, 0, graphs=graphs
+        )
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return output tokens per second of all slots together, with drafts and without, prompts included.
 
         turns: of each turn the tokens and seconds with drafts, and those without.
         """
-        engines = [self._drafting, self._plain]
+        engines = [self._draft_engine, self._plain_engine]
         turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
-        turn = ROWS_PER_SLOT * self._config.execution.slots
+        rows_per_turn = ROWS_PER_SLOT * self._config.execution.slots
         for engine in engines:
-            self._decode(engine, rows[:turn])
-        for start in range(0, len(rows), turn):
+            self._decode(engine, rows[:rows_per_turn])
+        for start in range(0, len(rows), rows_per_turn):
             for engine in engines:
-                turns[engine].append(self._timed(engine, rows[start : start + turn]))
+                turns[engine].append(self._timed(engine, rows[start : start + rows_per_turn]))
             engines.reverse()
-        both = turns[self._drafting], turns[self._plain]
+        both = turns[self._draft_engine], turns[self._plain_engine]
         drafted, plain = map(Speed.of_all, both)
         return {
             "rows": len(rows),
@@ -97,8 +99,8 @@ class BaselineComparison:
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """How many of the stored outputs are plain decoding's, token for token, and where the others part from it."""
-        plain = self._decode(self._plain, rows)
-        found = [self._difference(row, sequence) for row, sequence in zip(rows, plain, strict=True)]
+        plain = self._decode(self._plain_engine, rows)
+        found = [self._first_difference(row, sequence) for row, sequence in zip(rows, plain, strict=True)]
         differing = [difference for difference in found if difference is not None]
         return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
 
@@ -119,32 +121,32 @@ class BaselineComparison:
         return sequences
 
     def _sequence(self, row: ChosenRow) -> Sequence:
-        return sequences_of(row.request, self._config, self._text)[row.sample_index]
+        return sequences_of(row.request, self._config, self._tokenizer)[row.sample_index]
 
-    def _difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
+    def _first_difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
         """Return the first token in which the stored output is not plain decoding's; None for equal outputs.
 
         gap: by how much plain decoding preferred its own token, in logits, or in scores with the noise of a sample.
         near_tie: whether rounding alone explains the difference; cause: how it does, as rounding_cause returns it.
         """
-        stored, wanted = row.output_ids, plain.output_ids
-        if stored == wanted:
+        stored, expected = row.output_ids, plain.output_ids
+        if stored == expected:
             return None
-        shorter = min(len(stored), len(wanted))
-        place = next((i for i in range(shorter) if stored[i] != wanted[i]), shorter)
+        shorter = min(len(stored), len(expected))
+        position = next((i for i in range(shorter) if stored[i] != expected[i]), shorter)
         gap = cause = None
-        if place < shorter:
-            ids, tokens = plain.prompt_ids + wanted[:place], (wanted[place], stored[place])
+        if position < shorter:
+            ids, tokens = plain.prompt_ids + expected[:position], (expected[position], stored[position])
             logits = self._next_logits(ids)
-            first, second = scores_of(logits, plain.sampling, len(ids))[list(tokens)].tolist()
+            first, second = sampling_scores(logits, plain.sampling, len(ids))[list(tokens)].tolist()
             gap = first - second
             cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
         return {
             "request_id": row.request["request_id"],
             "sample_index": row.sample_index,
-            "position": place,
-            "token": stored[place] if place < len(stored) else None,
-            "plain_token": wanted[place] if place < len(wanted) else None,
+            "position": position,
+            "token": stored[position] if position < len(stored) else None,
+            "plain_token": expected[position] if position < len(expected) else None,
             "gap": gap if gap is not None and math.isfinite(gap) else None,
             "near_tie": cause is not None,
             "cause": cause,
@@ -160,7 +162,7 @@ class BaselineComparison:
         return logits[0].cpu()
 
 
-def scores_of(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:
+def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:
     """Return what the token at `position` is chosen by: logits, or the processed logits of a sample with its noise."""
     if params.is_greedy:
         return logits.float()

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import ray
 
 from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
-from eagle_ray.batch.ray_environment import LOCAL, RAY_JOB
+from eagle_ray.batch.ray_environment import LOCAL, RAY_JOB_VARIABLE
 from eagle_ray.batch.signals import check_not_interrupted
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.config.job import ActorRange
@@ -254,7 +254,7 @@ def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS where the user set it; a Ray job's driver finds Ray's own 1 there, whatever was wanted."""
     wanted = environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB not in environ else None
+    return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB_VARIABLE not in environ else None
 
 
 def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:

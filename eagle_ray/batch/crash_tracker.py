@@ -1,16 +1,16 @@
-"""CrashTracker: which rows each worker is answering, and how many workers died over each of them.
+"""CrashTracker: the rows in flight on each worker, and how many crashes each row was part of.
 
-A death has many causes and a row is one of them: a prompt that takes the last of a device's memory, tokens that a
-kernel cannot bear. Nothing tells which of the rows in flight it was, so each gets the blame of one death. Rows that
-carry blame are answered in ever smaller company (``room_for``), until the one at fault dies alone and the others are
-cleared; one that was there MOST_DEATHS times is answered no more.
+A worker can crash for many reasons, and a row is one of them: a prompt that exhausts the device's memory, or tokens
+that a kernel cannot handle. The crash does not say which row in flight was at fault, so each one is charged with it.
+Charged rows run in ever smaller groups (``max_group_size``) until the row at fault crashes the worker alone and the
+others are cleared. After MAX_CRASHES a row is not run again.
 
-    >>> deaths = Deaths()
-    >>> deaths.take("actor 1", ["a", "b"])
+    >>> tracker = CrashTracker()
+    >>> tracker.begin("actor 1", ["a", "b"])
     {}
-    >>> deaths.buried("actor 1", "out of memory")
-    >>> deaths.take("actor 1", ["b", "c"])
-    {'b': Blame(deaths=1, reason='out of memory')}
+    >>> tracker.record_crash("actor 1", "out of memory")
+    >>> tracker.begin("actor 1", ["b", "c"])
+    {'b': CrashRecord(num_crashes=1, reason='out of memory')}
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MOST_DEATHS = 4  # two of them alone
+MAX_CRASHES = 4  # two in groups, two as the only row
 
 
 @dataclass(frozen=True, slots=True)
 class CrashRecord:
-    """How many workers died while they answered one row, and what was last said of it."""
+    """Number of workers that crashed while one row was in flight, and the reason of the last crash."""
 
-    deaths: int
+    num_crashes: int
     reason: str
 
     @property
     def is_final(self) -> bool:
-        return self.deaths >= MOST_DEATHS
+        return self.num_crashes >= MAX_CRASHES
 
 
 @dataclass(slots=True)
 class CrashTracker:
-    """The book of one job. worker: a name that outlives the worker's process, for it is the next one that tells."""
+    """Crash records of one job, by worker name. The name outlives the process: the next process reports the crash."""
 
-    _answering: dict[str, set[str]] = field(default_factory=dict)
-    _blamed: dict[str, CrashRecord] = field(default_factory=dict)
+    _in_flight: dict[str, set[str]] = field(default_factory=dict)
+    _records: dict[str, CrashRecord] = field(default_factory=dict)
 
-    def take(self, worker: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
-        """The worker is about to answer these rows together, but for those with blame, which are returned."""
+    def begin(self, worker: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
+        """Mark the rows without a record as in flight on the worker; return the records of the others."""
         ids = list(ids)
-        blamed = {id: self._blamed[id] for id in ids if id in self._blamed}
-        self.risk(worker, (id for id in ids if id not in blamed))
-        return blamed
+        records = {id: self._records[id] for id in ids if id in self._records}
+        self.begin_suspects(worker, (id for id in ids if id not in records))
+        return records
 
-    def risk(self, worker: str, ids: Iterable[str]) -> None:
-        """The worker is about to answer these rows, whatever they carry."""
-        self._answering.setdefault(worker, set()).update(ids)
+    def begin_suspects(self, worker: str, ids: Iterable[str]) -> None:
+        """Mark the rows as in flight on the worker, with or without a record."""
+        self._in_flight.setdefault(worker, set()).update(ids)
 
-    def answered(self, worker: str, ids: Iterable[str]) -> None:
-        """These rows did no harm: their blame is forgotten."""
+    def finish(self, worker: str, ids: Iterable[str]) -> None:
+        """Mark the rows as finished and delete their records, unless final."""
         for id in ids:
-            self._answering.get(worker, set()).discard(id)
-            if id in self._blamed and not self._blamed[id].is_final:
-                del self._blamed[id]
+            self._in_flight.get(worker, set()).discard(id)
+            if id in self._records and not self._records[id].is_final:
+                del self._records[id]
 
-    def buried(self, worker: str, reason: str) -> None:
-        """The worker died: whatever it was answering carries one death more."""
-        for id in self._answering.pop(worker, ()):
-            before = self._blamed.get(id)
-            self._blamed[id] = CrashRecord(1 + (before.deaths if before else 0), reason)
+    def record_crash(self, worker: str, reason: str) -> None:
+        """Charge every row in flight on the worker with one crash."""
+        for id in self._in_flight.pop(worker, ()):
+            before = self._records.get(id)
+            self._records[id] = CrashRecord(1 + (before.num_crashes if before else 0), reason)
 
 
-def room_for(deaths: int, slots: int) -> int:
-    """How many rows with so many deaths behind them an engine of `slots` takes together: a quarter, then one.
+def max_group_size(num_crashes: int, slots: int) -> int:
+    """Return how many rows with this many crashes run together: a quarter of the slots after one crash, then one.
 
-    A quarter first, because most deaths are accidents, and so soon over.
+    A quarter, because most crashes are accidents, and a large group is cleared soon.
     """
-    return max(1, slots // 4) if deaths == 1 else 1
+    return max(1, slots // 4) if num_crashes == 1 else 1

@@ -5,7 +5,7 @@ any worker would meet, a model that is not there, ends the job. Knows errors by 
 read them without torch.
 
     >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_own=True)
+    Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_local=True)
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Fault:
 
     Attributes:
         line: what happened, and what to do where that is known.
-        is_own: whether another worker may be spared it.
+        is_local: another worker may start without this error.
         is_transient: whether the same command may succeed later.
     """
 
     line: str
-    is_own: bool
+    is_local: bool
     is_transient: bool = False
 
 
@@ -59,10 +59,10 @@ def classify_error(error: Exception) -> Fault:
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
     told = _told(cause)
     if OUT_OF_MEMORY.search(told):
-        return Fault(f"its memory is too small ({told}): {SMALLER}", is_own=True, is_transient=True)
+        return Fault(f"its memory is too small ({told}): {SMALLER}", is_local=True, is_transient=True)
     if DEVICE.search(told):
-        return Fault(f"device fault ({told}): {LOOK}", is_own=True, is_transient=True)
-    return Fault(_told(error), is_own=False, is_transient=_may_pass(cause))
+        return Fault(f"device fault ({told}): {LOOK}", is_local=True, is_transient=True)
+    return Fault(_told(error), is_local=False, is_transient=_may_pass(cause))
 
 
 def _may_pass(error: BaseException) -> bool:

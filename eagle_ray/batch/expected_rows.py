@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eagle_ray.batch.id_digests import Digests, digests, index_of, isin
-from eagle_ray.batch.input.plan import InputPlan, ids_in, tables_in
+from eagle_ray.batch.input.plan import InputPlan, ids_in, request_tables
 from eagle_ray.config import JobConfig
 
 
@@ -47,10 +47,10 @@ class ExpectedRows:
 def expected_rows_of(plan: InputPlan, config: JobConfig) -> ExpectedRows:
     """Reads the rows again only where they may say themselves how many samples they want."""
     others = config.sampling.n
-    if not plan.has_own_samples:
+    if not plan.has_per_row_n:
         return ExpectedRows(plan.ids, np.broadcast_to(np.int32(others), len(plan.ids)), others)
     samples = np.empty(len(plan.ids), np.int32)
-    for table in tables_in(plan):
+    for table in request_tables(plan):
         own = [num_samples(row, config) for row in table.select(["n"]).to_pylist()]
         samples[index_of(digests(table["request_id"].to_pylist()), plan.ids)] = own
     return ExpectedRows(plan.ids, samples, others)

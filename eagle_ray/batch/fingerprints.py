@@ -27,11 +27,11 @@ Fingerprint = dict[str, Any]
 def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
     """By path. known: those noted before; of a file with the noted stamp it is the noted one, and nothing is read."""
     files = list(files)
-    found = {file.path: _noted(file, known) or file.stamp.as_json() for file in files}
-    unread = [file for file in files if file.location.is_local and "digest" not in found[file.path]]
-    if sum(file.stamp.size for file in unread) <= MOST_BYTES:
+    found = {file.path: _noted(file, known) or file.version.as_json() for file in files}
+    unread = [file for file in files if file.storage_path.is_local and "digest" not in found[file.path]]
+    if sum(file.version.size for file in unread) <= MOST_BYTES:
         for file in unread:
-            found[file.path]["digest"] = _digest(file.location)
+            found[file.path]["digest"] = _digest(file.storage_path)
     return found
 
 
@@ -52,19 +52,19 @@ def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]
     themselves: an ETag stands for the content everywhere, a local time only on this machine.
     """
     for file in files:
-        if file.location.is_local and (difference := _difference(file, noted.get(file.path, {}))):
-            raise file.changed(difference)
+        if file.storage_path.is_local and (difference := _difference(file, noted.get(file.path, {}))):
+            raise file.changed_error(difference)
 
 
 def _difference(file: InputFile, noted: Fingerprint) -> str | None:
-    with file.watching():
-        stamp = file.location.stat()
-        if stamp == file.stamp:
+    with file.detect_changes():
+        stamp = file.storage_path.stat()
+        if stamp == file.version:
             return None
         now = stamp.as_json()
-        if "digest" in noted and stamp.size == file.stamp.size:
-            now["digest"] = _digest(file.location)
-    return what_changed(noted | file.stamp.as_json(), now)
+        if "digest" in noted and stamp.size == file.version.size:
+            now["digest"] = _digest(file.storage_path)
+    return what_changed(noted | file.version.as_json(), now)
 
 
 def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
@@ -75,7 +75,7 @@ def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
 
 def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | None:
     noted = known.get(file.path, {})
-    return dict(noted) if noted.items() >= file.stamp.as_json().items() else None
+    return dict(noted) if noted.items() >= file.version.as_json().items() else None
 
 
 def _digest(location: StoragePath) -> str:

@@ -47,7 +47,7 @@ OUTCOMES = (DONE, DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, TRANSIENT,
 
 
 class JobError(Exception):
-    """The job ends before it is done. Only subclasses are raised; each has its outcome in OUTCOME_OF."""
+    """The job ends before it is done. Only subclasses are raised; each has its outcome in OUTCOME_BY_ERROR."""
 
 
 class TooManyErrors(JobError):
@@ -98,7 +98,7 @@ class InputChanged(JobError):
     """An input file is no longer the one that was scanned when the job started."""
 
 
-OUTCOME_OF: dict[type[BaseException], Outcome] = {
+OUTCOME_BY_ERROR: dict[type[BaseException], Outcome] = {
     ConfigError: CONFIGURATION,
     TooManyErrors: TOO_MANY_ERRORS,
     ClusterError: TRANSIENT,
@@ -121,7 +121,7 @@ OUTCOME_OF: dict[type[BaseException], Outcome] = {
     OSError: TRANSIENT,
     KeyboardInterrupt: INTERRUPTED,
 }
-STOPS = (ConfigError, JobError, OSError, KeyboardInterrupt)  # every other exception is a defect
+EXPECTED_ERRORS = (ConfigError, JobError, OSError, KeyboardInterrupt)  # every other exception is a defect
 PERMANENT_ERRNOS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}  # those without a class of their own
 
 
@@ -129,16 +129,16 @@ def outcome_of(error: BaseException) -> Outcome:
     """Return how a command ends that raised this error."""
     if isinstance(error, OSError) and error.errno in PERMANENT_ERRNOS:
         return CONFIGURATION
-    return next((OUTCOME_OF[cls] for cls in type(error).__mro__ if cls in OUTCOME_OF), DEFECT)
+    return next((OUTCOME_BY_ERROR[cls] for cls in type(error).__mro__ if cls in OUTCOME_BY_ERROR), DEFECT)
 
 
-def with_code(code: int) -> Outcome:
+def outcome_by_code(code: int) -> Outcome:
     """Return the outcome that has this exit code; a code that none has is a defect."""
     return next((outcome for outcome in OUTCOMES if outcome.code == code), DEFECT)
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunResult:
     """How one run ended.
 
     Attributes:
@@ -156,7 +156,7 @@ class Ending:
     restarts: int = 0
 
     @classmethod
-    def of(cls, error: BaseException) -> Ending:
+    def of(cls, error: BaseException) -> RunResult:
         """Return the ending of a run that raised this error."""
         outcome = outcome_of(error)
         text = " ".join(str(error).split()) or type(error).__name__

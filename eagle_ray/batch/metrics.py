@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from ray.util.metrics import Counter, Histogram
 
-from eagle_ray.batch.progress import WORK, WorkerReport
+from eagle_ray.batch.progress import WORK_COUNTERS, WorkerReport
 
 PREFIX = "eagle_ray_"
 LABELS = ("run_name", "run_id", "worker")
@@ -31,7 +31,9 @@ COLUMNS = {
     "spec_decode_num_draft_tokens": "num_draft_tokens",
     "spec_decode_num_accepted_tokens": "num_accepted_draft_tokens",
 }
-ENGINE = {f"engine_{name.removeprefix('num_')}": name for name in WORK}  # the engine's own counters, idle rows included
+ENGINE = {
+    f"engine_{name.removeprefix('num_')}": name for name in WORK_COUNTERS
+}  # the engine's own counters, idle rows included
 
 DESCRIPTIONS = {
     ROWS: "output rows made, error rows included",

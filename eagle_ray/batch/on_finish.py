@@ -23,14 +23,14 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from eagle_ray import __version__
-from eagle_ray.batch.job_errors import Ending
+from eagle_ray.batch.job_errors import RunResult
 from eagle_ray.config import JobConfig
 
 log = logging.getLogger("eagle_ray")
 VARIABLE = "EAGLE_RAY_"  # before the name of each fact, in the command's environment
 
 
-def tell(config: JobConfig, ending: Ending) -> None:
+def tell(config: JobConfig, ending: RunResult) -> None:
     """Run on_finish.command and call on_finish.webhook, each within on_finish.timeout_s."""
     hooks, facts = config.on_finish, facts_of(config, ending)
     if hooks.command is not None:
@@ -39,7 +39,7 @@ def tell(config: JobConfig, ending: Ending) -> None:
         _attempt(f"webhook {shown(hooks.webhook)}", lambda: _post(hooks.webhook, facts, hooks.timeout_s))
 
 
-def facts_of(config: JobConfig, ending: Ending) -> dict[str, Any]:
+def facts_of(config: JobConfig, ending: RunResult) -> dict[str, Any]:
     """Return what is told. A fact that is not known is null, and empty in the environment."""
     return {"name": config.name, "output": config.output.path} | ending.as_json()
 

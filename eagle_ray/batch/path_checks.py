@@ -1,6 +1,6 @@
 """Input and output apart: a run must never read its own files as input.
 
->>> check_apart("runs", StoragePath.of("/work/runs/a"))  # from /work
+>>> check_disjoint("runs", StoragePath.of("/work/runs/a"))  # from /work
 ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from eagle_ray.batch.input.files import InputFile, location_of, until_wildcard
+from eagle_ray.batch.input.files import InputFile, resolve_pattern, split_at_wildcard
 from eagle_ray.batch.output.lock import LOCK
 from eagle_ray.batch.output.manifest import DATA, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
 from eagle_ray.batch.output.part_files import part_name
@@ -16,46 +16,51 @@ from eagle_ray.config import ConfigError
 from eagle_ray.storage.glob_match import glob_matches
 from eagle_ray.storage.path import StoragePath
 
-OWN = (LOCK, RUN, PROGRESS, SUMMARY, SUCCESS, REPORT, f"{DATA}/{part_name(1, 0)}")  # what a run writes
+RUN_FILES = (LOCK, RUN, PROGRESS, SUMMARY, SUCCESS, REPORT, f"{DATA}/{part_name(1, 0)}")  # what a run writes
 REMEDY = "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
 
 
-def check_apart(input_path: str | list[str], output: StoragePath) -> None:
+def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
     """Raises ConfigError where the input, a directory or a glob, takes in what the run will write.
 
     Before there is any of it: the run that wrote it could not be gone on with.
     """
     for pattern in [input_path] if isinstance(input_path, str) else input_path:
-        directory = location_of(pattern)
-        below = output.below(directory)
-        if below is not None and not _hidden(below) and directory.is_directory():
+        directory = resolve_pattern(pattern)
+        relative = output.relative_to(directory)
+        if relative is not None and not _is_hidden(relative) and directory.is_directory():
             raise ConfigError(
                 f"input.path: the directory {directory} holds output.path {output}, whose files would become input: "
                 f"{REMEDY}"
             )
-        if own := _found_by(directory, output):
+        if run_file := _matching_run_file(directory, output):
             raise ConfigError(
-                f"input.path: {pattern!r} would find what the run writes into output.path, such as {output / own}: "
-                f"{REMEDY}"
+                f"input.path: {pattern!r} would find what the run writes into output.path, such as"
+                f" {output / run_file}: {REMEDY}"
             )
 
 
-def check_not_own(files: Iterable[InputFile], output: StoragePath) -> None:
+def check_not_run_output(files: Iterable[InputFile], output: StoragePath) -> None:
     """Raises ConfigError naming an input file that is the output's own, however it was found."""
-    own = [file.path for file in files if file.location.below(output / DATA) is not None]
-    if own:
-        raise ConfigError(f"input.path: {own[0]} is a file of output.path {output}: {REMEDY}")
+    run_outputs = [file.path for file in files if file.storage_path.relative_to(output / DATA) is not None]
+    if run_outputs:
+        raise ConfigError(f"input.path: {run_outputs[0]} is a file of output.path {output}: {REMEDY}")
 
 
-def _found_by(pattern: StoragePath, output: StoragePath) -> str | None:
+def _matching_run_file(pattern: StoragePath, output: StoragePath) -> str | None:
     """The first of the output's own files that a glob names."""
-    root, wanted = until_wildcard(pattern)
-    places = {own: (output / own).below(root) for own in OWN}
+    root, relative_pattern = split_at_wildcard(pattern)
+    relative_paths = {own: (output / own).relative_to(root) for own in RUN_FILES}
     return next(
-        (own for own, place in places.items() if place and glob_matches(wanted.split("/"), place.split("/"))), None
+        (
+            own
+            for own, place in relative_paths.items()
+            if place and glob_matches(relative_pattern.split("/"), place.split("/"))
+        ),
+        None,
     )
 
 
-def _hidden(path: str) -> bool:
+def _is_hidden(path: str) -> bool:
     """What a directory hides is not read as input."""
     return any(part.startswith((".", "_")) for part in path.split("/"))

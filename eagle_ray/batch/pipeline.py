@@ -31,12 +31,12 @@ log = logging.getLogger("eagle_ray")
 
 CALLS_PER_ACTOR = 8  # batches in flight: with batches of half the slots, four rows for each slot
 BATCHES_PER_ACTOR = 64  # for more, batches grow: each costs Ray some milliseconds and the GIL
-MOST_PER_SLOT = 4  # rows of a batch
-FEWEST_FILES = 8  # of a small job, so that finished rows reach the disk early
-RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
+MAX_ROWS_PER_SLOT = 4  # rows of a batch
+MIN_FILES = 8  # of a small job, so that finished rows reach the disk early
+EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
-STARTS_FOR_KILLERS = 32  # added, because rows that kill their workers may be adjacent
-FULL = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
+EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may be adjacent
+UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
 def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, num_rows: int) -> None:
@@ -52,15 +52,15 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, 
     """
     workers = plan_workers(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
     progress = start_progress(workers.fewest)
-    max_starts = workers.most * STARTS_PER_WORKER + STARTS_FOR_KILLERS
+    max_starts = workers.most * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
     limits = Limits(config.execution.max_error_rate, max_starts)
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
-    partitions = Partitions.of(config.output.partition_by, plan.carried)
+    partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
     schema = next_schema(run.data, plan.passthrough)
     sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions)
     batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
-    log.info(_loading(config.model.target, workers))
+    log.info(_loading_message(config.model.target, workers))
     requests = read_requests(plan, skip, rows_per_block=batch_size)
     answers = _map_engine(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits):
@@ -88,32 +88,32 @@ def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
     try:
         dataset.write_datasink(sink)
     except RayError as error:
-        reason = _innermost(error)
+        reason = _root_cause(error)
         if isinstance(reason, (JobError, ConfigError)):
             raise type(reason)(str(reason).partition("\n")[0]) from None
-        raise _kind_of(reason)(f"a worker failed: {_what_happened(reason)}") from error
+        raise _error_class(reason)(f"a worker failed: {_describe_error(reason)}") from error
 
 
-def _kind_of(error: Exception) -> type[Exception]:
+def _error_class(error: Exception) -> type[Exception]:
     """Return the exception class for what a task raised. A RayError itself is a lost worker, node or object."""
     if isinstance(error, OSError) and not outcome_of(error).is_transient:
         return ConfigError
     return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
 
 
-def _innermost(error: Exception) -> Exception:
+def _root_cause(error: Exception) -> Exception:
     """Return the exception that was raised first; Ray wraps it several times."""
     while isinstance(cause := getattr(error, "cause", None), Exception):
         error = cause
     return error
 
 
-def _what_happened(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return the exception's own line from Ray's text, which is a traceback, often followed by advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if not isinstance(error, RayError):
         return f"{type(error).__name__}: {lines[0]}"
-    raised = [line for line in lines if RAISED.match(line)]
+    raised = [line for line in lines if EXCEPTION_LINE.match(line)]
     return raised[-1] if raised else lines[0]
 
 
@@ -129,19 +129,19 @@ def _pool(workers: WorkerPlan) -> ActorPoolStrategy:
 
 def _batch_size(slots: int, actors: int, num_rows: int) -> int:
     """Return a small batch size, larger for long jobs: a row leaves with its batch, and the last rows should spread."""
-    wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MOST_PER_SLOT * slots))
+    wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MAX_ROWS_PER_SLOT * slots))
     return max(1, min(wanted, num_rows // (2 * actors)))
 
 
 def _rows_per_file(wanted: int, num_rows: int) -> int:
-    return max(1, min(wanted, num_rows // FEWEST_FILES))
+    return max(1, min(wanted, num_rows // MIN_FILES))
 
 
 def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
     """Replace Ray's progress output by ours, keep order if the job wants it, and allow workers to die while loading."""
     context = DataContext.get_current()
     context.max_consecutive_actor_init_deaths = max_starts
-    context.autoscaling_config.actor_pool_util_upscaling_threshold = FULL
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = UPSCALING_THRESHOLD
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = preserve_order
@@ -150,7 +150,7 @@ def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
             handler.setLevel(logging.CRITICAL)
 
 
-def _loading(target: str, workers: WorkerPlan) -> str:
+def _loading_message(target: str, workers: WorkerPlan) -> str:
     threads = "1 CPU thread" if workers.threads == 1 else f"up to {workers.threads} CPU threads"
     device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else threads
     if workers.fewest == 1:

@@ -25,22 +25,22 @@ class Process:
     started: str | None
 
     @classmethod
-    def this(cls) -> Process:
-        return cls(socket.gethostname(), _namespace(), os.getpid(), _started(os.getpid()))
+    def current(cls) -> Process:
+        return cls(socket.gethostname(), _pid_namespace(), os.getpid(), _start_time(os.getpid()))
 
     def is_gone(self) -> bool | None:
         """None where that cannot be told from here: it runs, or ran, elsewhere."""
-        if (self.host, self.pids) != (socket.gethostname(), _namespace()):
+        if (self.host, self.pids) != (socket.gethostname(), _pid_namespace()):
             return None
-        return _started(self.pid) != self.started
+        return _start_time(self.pid) != self.started
 
 
-def name_of(pid: int) -> str:
+def process_name(pid: int) -> str:
     """A process of this machine, as rows and messages name it."""
     return f"{socket.gethostname()}:{pid}"
 
 
-def _namespace() -> str:
+def _pid_namespace() -> str:
     """Containers may share a host's name, and not its processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
@@ -48,13 +48,13 @@ def _namespace() -> str:
         return ""
 
 
-def _started(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """None where there is no such process, or only what a dead one leaves until its parent looks."""
     if not Path("/proc/self/stat").exists():  # macOS
-        said = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
-        return said.strip() or None
+        output = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
+        return output.strip() or None
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if state in "ZX" else rest[18]  # in ticks since the machine started
+    return None if state in "ZX" else fields[18]  # in ticks since the machine started

@@ -24,7 +24,7 @@ from eagle_ray.batch.crash_tracker import CrashRecord, CrashTracker
 from eagle_ray.engine.counters import EngineCounters
 
 # Of an engine's counters, those that add up over workers: its steps and what they were spent on.
-WORK = (
+WORK_COUNTERS = (
     "num_steps",
     "num_plain_steps",
     "num_probes",
@@ -59,10 +59,10 @@ class WorkerReport:
     def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
         """Of a worker that has answered nothing yet."""
         offered = counters.num_steps * counters.num_slots
-        work = {name: getattr(counters, name) for name in WORK}
+        work = {name: getattr(counters, name) for name in WORK_COUNTERS}
         return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work)
 
-    def after(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
+    def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
         """With one batch's output rows more."""
         return replace(
             WorkerReport.of(self.worker_id, counters),
@@ -78,14 +78,14 @@ class WorkerReport:
 class Progress:
     """Each worker's latest report, and their sums.
 
-    starts: workers that began to load, those that died since included. starts_in_a_row: since a row was last answered
+    starts: workers that began to load, those that died since included. consecutive_starts: since a row was last answered
     well. ready_at: when the first worker could begin, on the monotonic clock of the driver's node. notes: lines that
     workers want the user to read. start_lines: what workers logged while they started, with its level; a line that
     several of them log is here once. fatal: why a worker cannot start, and so none can.
     """
 
     starts: int = 0
-    starts_in_a_row: int = 0
+    consecutive_starts: int = 0
     ready_at: float | None = None
     workers: dict[str, WorkerReport] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Progress:
             self.ready_at = time.monotonic()
         before = self.workers.get(report.worker_id, report)
         if report.rows - report.errors > before.rows - before.errors:
-            self.starts_in_a_row = 0
+            self.consecutive_starts = 0
         self.workers[report.worker_id] = report
 
     @property
@@ -109,7 +109,7 @@ class Progress:
 
     def add_start(self) -> None:
         self.starts += 1
-        self.starts_in_a_row += 1
+        self.consecutive_starts += 1
 
     @property
     def rows(self) -> int:
@@ -141,56 +141,56 @@ class Progress:
     @property
     def work(self) -> dict[str, int]:
         """WORK, added up over all workers."""
-        return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK}
+        return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK_COUNTERS}
 
     def _sum(self, name: str) -> float:
         return sum(getattr(report, name) for report in self.workers.values())
 
 
 class ProgressActor:
-    """Where reports are added up and deaths are booked: one per job, in a process of its own.
+    """Totals of the workers' reports and the crash records: one actor per job.
 
-    num_workers: how many are started to begin with. Should it be killed, the reports come again; blame is forgotten.
+    num_workers: workers started at first. If this actor is killed, the reports arrive again; crash records are lost.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._progress, self._deaths = Progress(), CrashTracker()
+        self._progress, self._crash_tracker = Progress(), CrashTracker()
         self._num_workers = num_workers
-        self._last_words: dict[str, str] = {}
+        self._exit_reasons: dict[str, str] = {}
         self._failed: set[str] = set()
 
     def start(self, actor_id: str) -> None:
         """An actor begins, or begins again: then whatever it was answering took part in a death."""
         self._progress.add_start()
-        self._deaths.buried(actor_id, self._last_words.pop(actor_id, KILLED))
+        self._crash_tracker.record_crash(actor_id, self._exit_reasons.pop(actor_id, KILLED))
 
-    def fail(self, actor_id: str, error: Exception, is_own: bool) -> bool:
+    def fail(self, actor_id: str, error: Exception, is_local: bool) -> bool:
         """An actor cannot start; returns whether the job ends, which is not so while others do or may.
 
-        is_own: the trouble may be that actor's alone.
+        is_local: the error may concern only that actor.
         """
         self._failed.add(actor_id)
-        others_may = is_own and len(self._failed) < self._num_workers
-        if self._progress.workers or others_may:
+        others_may_start = is_local and len(self._failed) < self._num_workers
+        if self._progress.workers or others_may_start:
             self._note(f"{error}; the others go on")
             return False
         self._progress.fatal = error
         return True
 
-    def take(self, actor_id: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
-        return self._deaths.take(actor_id, ids)
+    def begin(self, actor_id: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
+        return self._crash_tracker.begin(actor_id, ids)
 
-    def risk(self, actor_id: str, ids: Iterable[str]) -> None:
-        self._deaths.risk(actor_id, ids)
+    def begin_suspects(self, actor_id: str, ids: Iterable[str]) -> None:
+        self._crash_tracker.begin_suspects(actor_id, ids)
 
-    def answered(self, actor_id: str, ids: Iterable[str]) -> None:
-        self._deaths.answered(actor_id, ids)
+    def finish(self, actor_id: str, ids: Iterable[str]) -> None:
+        self._crash_tracker.finish(actor_id, ids)
 
     def report(self, report: WorkerReport) -> None:
         self._progress.add(report)
 
-    def last_words(self, actor_id: str, worker_id: str, reason: str) -> None:
-        self._last_words[actor_id] = reason
+    def report_exit(self, actor_id: str, worker_id: str, reason: str) -> None:
+        self._exit_reasons[actor_id] = reason
         self._note(f"worker {worker_id} ends: {reason}")
 
     def log(self, level: int, text: str) -> None:

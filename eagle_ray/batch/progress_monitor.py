@@ -27,12 +27,12 @@ from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.progress import Progress
 from eagle_ray.batch.signals import interrupt, is_interrupted
 from eagle_ray.storage.path import StoragePath, write_json
-from eagle_ray.storage.retry_budget import hurry
+from eagle_ray.storage.retry_budget import disable_extended_retries
 
 log = logging.getLogger("eagle_ray")
-LOOK_EVERY_S = 1.0
-SHORTEST_S = 1.0  # a speed over less time says nothing
-FEWEST_ROWS_TO_JUDGE = 100  # an error rate over fewer rows says little
+POLL_S = 1.0
+MIN_RATE_WINDOW_S = 1.0  # a speed over less time says nothing
+MIN_ROWS_FOR_ERROR_RATE = 100  # an error rate over fewer rows says little
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,13 @@ class Limits:
     def exceeded_by(self, progress: Progress) -> Exception | None:
         if progress.fatal is not None:
             return progress.fatal
-        if progress.rows >= FEWEST_ROWS_TO_JUDGE and progress.errors > self.max_error_rate * progress.rows:
+        if progress.rows >= MIN_ROWS_FOR_ERROR_RATE and progress.errors > self.max_error_rate * progress.rows:
             return TooManyErrors(f"{progress.errors} of {progress.rows} rows are errors")
-        if progress.starts_in_a_row > self.max_starts:
+        if progress.consecutive_starts > self.max_starts:
             last = progress.notes[-1] if progress.notes else "none of them left a word"
             return ClusterError(
-                f"workers die again and again: {progress.starts_in_a_row} were started and no row was answered ({last})"
+                f"workers die again and again: {progress.consecutive_starts} were started "
+                f"and no row was answered ({last})"
             )
         return None
 
@@ -59,21 +60,21 @@ class ProgressMonitor:
     """While it is open: something to look at, and ``_progress.json`` every few seconds.
 
     A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
-    keeps a worker from starting, TooManyErrors once FEWEST_ROWS_TO_JUDGE rows are done, ClusterError where workers
+    keeps a worker from starting, TooManyErrors once MIN_ROWS_FOR_ERROR_RATE rows are done, ClusterError where workers
     die again and again, and OutputDamaged or Overtaken once ``_run.json`` is deleted or names another attempt.
     """
 
     def __init__(self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
-        self._saved = RowCounter(run.data, f"**/part-{run.attempt:03d}-*.parquet")
+        self._row_counter = RowCounter(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._num_start_lines = 0
         self._started, self._ready_at = time.monotonic(), None
         self._gcs = GcsWatch(gcs_address())
-        self._reason: Exception | None = None
-        self._unwritten = ""  # why the latest progress file could not be written
-        self._thread = threading.Thread(target=self._work, name="eagle-ray-progress", daemon=True)
+        self._stop_reason: Exception | None = None
+        self._write_error = ""  # why the latest progress file could not be written
+        self._thread = threading.Thread(target=self._monitor_loop, name="eagle-ray-progress", daemon=True)
 
     def __enter__(self) -> ProgressMonitor:
         self._thread.start()
@@ -82,33 +83,33 @@ class ProgressMonitor:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._closing.set()
         self._thread.join()
-        if self._reason is not None:
-            raise self._reason from None
-        if self._unwritten and error is None:
-            log.warning("%s cannot be written: %s", PROGRESS, self._unwritten)
+        if self._stop_reason is not None:
+            raise self._stop_reason from None
+        if self._write_error and error is None:
+            log.warning("%s cannot be written: %s", PROGRESS, self._write_error)
 
-    def _work(self) -> None:
-        hurry()
+    def _monitor_loop(self) -> None:
+        disable_extended_retries()
         next_file = self._started
-        with display(self._every_s) as shown:
-            while not self._closing.wait(min(LOOK_EVERY_S, self._every_s)):
+        with display(self._every_s) as progress_display:
+            while not self._closing.wait(min(POLL_S, self._every_s)):
                 if is_interrupted():  # and still at work: the exception was lost on its way
                     interrupt()
-                if (progress := self._look()) is None:
+                if (progress := self._poll()) is None:
                     continue
                 if is_due := time.monotonic() >= next_file:
                     self._count_files()
                     next_file += self._every_s
                 facts = self._facts(progress)
-                shown.show(facts)
+                progress_display.show(facts)
                 if is_due:
                     self._write(facts)
-            if self._reason is None and (progress := self._look()) is not None:
+            if self._stop_reason is None and (progress := self._poll()) is not None:
                 self._count_files()
-                shown.show_last(facts := self._facts(progress))
+                progress_display.show_last(facts := self._facts(progress))
                 self._write(facts)
 
-    def _look(self) -> Progress | None:
+    def _poll(self) -> Progress | None:
         """The workers' progress, once their notes are passed on and the job is still worth going on with."""
         try:
             check_alive()
@@ -132,12 +133,12 @@ class ProgressMonitor:
         self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
         if self._ready_at is None:
             self._ready_at = progress.ready_at
-        self._judge(progress)
+        self._check_limits(progress)
         return progress
 
     def _count_files(self) -> None:
         try:
-            self._rows_in_files = self._saved.count()
+            self._rows_in_files = self._row_counter.count()
         except OSError as error:  # the rows matter, not this
             log.debug("the files cannot be counted now: %s", error)
 
@@ -146,18 +147,18 @@ class ProgressMonitor:
         try:
             self._run.check_current()  # first: an output that was deleted is not made again
             write_json(self._run.output / PROGRESS, facts)
-            self._unwritten = ""
+            self._write_error = ""
         except JobError as error:
             self._stop(error)
         except OSError as error:  # the rows matter, not this
-            self._unwritten = str(error)
+            self._write_error = str(error)
             log.debug("%s cannot be written: %s", PROGRESS, error)
 
     def _facts(self, progress: Progress) -> Facts:
         """Everything that is said, and ``_progress.json`` with it."""
         now = time.monotonic()
         running = now - (self._ready_at or now)
-        left = max(0, self._num_rows - progress.rows)
+        rows_left = max(0, self._num_rows - progress.rows)
         return {
             "run_id": self._run.run_id,
             "attempt": self._run.attempt,
@@ -172,23 +173,27 @@ class ProgressMonitor:
             "rows_in_files": self._rows_in_files,
             "errors": progress.errors,
             "output_tokens": progress.output_tokens,
-            "tokens_per_s": progress.output_tokens / running if running >= SHORTEST_S else None,
+            "tokens_per_s": progress.output_tokens / running if running >= MIN_RATE_WINDOW_S else None,
             "mean_acceptance_length": progress.mean_acceptance_length,
             "busy_slots": progress.busy_slots,
             "engine_s": round(progress.engine_s, 1),
-            "engine_busy": progress.engine_s / running if running >= SHORTEST_S else None,  # what the pipeline leaves
+            "engine_busy": progress.engine_s / running
+            if running >= MIN_RATE_WINDOW_S
+            else None,  # what the pipeline leaves
             "engine": progress.work,
-            "seconds_left": left * running / progress.rows if progress.rows and running >= SHORTEST_S else None,
+            "seconds_left": rows_left * running / progress.rows
+            if progress.rows and running >= MIN_RATE_WINDOW_S
+            else None,
         }
 
-    def _judge(self, progress: Progress) -> None:
+    def _check_limits(self, progress: Progress) -> None:
         reason = self._limits.exceeded_by(progress)
         if reason is not None:
             self._stop(reason)
 
     def _stop(self, reason: Exception) -> None:
         if not self._closing.is_set() and not is_interrupted():  # an ending Ray is not why the job ends then
-            self._reason = reason
+            self._stop_reason = reason
             self._closing.set()
             interrupt()
 

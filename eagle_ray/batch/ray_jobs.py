@@ -27,18 +27,18 @@ import yaml
 
 import eagle_ray
 from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import QUIET, RAY_JOB
+from eagle_ray.batch.ray_environment import QUIET_VARIABLES, RAY_JOB_VARIABLE
 from eagle_ray.config import ConfigError, JobConfig
 
 CONFIG_FILE = "job.yaml"
-LOOK_EVERY_S = 1.0
-TRIES = 5  # to reach a cluster that answered before
-DIED = 5  # the exit code of a job whose process left none
-INTERRUPTED = 130
-DASHBOARD = "give the dashboard's address, such as http://127.0.0.1:8265"
-TOKEN = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
-LEFT_OUT = ["**/__pycache__/**"]
-HERE = ("127.0.0.1", "localhost", "::1")
+POLL_S = 1.0
+MAX_TRIES = 5  # to reach a cluster that answered before
+FALLBACK_EXIT_CODE = 5  # the exit code of a job whose process left none
+INTERRUPTED_EXIT_CODE = 130
+DASHBOARD_REMEDY = "give the dashboard's address, such as http://127.0.0.1:8265"
+TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+EXCLUDED_FILES = ["**/__pycache__/**"]
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def submit(config: JobConfig, address: str | None, flags: list[str], follow: bool) -> int:
@@ -48,13 +48,13 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
     flags: of ``eagle-ray run``, besides the configuration. Raises ClusterError if no cluster answers, ConfigError if it
     refuses the token or the address is none.
     """
-    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    os.environ.update({name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ})
     client = _client(address)
     with _working_directory(config) as directory:
         package = str(Path(eagle_ray.__file__).parent)
-        environment = {"working_dir": directory, "py_modules": [package], "excludes": LEFT_OUT}
-        entrypoint = shlex.join([_python(client), "-m", "eagle_ray.cli", "run", "-c", CONFIG_FILE, *flags])
-        with _reached(address):
+        environment = {"working_dir": directory, "py_modules": [package], "excludes": EXCLUDED_FILES}
+        entrypoint = shlex.join([_python_executable(client), "-m", "eagle_ray.cli", "run", "-c", CONFIG_FILE, *flags])
+        with _wrap_client_errors(address):
             job = client.submit_job(entrypoint=entrypoint, runtime_env=environment, metadata={"name": config.name})
     print(f"submitted as {job}", flush=True)
     if not follow:
@@ -64,7 +64,7 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
         return _exit_code(client, job)
     except KeyboardInterrupt:
         print(f"no longer followed; the job goes on: ray job stop {job}", flush=True)
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
 
 
 def with_absolute_paths(config: JobConfig) -> JobConfig:
@@ -83,7 +83,7 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
 def check_output_outlives_job(config: JobConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Within a Ray job the working directory is a copy that goes with it. Raises ConfigError where rows would, too."""
     path = config.output.path
-    if RAY_JOB in environ and path == _relative(path) and "runtime_resources" in os.getcwd():
+    if RAY_JOB_VARIABLE in environ and path == _relative(path) and "runtime_resources" in os.getcwd():
         raise ConfigError(
             f"output.path: {path!r} is relative, and this job runs in a copy of its working directory, which Ray "
             "deletes: give an absolute path that every node sees, or s3://"
@@ -109,17 +109,17 @@ def _working_directory(config: JobConfig) -> Iterator[str]:
 def _client(address: str | None) -> Any:
     from ray.job_submission import JobSubmissionClient  # seconds of imports: only where there is a job to submit
 
-    with _reached(address):
+    with _wrap_client_errors(address):
         return JobSubmissionClient(address)
 
 
-def _python(client: Any) -> str:
+def _python_executable(client: Any) -> str:
     """On this machine this very interpreter, which need not be on the cluster's PATH; elsewhere the cluster's own."""
-    return sys.executable if urlsplit(client.get_address()).hostname in HERE else "python"
+    return sys.executable if urlsplit(client.get_address()).hostname in LOOPBACK_HOSTS else "python"
 
 
 @contextmanager
-def _reached(address: str | None) -> Iterator[None]:
+def _wrap_client_errors(address: str | None) -> Iterator[None]:
     """Turn what Ray's client raises into an error that names the address: a ConfigError if another try is no help."""
     from ray.exceptions import AuthenticationError
 
@@ -129,8 +129,8 @@ def _reached(address: str | None) -> Iterator[None]:
         kind = ConfigError if isinstance(error, (AuthenticationError, ValueError)) else ClusterError
         where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "no address"
         first = str(error).strip().partition("\n")[0]
-        fix = TOKEN if isinstance(error, AuthenticationError) else DASHBOARD
-        raise kind(f"--address {where}: no Ray cluster takes the job there ({first}): {fix}") from None
+        remedy = TOKEN_REMEDY if isinstance(error, AuthenticationError) else DASHBOARD_REMEDY
+        raise kind(f"--address {where}: no Ray cluster takes the job there ({first}): {remedy}") from None
 
 
 async def _print_log(client: Any, job: str) -> None:
@@ -146,23 +146,23 @@ async def _print_log(client: Any, job: str) -> None:
 
 def _exit_code(client: Any, job: str) -> int:
     """The code of the job's process, once it has ended."""
-    while not (info := _info(client, job)).status.is_terminal():
-        time.sleep(LOOK_EVERY_S)
+    while not (info := _job_info(client, job)).status.is_terminal():
+        time.sleep(POLL_S)
     if info.status == "STOPPED":
         print(f"{job} was stopped. Run the same command again to resume.", flush=True)
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     if info.status == "SUCCEEDED":
         return 0
     if not info.driver_exit_code:
         print(f"{job} failed: {(info.message or '').strip()}", flush=True)
-    return info.driver_exit_code or DIED
+    return info.driver_exit_code or FALLBACK_EXIT_CODE
 
 
-def _info(client: Any, job: str) -> Any:
-    for _ in range(TRIES - 1):
+def _job_info(client: Any, job: str) -> Any:
+    for _ in range(MAX_TRIES - 1):
         try:
             return client.get_job_info(job)
         except (ConnectionError, RuntimeError):  # a head that is busy: it answers later
-            time.sleep(LOOK_EVERY_S)
-    with _reached(None):
+            time.sleep(POLL_S)
+    with _wrap_client_errors(None):
         return client.get_job_info(job)

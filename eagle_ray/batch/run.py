@@ -26,17 +26,17 @@ from eagle_ray.batch.expected_rows import ExpectedRows, expected_rows_of, sample
 from eagle_ray.batch.fingerprints import check_unchanged
 from eagle_ray.batch.id_digests import EMPTY, isin
 from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of
-from eagle_ray.batch.input.source_check import check_origins
+from eagle_ray.batch.input.source_check import check_sources
 from eagle_ray.batch.job_errors import (
     DONE,
+    EXPECTED_ERRORS,
     INTERRUPTED,
     ROW_ERRORS,
-    STOPS,
     TOO_MANY_ERRORS,
-    Ending,
     FencedError,
     Incomplete,
     OutputMismatch,
+    RunResult,
     TooManyErrors,
     WorkerDefect,
 )
@@ -56,11 +56,11 @@ from eagle_ray.batch.output.manifest import (
     record_outcome,
 )
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_ids
-from eagle_ray.batch.output.part_files import as_stored, columns_of, has_column, next_schema, tables
+from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, read_tables, stored_schema
 from eagle_ray.batch.output.partitions import Partitions
-from eagle_ray.batch.output.schema import differing, lacking
-from eagle_ray.batch.path_checks import check_apart, check_not_own
-from eagle_ray.batch.ray_environment import prepare
+from eagle_ray.batch.output.schema import missing_columns, schema_differences
+from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.config import ConfigError, JobConfig
@@ -71,7 +71,7 @@ from eagle_ray.report.summary import summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json_object, write_json
-from eagle_ray.storage.retry_budget import outlasting_outages
+from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
@@ -85,7 +85,7 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> int:
     return run_to_end(config, retry_errors).outcome.code
 
 
-def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> Ending:
+def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> RunResult:
     """Run the job to its end and print its table. fail_on_row_errors: a job with error rows ends with ROW_ERRORS."""
     began = datetime.now(timezone.utc)
 
@@ -94,18 +94,18 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
         summary, output = run_to_completion(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             _show_errors(output, num_errors)
-        place, files = output.shown, "**/*.parquet" if config.output.partition_by else "*.parquet"
+        place, files = output.display_path, "**/*.parquet" if config.output.partition_by else "*.parquet"
         return f"{run_table(summary)}\nrows in {place}/{DATA}/{files}, these numbers in {place}/{SUMMARY}"
 
     ending = ending_of(work, config.logging.level)
     rows, errors = _counts(config, ending, began)
     if ending.outcome is DONE and fail_on_row_errors and errors:
-        ending = Ending(ROW_ERRORS, f"{errors} rows ended in errors (--fail-on-row-errors)")
+        ending = RunResult(ROW_ERRORS, f"{errors} rows ended in errors (--fail-on-row-errors)")
         print(f"eagle-ray: {ending.reason}", file=sys.stderr)
     return replace(ending, rows=rows, errors=errors)
 
 
-def _counts(config: JobConfig, ending: Ending, began: datetime) -> tuple[int | None, int | None]:
+def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int | None, int | None]:
     """Return rows and error rows of the output, if this run has counted them and they can be read at once."""
     with suppress(ConfigError, OSError):
         output = output_of(config)
@@ -123,11 +123,11 @@ def _show_errors(output: StoragePath, num_errors: int) -> None:
     """Log the first few error rows and where all of them are."""
     for row in itertools.islice(_error_rows(output / DATA), min(num_errors, ERRORS_SHOWN)):
         log.warning("error row %s: %s", row["request_id"], row["error_message"])
-    log.warning("all of them: the rows of %s/%s with status 'error'", output.shown, DATA)
+    log.warning("all of them: the rows of %s/%s with status 'error'", output.display_path, DATA)
 
 
 def _error_rows(data: StoragePath) -> Iterator[dict[str, str]]:
-    for table in tables(data, ["request_id", "status", "error_message"]):
+    for table in read_tables(data, ["request_id", "status", "error_message"]):
         yield from table.filter(pc.equal(table["status"], "error")).to_pylist()
 
 
@@ -136,24 +136,24 @@ def run_and_report(work: Callable[[], str], log_level: str) -> int:
     return ending_of(work, log_level).outcome.code
 
 
-def ending_of(work: Callable[[], str], log_level: str) -> Ending:
+def ending_of(work: Callable[[], str], log_level: str) -> RunResult:
     """Do the work and print its result. An error is logged in one line and becomes the ending."""
     configure_logging(log_level)
     try:
         with interruptible():
             result = work()
-    except STOPS as error:
+    except EXPECTED_ERRORS as error:
         log.error("eagle-ray: %s", _line_of(error))
-        return Ending.of(error)
+        return RunResult.of(error)
     except Exception as error:
         log.exception("eagle-ray: the job ended with an unknown error; please report it")
-        return Ending.of(error)
+        return RunResult.of(error)
     print(result)
-    return Ending(DONE)
+    return RunResult(DONE)
 
 
 def _line_of(error: BaseException) -> str:
-    outcome = Ending.of(error).outcome
+    outcome = RunResult.of(error).outcome
     if isinstance(error, ConfigError):
         return str(error)
     if outcome is INTERRUPTED:
@@ -175,18 +175,18 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
     """
     log.info("reading the input")
     output = output_of(config)
-    check_apart(config.input.path, output)
+    check_disjoint(config.input.path, output)
     plan = plan_input(config)
     check_not_empty(plan, config)
-    Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
-    check_not_own(plan.files, output)
+    Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
+    check_not_run_output(plan.files, output)
     asked = expected_rows_of(plan, config)
     plan = replace(plan, ids=EMPTY)  # 16 bytes a row that `asked` has too
     if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     with lock_output(output) as check_lock:
         run = replace(open_run(config, plan.files), check_lock=check_lock)
-        with record_outcome(run), outlasting_outages():
+        with record_outcome(run), extended_retries():
             check_unchanged(plan.files, {})  # a change since the scan
             remove_stale_files(run)
             if retry_errors:
@@ -200,7 +200,7 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
             run.check_current()  # checks take minutes: do not recreate a deleted output
             write_json(run.output / SUMMARY, summary, run.check_current)
             _check_error_rate(summary["total"], config.execution.max_error_rate)
-            (run.output / SUCCESS).write_whole(b"", run.check_current)
+            (run.output / SUCCESS).write_atomic(b"", run.check_current)
         if config.report.html:
             _report(run, summary)
     return summary
@@ -208,7 +208,7 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
 
 def _report(run: RunHandle, summary: dict[str, Any]) -> None:
     """Write the report of a finished run. A failure is logged only, because rows and summary are complete."""
-    place = (run.output / REPORT).shown
+    place = (run.output / REPORT).display_path
     run.check_current()
     try:
         write_report(run.output, summary)
@@ -234,7 +234,7 @@ def _check_input(plan: InputPlan, run: RunHandle) -> None:
 
 def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
     """Write ``report.html`` from a summary and the run's manifest."""
-    (output / REPORT).write_whole(page(summary, read_manifest(output)).encode())
+    (output / REPORT).write_atomic(page(summary, read_manifest(output)).encode())
 
 
 def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> None:
@@ -249,7 +249,7 @@ def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> 
 def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
     """Generate the rows of ids that no file holds yet."""
     done = OutputIndex.read(run.data).done(asked.samples_of)
-    check_origins(run, plan.files, asked.ids)
+    check_sources(run, plan.files, asked.ids)
     num_rows = asked.without(done).num_rows
     log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
     if num_rows == 0:
@@ -265,13 +265,13 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked:
 
 def _check_columns(plan: InputPlan, run: RunHandle) -> None:
     """Refuse an input whose columns differ from those in the files, because no reader could read both."""
-    there = columns_of(run.data)
-    if unread := plan.row_settings.intersection(lacking(there)):
+    there = stored_schema(run.data)
+    if unread := plan.row_settings.intersection(missing_columns(there)):
         raise OutputMismatch(
             f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
             "Choose another output.path, or --overwrite."
         )
-    if there.names and (columns := differing(there, as_stored(next_schema(run.data, plan.passthrough)))):
+    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.passthrough)))):
         raise OutputMismatch(
             f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: choose another "
             "output.path, or --overwrite"
@@ -280,7 +280,7 @@ def _check_columns(plan: InputPlan, run: RunHandle) -> None:
 
 def _join_cluster(config: JobConfig) -> None:
     log.info("getting Ray ready")
-    address = prepare(config.execution.ray_address)
+    address = prepare_ray_environment(config.execution.ray_address)
     from eagle_ray.batch.cluster import connect  # Ray takes seconds to import
 
     connect(address)
@@ -327,7 +327,7 @@ def summarize_run(run: RunHandle) -> dict[str, Any]:
     """Return the content of ``_summary.json`` for what the files hold now."""
     by = GROUP_BY if has_column(run.data, GROUP_BY) else None
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
-    read = partial(tables, run.data)
+    read = partial(read_tables, run.data)
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
     last_work = {"last_work": read_json_object(run.output / PROGRESS)}
     return facts | summary_json(summarise(read, by), by) | over_time | last_work

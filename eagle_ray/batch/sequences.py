@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from eagle_ray.batch.expected_rows import num_samples
-from eagle_ray.batch.input.row_location import place_of
+from eagle_ray.batch.input.row_location import location_text
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
@@ -22,54 +22,56 @@ from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.tokenizer import Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
-OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos", "logprobs")
-Row = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
+SAMPLING_COLUMNS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos", "logprobs")
+RequestRow = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
-def sequences_of(row: Row, config: JobConfig, text: Tokenizer | None, n: int | None = None) -> list[Sequence]:
+def sequences_of(
+    row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None, n: int | None = None
+) -> list[Sequence]:
     """The row's first n samples (None: all it asks for), in order. Raises RequestError where it cannot be answered.
 
     text: the target's tokenizer, or None where it has none; then only prompt_token_ids without `stop` can be answered.
     """
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
-    prompt_ids, stops = prompt_ids_of(row, text), stops_of(row, config)
+    prompt_ids, stops = prompt_ids_of(row, tokenizer), stop_strings(row, config)
     return [
         Sequence(
             request_id=f"{row['request_id']}/{j}",
             prompt_ids=prompt_ids,
-            sampling=_sampling(row, config, seed_of(row, config.seed, j)),
-            stop_check=_tokenizer(text, "stop").stop_check(stops) if stops else None,
+            sampling=_sampling_params(row, config, seed_of(row, config.seed, j)),
+            stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops) if stops else None,
         )
         for j in range(num_samples(row, config) if n is None else n)
     ]
 
 
-def message_of(row: Row, error: RequestError) -> str:
+def message_of(row: RequestRow, error: RequestError) -> str:
     """What is wrong with the row, behind its place, which the source already wrote where it found it."""
-    return str(error) if row["error_code"] else f"{place_of(row)}: {error}"
+    return str(error) if row["error_code"] else f"{location_text(row)}: {error}"
 
 
-def stops_of(row: Row, config: JobConfig) -> list[str]:
+def stop_strings(row: RequestRow, config: JobConfig) -> list[str]:
     return config.sampling.stop if row["stop"] is None else row["stop"]
 
 
-def prompt_ids_of(row: Row, text: Tokenizer | None) -> list[int]:
+def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
     if row["prompt_token_ids"] is not None:
         return row["prompt_token_ids"]
     if row["messages"] is not None:
-        return _tokenizer(text, "messages").encode_chat(json.loads(row["messages"]))
-    return _tokenizer(text, "prompt").encode(row["prompt"])
+        return _require_tokenizer(tokenizer, "messages").encode_chat(json.loads(row["messages"]))
+    return _require_tokenizer(tokenizer, "prompt").encode(row["prompt"])
 
 
-def prompt_text_of(row: Row, text: Tokenizer | None) -> str | None:
+def prompt_text_of(row: RequestRow, tokenizer: Tokenizer | None) -> str | None:
     """The prompt as the model saw it: messages through the chat template; None for a row of token ids."""
-    if row["messages"] is not None and text is not None:
-        return text.render_chat(json.loads(row["messages"]))
+    if row["messages"] is not None and tokenizer is not None:
+        return tokenizer.render_chat(json.loads(row["messages"]))
     return row["prompt"]
 
 
-def seed_of(row: Row, run_seed: int, sample_index: int) -> int:
+def seed_of(row: RequestRow, run_seed: int, sample_index: int) -> int:
     """The key of one sample's noise: the row's own seed, or one made from the run's seed and the row's id."""
     if row["seed"] is not None:
         return sample_seed(row["seed"], sample_index)
@@ -77,16 +79,16 @@ def seed_of(row: Row, run_seed: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _sampling(row: Row, config: JobConfig, seed: int) -> SamplingParams:
-    own = {name: row[name] for name in OWN_SAMPLING if row[name] is not None}
+def _sampling_params(row: RequestRow, config: JobConfig, seed: int) -> SamplingParams:
+    overrides = {name: row[name] for name in SAMPLING_COLUMNS if row[name] is not None}
     defaults = config.sampling.model_dump(include=set(SamplingParams.__dataclass_fields__))
     try:
-        return SamplingParams(**defaults | own, seed=seed)
+        return SamplingParams(**defaults | overrides, seed=seed)
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
 
 
-def _tokenizer(text: Tokenizer | None, column: str) -> Tokenizer:
-    if text is None:
+def _require_tokenizer(tokenizer: Tokenizer | None, column: str) -> Tokenizer:
+    if tokenizer is None:
         raise RequestError("no_tokenizer", f"the target has no tokenizer, so {column!r} cannot be used: give token ids")
-    return text
+    return tokenizer

@@ -21,9 +21,9 @@ from eagle_ray.batch.process_id import Process
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json_object
 
-INTERRUPTED = "KeyboardInterrupt"
-SILENT_AFTER = 6  # times logging.progress_every_s
-SHORTEST_SILENCE_S = 60.0  # loading a model takes as long
+INTERRUPTED_OUTCOME = "KeyboardInterrupt"
+SILENCE_INTERVALS = 6  # times logging.progress_every_s
+MIN_SILENCE_S = 60.0  # loading a model takes as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class RunStatus:
 
 def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     """Raises ConfigError where the directory holds no run, OutputDamaged where its record cannot be read."""
-    record = read_manifest(output)
-    if record is None:
+    manifest = read_manifest(output)
+    if manifest is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
-    last = record["attempts"][-1]
+    last = manifest["attempts"][-1]
     progress = read_json_object(output / PROGRESS)
-    if progress and (progress.get("run_id"), progress.get("attempt")) != (record["run_id"], last["attempt"]):
+    if progress and (progress.get("run_id"), progress.get("attempt")) != (manifest["run_id"], last["attempt"]):
         progress = None  # an earlier attempt's
-    word = (progress or {}).get("written_at") or last["started_at"]
-    quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(word)).total_seconds()
+    last_sign_at = (progress or {}).get("written_at") or last["started_at"]
+    quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(last_sign_at)).total_seconds()
     process = Process(**last["process"]) if isinstance(last.get("process"), dict) else None  # a number in older records
     is_done = (output / SUCCESS).exists()
-    patience = max(SHORTEST_SILENCE_S, SILENT_AFTER * record["config"]["logging"]["progress_every_s"])
+    max_quiet_s = max(MIN_SILENCE_S, SILENCE_INTERVALS * manifest["config"]["logging"]["progress_every_s"])
     return RunStatus(
         output=str(output),
-        run_id=record["run_id"],
-        state="done" if is_done else "stopped" if "outcome" in last else _alive(process, quiet_s, patience),
+        run_id=manifest["run_id"],
+        state="done" if is_done else "stopped" if "outcome" in last else _liveness(process, quiet_s, max_quiet_s),
         attempt=last["attempt"],
         started_at=last["started_at"],
         finished_at=last.get("finished_at"),
@@ -88,9 +88,9 @@ def status_text(status: RunStatus) -> str:
     head = f"run {status.run_id} in {status.output}: "
     again = "Run the same command again to resume."
     if status.state == "done":
-        return f"{head}done, {status.finished_at or 'just now'}{_counted(status.total)}"
+        return f"{head}done, {status.finished_at or 'just now'}{_totals_text(status.total)}"
     if status.state == "stopped":
-        why = _why(status.outcome)
+        why = _stop_reason(status.outcome)
         hint = "" if "same command" in why else f". {again}"
         lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {why}{hint}"]
     else:
@@ -107,22 +107,26 @@ def _progress_line(status: RunStatus) -> str:
     """Return what the attempt had done when it last wrote its progress, and for a live one how long ago that was."""
     if not status.progress:
         return "this attempt has recorded no progress yet"
-    said = " · ".join(format_progress(status.progress))
+    progress_text = " · ".join(format_progress(status.progress))
     ended = status.state == "stopped"
-    return f"its last progress: {said}" if ended else f"last sign of life {status.quiet_s:,.0f} s ago: {said}"
+    return (
+        f"its last progress: {progress_text}"
+        if ended
+        else f"last sign of life {status.quiet_s:,.0f} s ago: {progress_text}"
+    )
 
 
-def _alive(process: Process | None, quiet_s: float, patience_s: float) -> str:
+def _liveness(process: Process | None, quiet_s: float, max_quiet_s: float) -> str:
     if process is not None and process.is_gone():
         return "killed"
-    return "running" if quiet_s <= patience_s else "silent"
+    return "running" if quiet_s <= max_quiet_s else "silent"
 
 
-def _why(outcome: str | None) -> str:
-    return "interrupted" if outcome == INTERRUPTED else outcome or "no reason given"
+def _stop_reason(outcome: str | None) -> str:
+    return "interrupted" if outcome == INTERRUPTED_OUTCOME else outcome or "no reason given"
 
 
-def _counted(total: dict[str, Any] | None) -> str:
+def _totals_text(total: dict[str, Any] | None) -> str:
     if total is None:
         return ""
     return f"\n{total['rows']:,} rows, {total['errors']:,} errors, {total['output_tokens']:,} tokens"

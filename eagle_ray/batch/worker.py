@@ -21,8 +21,8 @@ import pyarrow as pa
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.output_rows import OutputRows
 from eagle_ray.batch.output.schema import output_schema, table_of
-from eagle_ray.batch.process_id import name_of
-from eagle_ray.batch.sequences import Row, sequences_of
+from eagle_ray.batch.process_id import process_name
+from eagle_ray.batch.sequences import RequestRow, sequences_of
 from eagle_ray.batch.timeout import with_timeout
 from eagle_ray.build import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
@@ -41,22 +41,22 @@ class Worker:
     """
 
     def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
-        pair = pair_of(config, threads)
-        self.worker_id = name_of(os.getpid())
-        self._config, self._text = config, pair.text
-        self._engine = AsyncEngine(pair.engine)
+        bundle = build_engine_bundle(config, threads)
+        self.worker_id = process_name(os.getpid())
+        self._config, self._tokenizer = config, bundle.text
+        self._engine = AsyncEngine(bundle.engine)
         self._schema = output_schema(passthrough)
-        constants = _constants(config, run, pair) | {"worker_id": self.worker_id}
+        constants = _constants(config, run, bundle) | {"worker_id": self.worker_id}
         names = [field.name for field in passthrough]
-        self._rows = OutputRows(config, pair.text, constants, names, time.time() - time.monotonic())
+        self._rows = OutputRows(config, bundle.text, constants, names, time.time() - time.monotonic())
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """A row for each sample of each request, in order. Raises EngineError once the engine is dead."""
-        asked = requests.to_pylist()
-        answers = await asyncio.gather(*(self._answer(request) for request in asked))
+        request_rows = requests.to_pylist()
+        answers = await asyncio.gather(*(self._answer(request) for request in request_rows))
         with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
             return table_of([row for rows in answers for row in rows], self._schema)
-        tables = [self._table(request, rows) for request, rows in zip(asked, answers, strict=True)]
+        tables = [self._table(request, rows) for request, rows in zip(request_rows, answers, strict=True)]
         return pa.concat_tables(tables).combine_chunks()
 
     def counters(self) -> EngineCounters:
@@ -65,17 +65,17 @@ class Worker:
     def close(self) -> None:
         self._engine.close()
 
-    async def _answer(self, request: Row) -> list[Row]:
+    async def _answer(self, request: RequestRow) -> list[RequestRow]:
         try:
             with _as_row_error(request):
-                sequences = sequences_of(request, self._config, self._text)
-            await self._finish(sequences)
+                sequences = sequences_of(request, self._config, self._tokenizer)
+            await self._generate(sequences)
             with _as_row_error(request):
                 return self._rows.of(request, sequences)
         except RequestError as error:
             return self._rows.of_error(request, error)
 
-    def _table(self, request: Row, rows: list[Row]) -> pa.Table:
+    def _table(self, request: RequestRow, rows: list[RequestRow]) -> pa.Table:
         """One request's rows; its error row where they do not fit the schema."""
         try:
             with _as_row_error(request):
@@ -83,7 +83,7 @@ class Worker:
         except RequestError as error:
             return table_of(self._rows.of_error(request, error), self._schema)
 
-    async def _finish(self, sequences: list[Sequence]) -> None:
+    async def _generate(self, sequences: list[Sequence]) -> None:
         """All samples of a row, or none: one that fails, or takes too long, ends the others."""
         limit = self._config.execution.row_timeout_s
         tasks = [asyncio.ensure_future(with_timeout(self._engine.generate(s), s, limit)) for s in sequences]
@@ -95,7 +95,7 @@ class Worker:
 
 
 @contextmanager
-def _as_row_error(request: Row) -> Iterator[None]:
+def _as_row_error(request: RequestRow) -> Iterator[None]:
     """What one row's own words bring about is that row's error, whatever it is.
 
     The one broad catch: tokenizers and templates run over any text, and a row must never end the job for the others.
@@ -109,19 +109,19 @@ def _as_row_error(request: Row) -> Iterator[None]:
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
-def pair_of(config: JobConfig, threads: int) -> EngineBundle:
+def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
     """Raises what build_in_thread raises."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
     return build_in_thread(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus, threads)
 
 
-def _constants(config: JobConfig, run: RunHandle, pair: EngineBundle) -> dict[str, Any]:
+def _constants(config: JobConfig, run: RunHandle, bundle: EngineBundle) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "attempt": run.attempt,
         "config_hash": run.config_hash,
-        "target_model": pair.target_name,
-        "draft_model": pair.draft_name,
+        "target_model": bundle.target_name,
+        "draft_model": bundle.draft_name,
         "method": config.speculative.method,
     }

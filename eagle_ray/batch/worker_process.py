@@ -31,14 +31,14 @@ import pyarrow as pa
 
 from eagle_ray.batch.ipc import Channel
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.process_id import name_of
+from eagle_ray.batch.process_id import process_name
 from eagle_ray.config import JobConfig
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.errors import EngineError
 
 log = logging.getLogger("eagle_ray")
 MODULE = "eagle_ray.batch.worker_subprocess"
-START = 0  # the number of the first question, which is for the worker itself; the others are tables
+STARTUP_REQUEST = 0  # the number of the first question, which is for the worker itself; the others are tables
 
 
 class ProcessEnded(EngineError):
@@ -54,7 +54,7 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerReply:
     """What the worker's process says to a question, beside the table.
 
     counters: the engine's at that moment; None where it is not ready, or dead.
@@ -68,7 +68,7 @@ class Answer:
     line: LogLine | None = None
 
 
-def log_here(line: LogLine) -> None:
+def log_locally(line: LogLine) -> None:
     """Log a line of the worker's process in this one."""
     log.log(line.level, line.text)
 
@@ -85,20 +85,20 @@ class WorkerProcess:
         run: RunHandle,
         passthrough: list[pa.Field],
         threads: int,
-        tell: Callable[[LogLine], None] = log_here,
+        on_log: Callable[[LogLine], None] = log_locally,
     ):
-        self._tell = tell
-        self._channel, theirs = Channel.pair()
-        self._process = _start(config.name, theirs)
-        self.worker_id = name_of(self._process.pid)
+        self._on_log = on_log
+        self._channel, child_end = Channel.pair()
+        self._process = _start(config.name, child_end)
+        self.worker_id = process_name(self._process.pid)
         self._counters: EngineCounters | None = None
-        self._numbers = itertools.count(START)
-        self._asked: dict[int, Future[pa.Table | None]] = {}
+        self._numbers = itertools.count(STARTUP_REQUEST)
+        self._pending: dict[int, Future[pa.Table | None]] = {}
         self._error: EngineError | None = None
-        self._alive = threading.Lock()  # held to note a question while the listener is sure to see it
+        self._lock = threading.Lock()  # held to note a question while the listener is sure to see it
         self._sender = ThreadPoolExecutor(1, "eagle-ray-sender")
         self._listener = threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True)
-        _, self._ready = self._new_question()
+        _, self._ready = self._register_request()
         self._listener.start()
         self._send((config, run, passthrough, threads))
 
@@ -108,9 +108,9 @@ class WorkerProcess:
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """As Worker.answer. Raises EngineError once the engine is dead, or its process."""
-        number, answered = self._new_question()
+        number, future = self._register_request()
         await asyncio.wrap_future(self._sender.submit(self._send, number, requests))
-        return await asyncio.wrap_future(answered)
+        return await asyncio.wrap_future(future)
 
     def counters(self) -> EngineCounters | None:
         """The engine's, as they were with the latest answer; None before it is ready."""
@@ -124,13 +124,13 @@ class WorkerProcess:
         self._sender.shutdown()
         self._channel.close()
 
-    def _new_question(self) -> tuple[int, Future[pa.Table | None]]:
-        with self._alive:
+    def _register_request(self) -> tuple[int, Future[pa.Table | None]]:
+        with self._lock:
             if self._error is not None:
                 raise self._error
-            number, answered = next(self._numbers), Future()
-            self._asked[number] = answered
-            return number, answered
+            number, future = next(self._numbers), Future()
+            self._pending[number] = future
+            return number, future
 
     def _send(self, message: object, table: pa.Table | None = None) -> None:
         with suppress(EOFError):  # the listener knows more
@@ -139,23 +139,23 @@ class WorkerProcess:
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(*self._channel.receive())
+                self._handle_reply(*self._channel.receive())
         except EOFError:
-            error: EngineError = ProcessEnded(f"the engine's process {_how_ended(self._process.wait())}")
+            error: EngineError = ProcessEnded(f"the engine's process {_describe_exit(self._process.wait())}")
         except Exception as fault:  # such as no memory for the table: nothing would ever be heard again
             error = EngineError(f"an answer was lost: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
-        with self._alive:
+        with self._lock:
             self._error = error
-        for answered in self._asked.values():
-            _settle(answered, None, error)
+        for future in self._pending.values():
+            _resolve(future, None, error)
 
-    def _hear(self, answer: Answer, table: pa.Table | None) -> None:
-        if answer.line is not None:
-            self._tell(answer.line)
+    def _handle_reply(self, reply: WorkerReply, table: pa.Table | None) -> None:
+        if reply.line is not None:
+            self._on_log(reply.line)
             return
-        self._counters = answer.counters or self._counters
-        _settle(self._asked.pop(answer.number), table, answer.error)
+        self._counters = reply.counters or self._counters
+        _resolve(self._pending.pop(reply.number), table, reply.error)
 
 
 def _start(name: str, channel: Channel) -> subprocess.Popen:
@@ -164,7 +164,7 @@ def _start(name: str, channel: Channel) -> subprocess.Popen:
     name: to be seen by ``ps``. It has its end of the channel to itself, so that the end of either process is the end
     of the channel.
     """
-    with _without_interrupts():
+    with _sigint_blocked():
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE, name, str(channel.fileno)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -176,7 +176,7 @@ def _start(name: str, channel: Channel) -> subprocess.Popen:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def _sigint_blocked() -> Iterator[None]:
     """Block Ctrl-C in processes started here, from their first moment on: the parent handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -185,14 +185,14 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _settle(answered: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
-    if not answered.set_running_or_notify_cancel():
+def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
+    if not future.set_running_or_notify_cancel():
         return  # no caller waits for it any more
     if error is not None:
-        answered.set_exception(error)
+        future.set_exception(error)
     else:
-        answered.set_result(table)
+        future.set_result(table)
 
 
-def _how_ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -24,22 +24,22 @@ import pyarrow as pa
 from eagle_ray.batch.error_classifier import WorkerError, classify_error
 from eagle_ray.batch.ipc import Channel
 from eagle_ray.batch.job_errors import WorkerDefect
-from eagle_ray.batch.worker_process import START, Answer, LogLine
+from eagle_ray.batch.worker_process import STARTUP_REQUEST, LogLine, WorkerReply
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import EngineError
 
 log = logging.getLogger("eagle_ray")
 
 
-class ToChannel(logging.Handler):
+class ChannelLogHandler(logging.Handler):
     """Send what is logged to the process that asks, whose user waits for this one to start."""
 
-    def __init__(self, say: Callable[[Answer], None]):
+    def __init__(self, send: Callable[[WorkerReply], None]):
         super().__init__(logging.INFO)
-        self._say = say
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._say(Answer(START, line=LogLine(record.levelno, record.getMessage())))
+        self._send(WorkerReply(STARTUP_REQUEST, line=LogLine(record.levelno, record.getMessage())))
 
 
 class WorkerSubprocess:
@@ -47,18 +47,18 @@ class WorkerSubprocess:
 
     def __init__(self, channel: Channel):
         self._channel, self._loop = channel, asyncio.new_event_loop()
-        self._sending = threading.Lock()  # lines are logged by any thread
+        self._send_lock = threading.Lock()  # lines are logged by any thread
 
     def run(self, make_worker: Callable[..., Any]) -> NoReturn:
         arguments, _ = self._channel.receive()
         threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True).start()
         try:
-            with self._log_in_channel():
+            with self._log_to_channel():
                 self._worker = make_worker(*arguments)
         except Exception as error:  # whatever it is, it is said in one line and not in a page of a traceback
-            self._say(Answer(START, error=_told(error)))
+            self._send(WorkerReply(STARTUP_REQUEST, error=_portable_error(error)))
             os._exit(1)
-        self._say(Answer(START, self._worker.counters()))
+        self._send(WorkerReply(STARTUP_REQUEST, self._worker.counters()))
         self._loop.run_forever()
 
     def _listen(self) -> NoReturn:
@@ -75,25 +75,25 @@ class WorkerSubprocess:
     async def _answer(self, number: int, requests: pa.Table) -> None:
         try:
             answers = await self._worker.answer(requests)
-            self._say(Answer(number, self._worker.counters()), answers)
+            self._send(WorkerReply(number, self._worker.counters()), answers)
         except EngineError as error:
-            self._say(Answer(number, error=_told(error)))
+            self._send(WorkerReply(number, error=_portable_error(error)))
         except Exception as error:  # a bug: it ends the job
             log.exception("a batch cannot be answered")
-            self._say(Answer(number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")))
+            self._send(WorkerReply(number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")))
 
     @contextmanager
-    def _log_in_channel(self) -> Iterator[None]:
-        handler = ToChannel(self._say)
+    def _log_to_channel(self) -> Iterator[None]:
+        handler = ChannelLogHandler(self._send)
         log.addHandler(handler)
         try:
             yield
         finally:
             log.removeHandler(handler)
 
-    def _say(self, answer: Answer, table: pa.Table | None = None) -> None:
-        with suppress(EOFError), self._sending:  # the listener sees it too
-            self._channel.send(answer, table)
+    def _send(self, reply: WorkerReply, table: pa.Table | None = None) -> None:
+        with suppress(EOFError), self._send_lock:  # the listener sees it too
+            self._channel.send(reply, table)
 
 
 def main(make_worker: Callable[..., Any]) -> NoReturn:
@@ -104,16 +104,16 @@ def main(make_worker: Callable[..., Any]) -> NoReturn:
     WorkerSubprocess(Channel.inherited(int(sys.argv[-1]))).run(make_worker)
 
 
-def _worker(*arguments: Any) -> Any:
+def _make_worker(*arguments: Any) -> Any:
     from eagle_ray.batch.worker import Worker  # imports torch and transformers; errors are reported from here on
 
     return Worker(*arguments)
 
 
-def _told(error: Exception) -> Exception:
+def _portable_error(error: Exception) -> Exception:
     """As a process without torch can read it."""
     return ConfigError(str(error)) if isinstance(error, ConfigError) else WorkerError(classify_error(error))
 
 
 if __name__ == "__main__":
-    main(_worker)
+    main(_make_worker)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from eagle_ray.batch.output.manifest import DATA, REPORT, SUMMARY
-from eagle_ray.batch.output.part_files import tables
+from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.batch.run import GROUP_BY, log, run_and_report, run_to_completion, write_report
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.report.comparison import compare
@@ -60,11 +60,11 @@ def run_demo(output: StoragePath) -> int:
 def _demo(output: StoragePath) -> str:
     started = time.monotonic()
     baseline = output / "baseline"
-    log.info("EAGLE-2 decoding into %s", output.shown)
+    log.info("EAGLE-2 decoding into %s", output.display_path)
     run_to_completion(demo_config(output, "eagle2"))
-    log.info("plain decoding into %s", baseline.shown)
+    log.info("plain decoding into %s", baseline.display_path)
     run_to_completion(demo_config(baseline, "none"))
-    comparison = compare(partial(tables, output / DATA), partial(tables, baseline / DATA), GROUP_BY).as_json()
+    comparison = compare(partial(read_tables, output / DATA), partial(read_tables, baseline / DATA), GROUP_BY).as_json()
     summary = read_json(output / SUMMARY) | {"baseline": comparison}
     write_json(output / SUMMARY, summary)
     write_report(output, summary)
@@ -87,7 +87,7 @@ def _identity(comparison: dict[str, Any]) -> str:
 def _completions(output: StoragePath) -> list[str]:
     """One completion of each category in SHOWN, so that there is text to look at."""
     columns = [GROUP_BY, "request_id", "status", "prompt", "text"]
-    rows = [row for table in tables(output / DATA, columns) for row in table.to_pylist()]
+    rows = [row for table in read_tables(output / DATA, columns) for row in table.to_pylist()]
     first = {row[GROUP_BY]: row for row in sorted(rows, key=lambda row: row["request_id"], reverse=True)}
     shown = [first[category] for category in SHOWN if category in first and first[category]["status"] == "ok"]
     return [f"--- {row[GROUP_BY]}: {row['request_id']}\n{_cut(row['prompt'])}{_cut(row['text'])}" for row in shown]
@@ -98,7 +98,7 @@ def _cut(text: str) -> str:
 
 
 def _where(output: StoragePath) -> str:
-    here = output.shown
+    here = output.display_path
     files = f"{here}/data/*.parquet"
     return (
         f"rows: {files} (plain decoding: {here}/baseline/data), numbers: {here}/{SUMMARY}\n"

@@ -23,7 +23,7 @@ import pyarrow as pa
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.manifest import DATA, SUCCESS, SUMMARY
 from eagle_ray.batch.output.output_index import OutputIndex
-from eagle_ray.batch.output.part_files import columns_of, tables
+from eagle_ray.batch.output.part_files import read_tables, stored_schema
 from eagle_ray.cli.report_run import record_of
 from eagle_ray.config import ConfigError
 from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
@@ -67,7 +67,7 @@ def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite
     """Raises ConfigError where the target holds something that would be lost."""
     try:
         place = StoragePath.of(target)
-        if place.below(run) is not None or str(place) in record["inputs"]:
+        if place.relative_to(run) is not None or str(place) in record["inputs"]:
             raise ConfigError(f"-o: {target} belongs to the run, which export never changes: name another file")
         if not overwrite and place.exists():
             raise ConfigError(f"-o: {target} is there already: name another file, or --overwrite")
@@ -77,21 +77,21 @@ def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite
 
 def _write(target: str, lines: Iterable[str]) -> None:
     try:
-        StoragePath.of(target).write_whole("".join(lines).encode())
+        StoragePath.of(target).write_atomic("".join(lines).encode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"-o: cannot write {target}: {error}") from None
 
 
 def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
     spell = _spelling(model)
-    there = columns_of(data).names
+    there = stored_schema(data).names
     for rows in _requests(data, [name for name in COLUMNS if name in there]):
         yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
 
 
 def _csv_lines(data: StoragePath) -> Iterator[str]:
     """A header, then a record for each row; null is an empty value."""
-    columns = columns_of(data).names
+    columns = stored_schema(data).names
     yield _csv_line(columns)
     for rows in _requests(data, columns):
         yield from (_csv_line(map(_cell, row.values())) for row in rows)
@@ -114,7 +114,7 @@ def _cell(value: Any) -> str:
 def _requests(data: StoragePath, columns: list[str]) -> Iterator[list[Row]]:
     """The samples of one request after the other; a second copy, as a killed run may leave it, is left out."""
     seen: set[str] = set()
-    for table in tables(data, columns):
+    for table in read_tables(data, columns):
         for request_id, rows in groupby(_rows(table), key=lambda row: row["request_id"]):
             if request_id not in seen:
                 yield list(rows)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from eagle_ray import __version__
-from eagle_ray.batch.job_errors import INTERRUPTED, STOPS, TRANSIENT, outcome_of
+from eagle_ray.batch.job_errors import EXPECTED_ERRORS, INTERRUPTED, TRANSIENT, outcome_of
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         return _end_quietly()
-    except STOPS as error:
+    except EXPECTED_ERRORS as error:
         outcome = outcome_of(error)
         print(f"eagle-ray: {'interrupted' if outcome is INTERRUPTED else error}", file=sys.stderr)
         return outcome.code

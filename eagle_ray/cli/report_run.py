@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.manifest import DATA, REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
-from eagle_ray.batch.output.part_files import has_column, tables
+from eagle_ray.batch.output.part_files import has_column, read_tables
 from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
 from eagle_ray.config import ConfigError
 from eagle_ray.report.side_by_side import side_by_side
@@ -36,7 +36,7 @@ def review(output: StoragePath) -> str:
     A report that cannot be written, as on a read-only file system, is mentioned below the table.
     """
     numbers = load_summary(output)
-    place = (output / REPORT).shown
+    place = (output / REPORT).display_path
     try:
         write_report(output, numbers)
     except OSError as error:
@@ -64,7 +64,7 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
     records = [record_of(run) for run in (run_a, run_b)]
     try:
         by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
-        numbers = side_by_side(partial(tables, run_a / DATA), partial(tables, run_b / DATA), by).as_json()
+        numbers = side_by_side(partial(read_tables, run_a / DATA), partial(read_tables, run_b / DATA), by).as_json()
     except ValueError as error:
         raise ConfigError(f"{run_a}, {run_b}: {error}") from error
     if not numbers["rows"]["both"]:

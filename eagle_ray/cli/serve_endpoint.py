@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import LOCAL, prepare
+from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.batch.run import configure_logging
 from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.serve.keys import ApiKeys, read_keys
@@ -41,7 +41,7 @@ def run_endpoint(config: ServeConfig) -> int:
     from eagle_ray.build import check_models  # torch, seconds
 
     check_models(config.model, config.speculative)
-    address = prepare(serving.ray_address)
+    address = prepare_ray_environment(serving.ray_address)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     log.info("getting Ray ready")

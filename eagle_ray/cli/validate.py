@@ -19,7 +19,7 @@ from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.manifest import DATA, check_no_foreign_data, output_of, read_manifest, wrap_os_errors
 from eagle_ray.batch.output.output_index import OutputIndex, own_files
 from eagle_ray.batch.output.partitions import Partitions
-from eagle_ray.batch.path_checks import check_apart, check_not_own
+from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
@@ -56,11 +56,11 @@ class CheckedRow:
 
 def validate(config: JobConfig) -> str:
     """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
-    check_apart(config.input.path, output_of(config))
+    check_disjoint(config.input.path, output_of(config))
     plan = plan_input(config)
     check_not_empty(plan, config)
-    Partitions.of(config.output.partition_by, plan.carried).check_values(requests_of(plan))
-    check_not_own(plan.files, output_of(config))
+    Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
+    check_not_run_output(plan.files, output_of(config))
     unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
         check_models(config.model, config.speculative)

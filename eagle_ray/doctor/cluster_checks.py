@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import LOCAL, prepare
+from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.doctor.check_result import Finding, counted
 from eagle_ray.doctor.system import num_cores
@@ -37,7 +37,7 @@ class Workers:
 
 def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers | None]:
     """None where the job would not start. device: model.device."""
-    address = prepare(execution.ray_address)
+    address = prepare_ray_environment(execution.ray_address)
     try:
         nodes = _here() if address == LOCAL else _there(address)
         found = _planned(execution, device, nodes, address == LOCAL)

@@ -22,7 +22,7 @@ from eagle_ray.storage.file_version import FileVersion
 from eagle_ray.storage.storage_errors import DISK_FULL
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
-BeforePublish = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
+Precondition = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
 
 
 def is_file(path: str) -> bool:
@@ -38,7 +38,7 @@ def stat(path: str) -> FileVersion:
     return FileVersion(found.st_size, found.st_mtime_ns)
 
 
-def read_stamped(path: str) -> tuple[bytes, FileVersion]:
+def read_with_version(path: str) -> tuple[bytes, FileVersion]:
     """The bytes, and the stamp of the very file that held them."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
@@ -49,13 +49,13 @@ def open_file(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
-def files_in(directory: str) -> dict[str, FileVersion]:
+def list_files(directory: str) -> dict[str, FileVersion]:
     """Every file below a directory, linked directories left out."""
-    names = [os.path.join(place, name) for place, _, names in os.walk(directory) for name in names]
+    names = [os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names]
     return {name: stat(name) for name in names if is_file(name)}
 
 
-def names_in(directory: str) -> list[str]:
+def list_names(directory: str) -> list[str]:
     return sorted(os.listdir(directory))
 
 
@@ -65,26 +65,26 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     return {path: stat(path) for path in paths if is_file(path)}
 
 
-def write_whole(path: str, data: bytes, before_publish: BeforePublish) -> FileVersion:
+def write_atomic(path: str, data: bytes, precondition: Precondition) -> FileVersion:
     """Replace path by data in one step, its directory made where it is missing."""
-    return _publish(path, data, before_publish, os.replace)
+    return _publish(path, data, precondition, os.replace)
 
 
-def create(path: str, data: bytes, before_publish: BeforePublish) -> FileVersion | None:
+def create(path: str, data: bytes, precondition: Precondition) -> FileVersion | None:
     """The same, or None where there is a file already: it stays as it is."""
     try:
-        return _publish(path, data, before_publish, _link)
+        return _publish(path, data, precondition, _link)
     except FileExistsError:
         if not os.path.lexists(path):  # it was the directory: a file has its name
             raise
         return None
 
 
-def replace(path: str, data: bytes, version: int | str, before_publish: BeforePublish) -> FileVersion | None:
+def replace(path: str, data: bytes, version: int | str, precondition: Precondition) -> FileVersion | None:
     """The same, or None where the file is not of this version. Look and rename are two steps: hold the lock."""
     with suppress(FileNotFoundError):
         if stat(path).version == version:
-            return write_whole(path, data, before_publish)
+            return write_atomic(path, data, precondition)
     return None
 
 
@@ -102,10 +102,10 @@ def make_directory(path: str) -> None:
 
 def remove_temporary(directory: str) -> None:
     """Delete what a killed writer left half-written, here and below."""
-    for place, _, names in os.walk(directory):
+    for parent, _, names in os.walk(directory):
         for name in names:
             if TEMPORARY.fullmatch(name):
-                remove(os.path.join(place, name), missing_ok=True)
+                remove(os.path.join(parent, name), missing_ok=True)
 
 
 def check_writable(directory: str) -> None:
@@ -118,22 +118,20 @@ def check_writable(directory: str) -> None:
         raise OSError(error.errno, error.strerror, directory) from None
 
 
-def _publish(
-    path: str, data: bytes, before_publish: BeforePublish, give_name: Callable[[str, str], None]
-) -> FileVersion:
+def _publish(path: str, data: bytes, precondition: Precondition, rename: Callable[[str, str], None]) -> FileVersion:
     directory, name = os.path.split(path)
     make_directory(directory)
     temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")
     try:
         _write_synced(temp, data, path)
-        stamp = stat(temp)
-        if before_publish is not None:
-            before_publish()
-        give_name(temp, path)
+        version = stat(temp)
+        if precondition is not None:
+            precondition()
+        rename(temp, path)
     finally:
         remove(temp, missing_ok=True)
     _sync_directory(directory)
-    return stamp
+    return version
 
 
 def _write_synced(temp: str, data: bytes, path: str) -> None:

@@ -23,14 +23,14 @@ import pyarrow.parquet as pq
 
 from eagle_ray.storage import local
 from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.storage_errors import NoAnswer, NotFound, StorageError
+from eagle_ray.storage.storage_errors import NotFound, StorageError, StorageTimeout
 
 __all__ = [
     "FileVersion",
-    "NoAnswer",
     "NotFound",
     "StorageError",
     "StoragePath",
+    "StorageTimeout",
     "json_bytes",
     "parquet_bytes",
     "read_json",
@@ -38,7 +38,7 @@ __all__ = [
     "write_json",
 ]
 
-BeforePublish = Callable[[], None] | None
+Precondition = Callable[[], None] | None
 SCHEME = "s3://"
 
 
@@ -82,7 +82,7 @@ class StoragePath:
             return StoragePath(os.path.dirname(self.text))
         return StoragePath(self.text.rpartition("/")[0]) if "/" in self.text.removeprefix(SCHEME) else self
 
-    def below(self, directory: StoragePath) -> str | None:
+    def relative_to(self, directory: StoragePath) -> str | None:
         """Its path below a directory, "" for the directory itself, None where it is elsewhere. Follows local links."""
         here, there = (os.path.realpath(x.text) if x.is_local else x.text for x in (self, directory))
         if here == there:
@@ -91,9 +91,9 @@ class StoragePath:
         return here.removeprefix(start) if here.startswith(start) else None
 
     @property
-    def shown(self) -> str:
+    def display_path(self) -> str:
         """For a person: relative to the working directory where it stands beneath it."""
-        return self.below(StoragePath.of(os.curdir)) or self.text
+        return self.relative_to(StoragePath.of(os.curdir)) or self.text
 
     def exists(self) -> bool:
         """Whether it is a file."""
@@ -109,11 +109,11 @@ class StoragePath:
 
     def read_bytes(self) -> bytes:
         """Raises FileNotFoundError."""
-        return self.read_stamped()[0]
+        return self.read_with_version()[0]
 
-    def read_stamped(self) -> tuple[bytes, FileVersion]:
+    def read_with_version(self) -> tuple[bytes, FileVersion]:
         """The bytes, and the stamp of the very file that held them. Raises FileNotFoundError."""
-        return self._store.read_stamped(self.text)
+        return self._store.read_with_version(self.text)
 
     def open(self) -> BinaryIO:
         """A seekable binary file to read from; large files are read in parts. Raises FileNotFoundError."""
@@ -121,29 +121,29 @@ class StoragePath:
 
     def glob(self, pattern: str) -> list[StoragePath]:
         """The files below that match, sorted."""
-        return list(self.stamps(pattern))
+        return list(self.list_versions(pattern))
 
-    def stamps(self, pattern: str | None = None) -> dict[StoragePath, FileVersion]:
+    def list_versions(self, pattern: str | None = None) -> dict[StoragePath, FileVersion]:
         """The files below that match, or all of them, sorted, each with its stamp."""
         store = self._store
-        found = store.files_in(self.text) if pattern is None else store.glob(self.text, pattern)
+        found = store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
         return {StoragePath(text): found[text] for text in sorted(found)}
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """What stands directly in this directory, files and directories."""
-        return self._store.names_in(self.text)
+        return self._store.list_names(self.text)
 
-    def write_whole(self, data: bytes, before_publish: BeforePublish = None) -> FileVersion:
-        """Replace the file in one step. before_publish: the last look; what it raises leaves everything as it was."""
-        return self._store.write_whole(self.text, data, before_publish)
+    def write_atomic(self, data: bytes, precondition: Precondition = None) -> FileVersion:
+        """Replace the file in one step. precondition: the last look; what it raises leaves everything as it was."""
+        return self._store.write_atomic(self.text, data, precondition)
 
-    def create(self, data: bytes, before_publish: BeforePublish = None) -> FileVersion | None:
+    def create(self, data: bytes, precondition: Precondition = None) -> FileVersion | None:
         """Write the file where there is none, in one step; None where there is one."""
-        return self._store.create(self.text, data, before_publish)
+        return self._store.create(self.text, data, precondition)
 
-    def replace(self, data: bytes, version: int | str, before_publish: BeforePublish = None) -> FileVersion | None:
+    def replace(self, data: bytes, version: int | str, precondition: Precondition = None) -> FileVersion | None:
         """Replace the file where it is still of this version (a Stamp's); None where it is not."""
-        return self._store.replace(self.text, data, version, before_publish)
+        return self._store.replace(self.text, data, version, precondition)
 
     def remove(self, missing_ok: bool = True) -> None:
         self._store.remove(self.text, missing_ok)
@@ -176,8 +176,8 @@ def parquet_bytes(table: pa.Table, compression: str) -> bytes:
     return buffer.getvalue().to_pybytes()
 
 
-def write_json(file: StoragePath, value: Any, before_publish: BeforePublish = None) -> None:
-    file.write_whole(json_bytes(value), before_publish)
+def write_json(file: StoragePath, value: Any, precondition: Precondition = None) -> None:
+    file.write_atomic(json_bytes(value), precondition)
 
 
 def json_bytes(value: Any) -> bytes:

@@ -3,7 +3,7 @@
 A report should fail within seconds if the storage is away. A job that has run for hours should
 outlast a server that is away for a minute.
 
-    >>> with outlasting_outages():
+    >>> with extended_retries():
     ...     file.create(data)
 """
 
@@ -13,15 +13,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LONGER_WAITS_S = (16.0, 30.0, 30.0)  # between further tries: with the shorter waits before them, a minute and a half
+EXTENDED_WAITS_S = (16.0, 30.0, 30.0)  # between further tries: with the shorter waits before them, a minute and a half
 
 _lock = threading.Lock()
-_num_patient = 0
+_num_extended = 0
 _this_thread = threading.local()
 
 
 @contextmanager
-def outlasting_outages() -> Iterator[None]:
+def extended_retries() -> Iterator[None]:
     """While it is open, every request of this process is tried longer, but for those of threads that hurry."""
     _add(1)
     try:
@@ -30,17 +30,17 @@ def outlasting_outages() -> Iterator[None]:
         _add(-1)
 
 
-def hurry() -> None:
+def disable_extended_retries() -> None:
     """Never try this thread's requests longer: it makes new ones all the time, and the latest matters."""
     _this_thread.hurries = True
 
 
-def longer_waits() -> tuple[float, ...]:
+def extended_waits() -> tuple[float, ...]:
     """Return the waits that follow the ordinary ones now."""
-    return LONGER_WAITS_S if _num_patient > 0 and not hasattr(_this_thread, "hurries") else ()
+    return EXTENDED_WAITS_S if _num_extended > 0 and not hasattr(_this_thread, "hurries") else ()
 
 
 def _add(number: int) -> None:
-    global _num_patient
+    global _num_extended
     with _lock:
-        _num_patient += number
+        _num_extended += number

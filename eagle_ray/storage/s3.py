@@ -28,25 +28,32 @@ from s3fs import S3FileSystem
 
 from eagle_ray.storage.file_version import FileVersion
 from eagle_ray.storage.glob_match import glob_matches
-from eagle_ray.storage.retry_budget import longer_waits
+from eagle_ray.storage.retry_budget import extended_waits
 from eagle_ray.storage.storage_errors import (
-    Changed,
     ConditionFailed,
-    NoAnswer,
     NotAllowed,
     NotFound,
     NotSupported,
+    ObjectChanged,
     StorageError,
+    StorageTimeout,
 )
 
 SCHEME = "s3://"
 CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
-SLOWEST = 32 << 10  # bytes per second, below which a transfer is given up
+MIN_BYTES_PER_S = 32 << 10  # bytes per second, below which a transfer is given up
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between the tries, of which there is one more
-MAY_PASS = {"InternalError", "SlowDown", "RequestTimeout", "Throttling", "ServiceUnavailable", "OperationAborted"}
-LATE = (boto.ReadTimeoutError, boto.ConnectTimeoutError, asyncio.TimeoutError, TimeoutError)
-BROKEN = (
-    *LATE,
+RETRYABLE_CODES = {
+    "InternalError",
+    "SlowDown",
+    "RequestTimeout",
+    "Throttling",
+    "ServiceUnavailable",
+    "OperationAborted",
+}
+TIMEOUT_ERRORS = (boto.ReadTimeoutError, boto.ConnectTimeoutError, asyncio.TimeoutError, TimeoutError)
+RETRYABLE_ERRORS = (
+    *TIMEOUT_ERRORS,
     boto.HTTPClientError,
     boto.ConnectionError,
     boto.IncompleteReadError,
@@ -54,12 +61,12 @@ BROKEN = (
     ConnectionError,
     ResponseParserError,
 )
-FAILURES = (*BROKEN, boto.ClientError, boto.BotoCoreError)
-PAGE = 1000  # names in one answer to a listing
-SMALL = 1 << 20  # an object of this size is read at once
-LEAST_AHEAD, MOST_AHEAD = 64 << 10, 8 << 20
+REQUEST_ERRORS = (*RETRYABLE_ERRORS, boto.ClientError, boto.BotoCoreError)
+PAGE_SIZE = 1000  # names in one answer to a listing
+SMALL_OBJECT_BYTES = 1 << 20  # an object of this size is read at once
+MIN_READAHEAD_BYTES, MAX_READAHEAD_BYTES = 64 << 10, 8 << 20
 
-BeforePublish = Callable[[], None] | None  # the last look before each try: what it raises leaves everything as it was
+Precondition = Callable[[], None] | None  # the last look before each try: what it raises leaves everything as it was
 
 
 def is_file(url: str) -> bool:
@@ -76,30 +83,30 @@ def is_directory(url: str) -> bool:
 
 
 def stat(url: str) -> FileVersion:
-    bucket, key = split(url)
+    bucket, key = split_url(url)
     if not key:
         raise NotFound(f"{url}: a bucket is no file")
     found = _request(url, "head_object", Bucket=bucket, Key=key)
     return FileVersion(found["ContentLength"], found["ETag"])
 
 
-def read_stamped(url: str, size: int = SMALL) -> tuple[bytes, FileVersion]:
+def read_with_version(url: str, size: int = SMALL_OBJECT_BYTES) -> tuple[bytes, FileVersion]:
     """The bytes, and the stamp of the very object that held them. size: of bytes, for which there is time."""
-    bucket, key = split(url)
+    bucket, key = split_url(url)
     found = _request(url, "get_object", size, Bucket=bucket, Key=key)
     return found["Body"], FileVersion(len(found["Body"]), found["ETag"])
 
 
 def open_file(url: str) -> BinaryIO:
     """Read by ranges, as much ahead as it is read in order; never the whole of a large object."""
-    return io.BufferedReader(RangeFile(url, stat(url)), LEAST_AHEAD)
+    return io.BufferedReader(RangeFile(url, stat(url)), MIN_READAHEAD_BYTES)
 
 
-def files_in(directory: str) -> dict[str, FileVersion]:
-    return dict(_listed(directory, ""))
+def list_files(directory: str) -> dict[str, FileVersion]:
+    return dict(_list_objects(directory, ""))
 
 
-def names_in(directory: str) -> list[str]:
+def list_names(directory: str) -> list[str]:
     """Of a thousand at most."""
     bucket, prefix = _prefix(directory)
     page = _request(directory, "list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/")
@@ -110,28 +117,30 @@ def names_in(directory: str) -> list[str]:
 def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     parts, start = pattern.split("/"), len(directory) + 1
     literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
-    return {url: stamp for url, stamp in _listed(directory, literal) if glob_matches(parts, url[start:].split("/"))}
+    return {
+        url: stamp for url, stamp in _list_objects(directory, literal) if glob_matches(parts, url[start:].split("/"))
+    }
 
 
-def write_whole(url: str, data: bytes, before_publish: BeforePublish) -> FileVersion:
+def write_atomic(url: str, data: bytes, precondition: Precondition) -> FileVersion:
     """Replace the object by data in one PUT."""
-    return _put(url, data, before_publish)
+    return _put(url, data, precondition)
 
 
-def create(url: str, data: bytes, before_publish: BeforePublish) -> FileVersion | None:
+def create(url: str, data: bytes, precondition: Precondition) -> FileVersion | None:
     """The same, or None where there is an object already: it stays as it is."""
-    return _put_where(url, data, before_publish, IfNoneMatch="*")
+    return _put_if(url, data, precondition, IfNoneMatch="*")
 
 
-def replace(url: str, data: bytes, version: int | str, before_publish: BeforePublish) -> FileVersion | None:
+def replace(url: str, data: bytes, version: int | str, precondition: Precondition) -> FileVersion | None:
     """The same, or None where the object is not of this version."""
-    return _put_where(url, data, before_publish, IfMatch=version)
+    return _put_if(url, data, precondition, IfMatch=version)
 
 
 def remove(url: str, missing_ok: bool) -> None:
     if not missing_ok:
         stat(url)  # S3 deletes what is not there
-    bucket, key = split(url)
+    bucket, key = split_url(url)
     _request(url, "delete_object", Bucket=bucket, Key=key)
 
 
@@ -147,7 +156,7 @@ def check_writable(directory: str) -> None:
     """Raises OSError where nothing can be written, or what is there is not left by a create. Leaves nothing behind."""
     probe = f"{directory}/.probe-{uuid4().hex[:12]}"
     create(probe, b"first", None)
-    kept = create(probe, b"second", None) is None and read_stamped(probe)[0] == b"first"
+    kept = create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
     remove(probe, missing_ok=True)
     if not kept:
         raise NotSupported(
@@ -159,9 +168,9 @@ def check_writable(directory: str) -> None:
 class RangeFile(io.RawIOBase):
     """An object as a seekable file; raises Changed where it was replaced since it was opened."""
 
-    def __init__(self, url: str, stamp: FileVersion):
-        self._url, self._stamp = url, stamp
-        self._position, self._start, self._chunk, self._ahead = 0, 0, b"", LEAST_AHEAD
+    def __init__(self, url: str, version: FileVersion):
+        self._url, self._version = url, version
+        self._position, self._start, self._chunk, self._readahead = 0, 0, b"", MIN_READAHEAD_BYTES
 
     def readable(self) -> bool:
         return True
@@ -173,11 +182,11 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._stamp.size}[whence]
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._version.size}[whence]
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:
-        wanted = min(len(buffer), self._stamp.size - self._position)
+        wanted = min(len(buffer), self._version.size - self._position)
         if wanted <= 0:
             return 0
         if not self._start <= self._position < self._start + len(self._chunk):
@@ -190,91 +199,93 @@ class RangeFile(io.RawIOBase):
 
     def _fetch(self, wanted: int) -> None:
         in_order = self._position == self._start + len(self._chunk)
-        self._ahead = min(2 * self._ahead, MOST_AHEAD) if in_order else LEAST_AHEAD
-        start, stop = self._position, min(self._stamp.size, self._position + max(wanted, self._ahead))
-        if self._stamp.size <= SMALL:
-            start, stop = 0, self._stamp.size
+        self._readahead = min(2 * self._readahead, MAX_READAHEAD_BYTES) if in_order else MIN_READAHEAD_BYTES
+        start, stop = self._position, min(self._version.size, self._position + max(wanted, self._readahead))
+        if self._version.size <= SMALL_OBJECT_BYTES:
+            start, stop = 0, self._version.size
         self._chunk = self._get(start, stop)
         self._start = start
 
     def _get(self, start: int, stop: int) -> bytes:
-        bucket, key = split(self._url)
-        span = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": self._stamp.version}
+        bucket, key = split_url(self._url)
+        span = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": self._version.version}
         try:
             return _request(self._url, "get_object", stop - start, Bucket=bucket, Key=key, **span)["Body"]
         except ConditionFailed as error:
-            raise Changed(f"{self._url} changed while it was read: run the job again") from error
+            raise ObjectChanged(f"{self._url} changed while it was read: run the job again") from error
 
 
-def split(url: str) -> tuple[str, str]:
+def split_url(url: str) -> tuple[str, str]:
     """Bucket and key; the key of a bucket itself is empty."""
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     return bucket, key
 
 
 def _prefix(directory: str) -> tuple[str, str]:
-    bucket, key = split(directory)
+    bucket, key = split_url(directory)
     return bucket, f"{key}/" if key else ""
 
 
-def _listed(directory: str, start: str) -> Iterator[tuple[str, FileVersion]]:
+def _list_objects(directory: str, start: str) -> Iterator[tuple[str, FileVersion]]:
     """Every object below the directory whose name begins with start, in the order of names."""
     bucket, prefix = _prefix(directory)
-    wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE}
-    while wanted:
-        page = _request(directory, "list_objects_v2", **wanted)
+    arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE_SIZE}
+    while arguments:
+        page = _request(directory, "list_objects_v2", **arguments)
         for found in page.get("Contents", ()):
             if not found["Key"].endswith("/"):  # what consoles make for an empty directory
                 yield f"{SCHEME}{bucket}/{found['Key']}", FileVersion(found["Size"], found["ETag"])
         token = page.get("NextContinuationToken")
-        wanted = wanted | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
+        arguments = arguments | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
 
 
-def _put(url: str, data: bytes, before: BeforePublish, **condition: Any) -> FileVersion:
-    bucket, key = split(url)
-    answer = _request(url, "put_object", len(data), before, Bucket=bucket, Key=key, Body=data, **condition)
-    return FileVersion(len(data), answer["ETag"])
+def _put(url: str, data: bytes, precondition: Precondition, **condition: Any) -> FileVersion:
+    bucket, key = split_url(url)
+    response = _request(url, "put_object", len(data), precondition, Bucket=bucket, Key=key, Body=data, **condition)
+    return FileVersion(len(data), response["ETag"])
 
 
-def _put_where(url: str, data: bytes, before: BeforePublish, **condition: Any) -> FileVersion | None:
+def _put_if(url: str, data: bytes, precondition: Precondition, **condition: Any) -> FileVersion | None:
     try:
-        return _put(url, data, before, **condition)
+        return _put(url, data, precondition, **condition)
     except (ConditionFailed, NotFound):
-        return _own_earlier_try(url, data)
+        return _match_earlier_put(url, data)
 
 
-def _own_earlier_try(url: str, data: bytes) -> FileVersion | None:
+def _match_earlier_put(url: str, data: bytes) -> FileVersion | None:
     """A try whose answer was lost may have arrived: then the object holds these very bytes."""
     try:
-        found, stamp = read_stamped(url, len(data))
+        found, version = read_with_version(url, len(data))
     except NotFound:
         return None
-    return stamp if found == data else None
+    return version if found == data else None
 
 
-def _request(url: str, method: str, size: int = 0, before: BeforePublish = None, **arguments: Any) -> dict[str, Any]:
+def _request(
+    url: str, method: str, size: int = 0, precondition: Precondition = None, **arguments: Any
+) -> dict[str, Any]:
     """The answer to one request, its body read. size: bytes to be moved, for which there is more time."""
-    for wait in (*WAITS_S, *longer_waits(), None):
-        if before is not None:
-            before()
+    for wait in (*WAITS_S, *extended_waits(), None):
+        if precondition is not None:
+            precondition()
         try:
             session = _session(os.getpid(), _endpoint())
-            limit = CONNECT_S + READ_S + size / SLOWEST
-            return sync(session.loop, _answer, session, method, arguments, timeout=limit)
-        except FAILURES as error:
-            if wait is None or not _may_pass(error):
-                raise _named(error, f"{url} at {_endpoint() or 'the default endpoint'}") from error
+            limit = CONNECT_S + READ_S + size / MIN_BYTES_PER_S
+            return sync(session.loop, _send, session, method, arguments, timeout=limit)
+        except REQUEST_ERRORS as error:
+            if wait is None or not _is_retryable(error):
+                raise _as_storage_error(error, f"{url} at {_endpoint() or 'the default endpoint'}") from error
         time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 
 
-async def _answer(session: S3FileSystem, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+async def _send(session: S3FileSystem, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
     client = await session.set_session()
-    answer = await getattr(client, method)(**arguments)
-    if "Body" in answer:
-        async with answer["Body"] as body:
-            answer["Body"] = await body.read()
-    return answer
+    response = await getattr(client, method)(**arguments)
+    if "Body" in response:
+        async with response["Body"] as body:
+            response["Body"] = await body.read()
+    return response
 
 
 def _endpoint() -> str | None:
@@ -305,36 +316,38 @@ def _session(process: int, endpoint: str | None) -> S3FileSystem:
     return session
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_retryable(error: Exception) -> bool:
     """Whether another try may fare better: no connection, no answer, half an answer, or the server's own trouble."""
     if isinstance(error, boto.ClientError):
-        return _status(error) >= 500 or _status(error) in (409, 429) or _code(error) in MAY_PASS
-    return isinstance(error, BROKEN)
+        return _status(error) >= 500 or _status(error) in (409, 429) or _code(error) in RETRYABLE_CODES
+    return isinstance(error, RETRYABLE_ERRORS)
 
 
-def _named(error: Exception, place: str) -> StorageError:
+def _as_storage_error(error: Exception, where: str) -> StorageError:
     """The same failure as an OSError that says where."""
     if isinstance(error, boto.ClientError):
-        return _refusal(error, place)
+        return _response_error(error, where)
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
-        return NotAllowed(f"{place}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-    if isinstance(error, LATE):
-        return NoAnswer(f"{place}: no answer in time, {len(WAITS_S) + len(longer_waits()) + 1} times")
-    return StorageError(f"{place}: {str(error).strip() or type(error).__name__}")
+        return NotAllowed(f"{where}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    if isinstance(error, TIMEOUT_ERRORS):
+        return StorageTimeout(f"{where}: no answer in time, {len(WAITS_S) + len(extended_waits()) + 1} times")
+    return StorageError(f"{where}: {str(error).strip() or type(error).__name__}")
 
 
-def _refusal(error: boto.ClientError, place: str) -> StorageError:
-    said = f"{place}: {_code(error)} {error.response.get('Error', {}).get('Message', '')}".strip()
+def _response_error(error: boto.ClientError, where: str) -> StorageError:
+    message = f"{where}: {_code(error)} {error.response.get('Error', {}).get('Message', '')}".strip()
     if _code(error) == "NoSuchBucket":
-        return NotFound(f"{place}: there is no such bucket")
+        return NotFound(f"{where}: there is no such bucket")
     if _status(error) == 404:
-        return NotFound(f"{place}: there is no such object")
+        return NotFound(f"{where}: there is no such object")
     if _status(error) in (401, 403):
-        return NotAllowed(f"{said}: check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and their rights")
+        return NotAllowed(
+            f"{message}: check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and their rights"
+        )
     if _status(error) in (409, 412):
-        return ConditionFailed(said)
-    is_final = _status(error) < 500 and not _may_pass(error)
-    return NotSupported(said) if is_final else StorageError(said)
+        return ConditionFailed(message)
+    is_final = _status(error) < 500 and not _is_retryable(error)
+    return NotSupported(message) if is_final else StorageError(message)
 
 
 def _status(error: boto.ClientError) -> int:

@@ -2,7 +2,7 @@
 
 The message names the object and the endpoint. A local file raises the system's own OSError.
 
-    >>> issubclass(NoAnswer, TimeoutError) and issubclass(NoAnswer, StorageError)
+    >>> issubclass(StorageTimeout, TimeoutError) and issubclass(StorageTimeout, StorageError)
     True
 """
 
@@ -29,7 +29,7 @@ class NotAllowed(StorageError, PermissionError):
     """The credentials, or the lack of them."""
 
 
-class NoAnswer(StorageError, TimeoutError):
+class StorageTimeout(StorageError, TimeoutError):
     """The server did not respond in time."""
 
 
@@ -41,5 +41,5 @@ class NotSupported(StorageError):
     """The server lacks what a job needs, such as conditional writes: another try does not help."""
 
 
-class Changed(StorageError):
+class ObjectChanged(StorageError):
     """The object was replaced while it was read."""

@@ -29,7 +29,7 @@ class FragileWorker(Worker):
             raise torch.OutOfMemoryError("CUDA out of memory")
         mark = run.output / "_loaded_once"
         if config.name == CRASHES and not mark.exists():
-            mark.write_whole(b"")
+            mark.write_atomic(b"")
             os.kill(os.getpid(), signal.SIGKILL)
         if config.name == LOGS:
             logging.getLogger("eagle_ray").info(LOGGED)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from eagle_ray.batch.ray_environment import LOCAL, prepare
+from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.config import JobConfig
 
 MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1", "include_dashboard": False}
@@ -21,7 +21,7 @@ ON_FAKE_GPUS = {"model.device": "cpu", "execution.gpus_per_actor": 1}
 @contextmanager
 def cluster_of(num_workers: int) -> Iterator:
     """A head without a GPU and workers with one each; what was started is ended."""
-    prepare(LOCAL)
+    prepare_ray_environment(LOCAL)
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0})

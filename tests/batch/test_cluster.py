@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from eagle_ray.batch import cluster
-from eagle_ray.batch.actor import _for_the_user
+from eagle_ray.batch.actor import _as_config_error
 from eagle_ray.batch.cluster import (
     GROWTH,
     GcsWatch,
@@ -23,8 +23,8 @@ from eagle_ray.batch.cluster import (
 )
 from eagle_ray.batch.error_classifier import SMALLER
 from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
-from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _batch_size, _what_happened
-from eagle_ray.batch.ray_environment import RAY_JOB
+from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _batch_size, _describe_error
+from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
 from eagle_ray.config import ConfigError, ExecutionConfig
 
 TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
@@ -69,7 +69,7 @@ def test_the_users_threads_are_a_ceiling():
         ({}, None),
         ({"OMP_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "4,2"}, None),
-        ({"OMP_NUM_THREADS": "1", RAY_JOB: "{}"}, None),
+        ({"OMP_NUM_THREADS": "1", RAY_JOB_VARIABLE: "{}"}, None),
     ],
 )
 def test_threads_are_the_users_word_and_not_rays(environ, threads):
@@ -163,9 +163,9 @@ This task will not be retried: set max_retries to let Ray retry it."""
 
 
 def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
-    assert _what_happened(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
-    assert _what_happened(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
-    assert _what_happened(KeyError()) == "KeyError: KeyError"
+    assert _describe_error(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
+    assert _describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
+    assert _describe_error(KeyError()) == "KeyError: KeyError"
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
     ],
 )
 def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
-    told = _for_the_user(error)
+    told = _as_config_error(error)
     assert isinstance(told, ClusterError) and says in str(told) and "\n" not in str(told)
     refused = ConfigError("model.target: no")
-    assert _for_the_user(refused) is refused
+    assert _as_config_error(refused) is refused
 
 
 def test_batches_of_a_long_job_are_larger():

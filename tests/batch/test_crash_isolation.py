@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.crash_isolation import DIED, Isolation, SharedExclusiveLock
-from eagle_ray.batch.crash_tracker import MOST_DEATHS, CrashRecord, CrashTracker
+from eagle_ray.batch.crash_isolation import WORKER_DIED, Isolation, SharedExclusiveLock
+from eagle_ray.batch.crash_tracker import MAX_CRASHES, CrashRecord, CrashTracker
 from eagle_ray.batch.output.schema import request_schema, table_of
 
 KILLER = "k"
@@ -21,16 +21,16 @@ class Died(Exception):
 class Page:
     """A worker's page of the book, without the way to another process."""
 
-    deaths: CrashTracker
+    tracker: CrashTracker
 
     async def take(self, ids):
-        return self.deaths.take("w", ids)
+        return self.tracker.begin("w", ids)
 
     async def risk(self, ids):
-        self.deaths.risk("w", ids)
+        self.tracker.begin_suspects("w", ids)
 
     def answered(self, ids):
-        self.deaths.answered("w", ids)
+        self.tracker.finish("w", ids)
 
 
 @dataclass
@@ -66,26 +66,26 @@ SCHEMA = request_schema([])
 
 
 def live(
-    batches: list[list[str]], deaths: CrashTracker, killers: set, slots: int
+    batches: list[list[str]], tracker: CrashTracker, killers: set, slots: int
 ) -> tuple[list[pa.Table], FragileEngine]:
     """One life of a worker: all batches at once. Raises Died."""
     engine = FragileEngine(killers)
-    isolation = Isolation(engine.respond, Page(deaths), slots)
+    isolation = Isolation(engine.respond, Page(tracker), slots)
 
     async def all_at_once():
-        return await asyncio.gather(*(isolation.answer(requests(ids)) for ids in batches))
+        return await asyncio.gather(*(isolation.run_batch(requests(ids)) for ids in batches))
 
     return asyncio.run(all_at_once()), engine
 
 
 def lives(batches: list[list[str]], killers: set, slots: int = 8) -> tuple[list[pa.Table], FragileEngine, int]:
     """As Ray does it: the batches again and again, until they are answered. Returns the number of deaths, too."""
-    deaths, count = CrashTracker(), 0
+    tracker, count = CrashTracker(), 0
     while count < 40:
         try:
-            return *live(batches, deaths, killers, slots), count
+            return *live(batches, tracker, killers, slots), count
         except Died:
-            deaths.buried("w", "killed")
+            tracker.record_crash("w", "killed")
             count += 1
     raise AssertionError("no end of deaths")
 
@@ -102,23 +102,23 @@ def test_killers_become_error_rows_and_everyone_else_is_answered(killers):
     tables, _, count = lives(batches, killers)
     rows = [row for table in tables for row in table.to_pylist()]
     assert [row["request_id"] for row in rows] == [id for batch in batches for id in batch for _ in range(2)]
-    assert {row["request_id"] for row in rows if row["error"] == DIED} == killers
+    assert {row["request_id"] for row in rows if row["error"] == WORKER_DIED} == killers
     assert count <= 2 + 2 * len(killers)
 
 
 def test_the_error_names_file_row_count_reason_and_fix():
-    deaths = CrashTracker()
-    for _ in range(MOST_DEATHS):
-        deaths.risk("w", [KILLER])
-        deaths.buried("w", "out of memory")
+    tracker = CrashTracker()
+    for _ in range(MAX_CRASHES):
+        tracker.begin_suspects("w", [KILLER])
+        tracker.record_crash("w", "out of memory")
     seen = []
 
     async def respond(rows):
         seen.extend(rows.to_pylist())
         return rows
 
-    asyncio.run(Isolation(respond, Page(deaths), 8).answer(requests(["a", KILLER])))
-    assert seen[0]["error_code"] is None and seen[1]["error_code"] == DIED
+    asyncio.run(Isolation(respond, Page(tracker), 8).run_batch(requests(["a", KILLER])))
+    assert seen[0]["error_code"] is None and seen[1]["error_code"] == WORKER_DIED
     message = seen[1]["error_message"]
     assert message.startswith(
         "f, row 1 (counted from 0): 4 workers died while they answered it (out of memory): shorten"
@@ -126,40 +126,40 @@ def test_the_error_names_file_row_count_reason_and_fix():
 
 
 def test_rows_with_blame_are_in_small_company_and_then_alone():
-    deaths = CrashTracker()
+    tracker = CrashTracker()
     ids = [f"q{i}" for i in range(8)]
-    deaths.risk("w", ids)
-    deaths.buried("w", "killed")
-    deaths.risk("w", ids[:2])
-    deaths.buried("w", "killed")
-    _, engine = live([ids[:4], ids[4:], ["new", "er"]], deaths, set(), slots=8)
+    tracker.begin_suspects("w", ids)
+    tracker.record_crash("w", "killed")
+    tracker.begin_suspects("w", ids[:2])
+    tracker.record_crash("w", "killed")
+    _, engine = live([ids[:4], ids[4:], ["new", "er"]], tracker, set(), slots=8)
     assert [engine.company[id] for id in ids] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert deaths.take("w", ids) == {}  # all cleared
+    assert tracker.begin("w", ids) == {}  # all cleared
 
 
 def test_a_row_is_in_the_book_before_the_engine_sees_it():
-    deaths = CrashTracker()
+    tracker = CrashTracker()
 
     async def respond(rows):
         ids = rows["request_id"].to_pylist()
-        deaths.buried("w", "killed")
-        assert all(id in deaths.take("other", ids) for id in ids)
+        tracker.record_crash("w", "killed")
+        assert all(id in tracker.begin("other", ids) for id in ids)
         return rows
 
-    asyncio.run(Isolation(respond, Page(deaths), 8).answer(requests(["a", "b"])))
+    asyncio.run(Isolation(respond, Page(tracker), 8).run_batch(requests(["a", "b"])))
 
 
 def test_who_wants_the_engine_alone_goes_before_those_who_come_later():
     order, engine = [], SharedExclusiveLock()
 
     async def together(name):
-        async with engine.together():
+        async with engine.shared():
             order.append(name)
             await asyncio.sleep(0.01)
             order.append(name)
 
     async def alone(name):
-        async with engine.alone():
+        async with engine.exclusive():
             order.append(name)
             await asyncio.sleep(0.01)
             order.append(name)

@@ -31,4 +31,4 @@ def engine_error(cause: Exception) -> EngineError:
 @pytest.mark.parametrize("wrapped", [lambda error: error, engine_error])
 def test_faults_are_told_apart(error, says, is_own, wrapped):
     fault = classify_error(wrapped(error))
-    assert says in fault.line and fault.is_own == is_own and "\n" not in fault.line
+    assert says in fault.line and fault.is_local == is_own and "\n" not in fault.line

@@ -5,7 +5,15 @@ import errno
 import pytest
 
 from eagle_ray.batch import run
-from eagle_ray.batch.job_errors import OUTCOME_OF, OUTCOMES, STOPS, Ending, JobError, outcome_of, with_code
+from eagle_ray.batch.job_errors import (
+    EXPECTED_ERRORS,
+    OUTCOME_BY_ERROR,
+    OUTCOMES,
+    JobError,
+    RunResult,
+    outcome_by_code,
+    outcome_of,
+)
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError
 from eagle_ray.storage import storage_errors
@@ -27,9 +35,9 @@ CODES = {
     "InputChanged": 6,
     "KeyboardInterrupt": 130,
     "StorageError": 5,
-    "NoAnswer": 5,
+    "StorageTimeout": 5,
     "ConditionFailed": 5,
-    "Changed": 5,
+    "ObjectChanged": 5,
     "NotFound": 2,
     "NotAllowed": 2,
     "NotSupported": 2,
@@ -47,7 +55,7 @@ ALL = [ConfigError, *STOPPED, *STORAGE, KeyboardInterrupt]
 
 def test_every_class_has_a_code_of_its_own_choice():
     assert {cls.__name__ for cls in ALL} == CODES.keys()
-    assert all(cls in OUTCOME_OF for cls in STOPPED)
+    assert all(cls in OUTCOME_BY_ERROR for cls in STOPPED)
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
@@ -87,7 +95,7 @@ def test_what_the_system_refuses_is_permanent_or_not(number, code):
 def test_only_exit_5_is_worth_a_restart():
     assert [outcome.code for outcome in OUTCOMES if outcome.is_transient] == [5]
     assert len({outcome.code for outcome in OUTCOMES}) == len({outcome.name for outcome in OUTCOMES}) == len(OUTCOMES)
-    assert all(with_code(outcome.code) is outcome for outcome in OUTCOMES)
+    assert all(outcome_by_code(outcome.code) is outcome for outcome in OUTCOMES)
 
 
 def test_what_is_no_stop_is_a_defect_with_its_traceback(capsys):
@@ -96,4 +104,4 @@ def test_what_is_no_stop_is_a_defect_with_its_traceback(capsys):
 
     assert run.run_and_report(fail, "info") == 1
     assert "KeyError: 'missing'" in capsys.readouterr().err
-    assert not isinstance(KeyError(), STOPS) and Ending.of(KeyError("missing")).outcome.name == "defect"
+    assert not isinstance(KeyError(), EXPECTED_ERRORS) and RunResult.of(KeyError("missing")).outcome.name == "defect"

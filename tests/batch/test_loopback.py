@@ -10,7 +10,7 @@ import ray
 
 from eagle_ray.batch.cluster import _check_loopback
 from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK, prepare
+from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from tests.batch.nodes import start_run
 from tests.conftest import small_job, token_rows
 from tests.processes import Watched
@@ -48,10 +48,10 @@ def test_every_process_of_a_job_listens_on_loopback_alone(start, tmp_path, monke
 
 def test_a_local_ray_is_kept_on_loopback_whatever_the_environment_says(monkeypatch):
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-    prepare("10.0.0.1:6379")
+    prepare_ray_environment("10.0.0.1:6379")
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "1"
-    prepare(LOCAL)
-    assert os.environ.items() >= LOOPBACK.items()
+    prepare_ray_environment(LOCAL)
+    assert os.environ.items() >= LOOPBACK_VARIABLES.items()
 
 
 def test_a_local_ray_on_another_address_is_ended_and_refused(monkeypatch):

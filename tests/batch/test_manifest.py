@@ -167,7 +167,7 @@ def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
 def test_overwriting_deletes_files_of_any_name_that_carry_our_version(make_job):
     first = start(make_job(token_rows(2)))
     pq.write_table(output_schema([]).empty_table(), here(first.data) / "moved.parquet")
-    assert start(make_job(**{"output.if_exists": "overwrite"})).data.names() == []
+    assert start(make_job(**{"output.if_exists": "overwrite"})).data.list_names() == []
 
 
 def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job):
@@ -176,7 +176,7 @@ def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job
     pq.write_table(output_schema([]).empty_table().replace_schema_metadata({}), here(first.data) / "theirs.parquet")
     with pytest.raises(OutputMismatch, match=r"data/theirs\.parquet was not made by eagle-ray"):
         start(make_job(**{"output.if_exists": "overwrite"}))
-    assert len(first.data.names()) == 2
+    assert len(first.data.list_names()) == 2
     first.check_current()
 
 

@@ -14,7 +14,7 @@ import ray
 
 from eagle_ray.batch.metrics import DESCRIPTIONS, PREFIX, JobMetrics
 from eagle_ray.batch.output.schema import output_schema, table_of
-from eagle_ray.batch.progress import WORK, WorkerReport
+from eagle_ray.batch.progress import WORK_COUNTERS, WorkerReport
 from eagle_ray.batch.run import run_job
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.conftest import token_rows
@@ -33,7 +33,7 @@ def answers() -> pa.Table:
 
 def report(steps: int) -> WorkerReport:
     """An engine of four slots, three of them busy, after so many steps."""
-    work = dict.fromkeys(WORK, 0) | {"num_steps": steps}
+    work = dict.fromkeys(WORK_COUNTERS, 0) | {"num_steps": steps}
     return WorkerReport("w", slot_steps=3 * steps, offered_steps=4 * steps, work=work)
 
 
@@ -107,7 +107,7 @@ def test_the_engines_counters_are_not_added_up_twice(run_id):
 
 
 def test_every_counter_that_moved_is_exported_under_its_name_and_no_other(run_id):
-    still = {f"engine_{name.removeprefix('num_')}" for name in WORK} - {"engine_steps"}
+    still = {f"engine_{name.removeprefix('num_')}" for name in WORK_COUNTERS} - {"engine_steps"}
     names = totals(**dict.fromkeys(DESCRIPTIONS.keys() - still, 0)).keys()
     assert awaited(lambda: {name for name in scrape(run_id) if name.endswith("_total")}, names) == names
 

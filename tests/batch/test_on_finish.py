@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from eagle_ray.batch.job_errors import BUSY, DONE, Ending
+from eagle_ray.batch.job_errors import BUSY, DONE, RunResult
 from eagle_ray.batch.on_finish import tell
 from eagle_ray.cli import main as cli
 from eagle_ray.config import JobConfig, load_config
@@ -77,7 +77,7 @@ def config_with(**on_finish: object) -> JobConfig:
 
 def test_a_command_gets_the_facts_in_its_environment_and_on_stdin(notes):
     command, noted = notes
-    tell(config_with(command=command), Ending(BUSY, "process 7 writes it", restarts=2))
+    tell(config_with(command=command), RunResult(BUSY, "process 7 writes it", restarts=2))
     [(facts, environment)] = noted()
     assert facts == {
         "name": "nightly",
@@ -95,7 +95,7 @@ def test_a_command_gets_the_facts_in_its_environment_and_on_stdin(notes):
 
 def test_a_webhook_gets_the_same_by_post(server):
     url = f"http://me:p%40ss@127.0.0.1:{server.server_address[1]}/hook?token=x"
-    tell(config_with(webhook=url), Ending(DONE, rows=9, errors=1))
+    tell(config_with(webhook=url), RunResult(DONE, rows=9, errors=1))
     [(path, headers, body)] = server.seen
     assert path == "/hook?token=x" and headers["Content-Type"] == "application/json"
     assert headers["Authorization"] == "Basic bWU6cEBzcw=="
@@ -105,8 +105,8 @@ def test_a_webhook_gets_the_same_by_post(server):
 def test_hooks_that_fail_are_a_warning_each_without_secrets(server, messages):
     server.status = 500
     url = f"http://me:hunter2@127.0.0.1:{server.server_address[1]}/hunter2"
-    tell(config_with(webhook=url, command="/nowhere/tell hunter2"), Ending(DONE))
-    tell(config_with(command=[sys.executable, "-c", "raise SystemExit(3)"]), Ending(DONE))
+    tell(config_with(webhook=url, command="/nowhere/tell hunter2"), RunResult(DONE))
+    tell(config_with(command=[sys.executable, "-c", "raise SystemExit(3)"]), RunResult(DONE))
     assert len(messages) == 3 and "hunter2" not in "".join(messages)
     assert "on_finish: the command '/nowhere/tell' failed: No such file" in messages[0]
     assert messages[1] == "on_finish: the webhook http://127.0.0.1 failed: HTTP status 500"
@@ -115,7 +115,7 @@ def test_hooks_that_fail_are_a_warning_each_without_secrets(server, messages):
 
 def test_a_redirect_is_a_warning_and_not_followed(server, messages):
     server.status = 301
-    tell(config_with(webhook=f"http://me:hunter2@127.0.0.1:{server.server_address[1]}/hook"), Ending(DONE))
+    tell(config_with(webhook=f"http://me:hunter2@127.0.0.1:{server.server_address[1]}/hook"), RunResult(DONE))
     assert [path for path, *_ in server.seen] == ["/hook"]
     assert messages == ["on_finish: the webhook http://127.0.0.1 failed: HTTP status 301"]
 
@@ -124,7 +124,7 @@ def test_hooks_that_hang_are_left_in_time(server, messages):
     server.delay_s = 60
     url = f"http://127.0.0.1:{server.server_address[1]}/"
     began = time.monotonic()
-    tell(config_with(webhook=url, command=["sleep", "60"], timeout_s=1.0), Ending(DONE))
+    tell(config_with(webhook=url, command=["sleep", "60"], timeout_s=1.0), RunResult(DONE))
     assert time.monotonic() - began < 30
     assert "did not end within 1 s and was killed" in messages[0] and "no answer within 1 s" in messages[1]
 

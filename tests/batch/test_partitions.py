@@ -12,8 +12,8 @@ import pytest
 
 from eagle_ray.batch.id_digests import Digests, digests
 from eagle_ray.batch.output.output_index import OutputIndex, without_ids
-from eagle_ray.batch.output.part_files import has_column, part_files, tables
-from eagle_ray.batch.output.partitions import NULL, Partitions
+from eagle_ray.batch.output.part_files import has_column, part_files, read_tables
+from eagle_ray.batch.output.partitions import HIVE_NULL, Partitions
 from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import StoragePath, parquet_bytes
@@ -22,7 +22,7 @@ CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score"
 SCHEMA = output_schema([pa.field("lang", pa.string()), pa.field("shard", pa.int64()), pa.field("day", pa.date32())])
 COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok"}
 DAY = datetime.date(2026, 11, 21)
-LANGS = ["de", "a/b=c %", "ü", None, "", NULL, "007"]
+LANGS = ["de", "a/b=c %", "ü", None, "", HIVE_NULL, "007"]
 ROWS = [COMMON | {"request_id": f"q{i}", "lang": lang, "shard": i % 2, "day": DAY} for i, lang in enumerate(LANGS)]
 
 
@@ -34,7 +34,7 @@ def one(ids: Digests) -> np.ndarray:
 def data(tmp_path) -> StoragePath:
     place = StoragePath.of(tmp_path)
     for directory, rows in Partitions(("lang", "shard")).split(table_of(ROWS, SCHEMA)):
-        (place / directory / "part-001-000000.parquet").write_whole(parquet_bytes(rows, "zstd"))
+        (place / directory / "part-001-000000.parquet").write_atomic(parquet_bytes(rows, "zstd"))
     return place
 
 
@@ -54,7 +54,7 @@ def test_every_row_stands_in_the_directory_of_its_values(data):
 
 
 def test_our_own_reader_gives_back_values_and_types(data):
-    whole = pa.concat_tables(tables(data, ["request_id", "shard", "lang", "day"]))
+    whole = pa.concat_tables(read_tables(data, ["request_id", "shard", "lang", "day"]))
     found = sorted(whole.to_pylist(), key=lambda row: row["request_id"])
     assert found == [{name: row[name] for name in whole.column_names} for row in ROWS]
     assert whole.schema.field("shard").type == pa.int64()
@@ -71,7 +71,9 @@ def test_pandas_reads_the_partitions_back(data):
     hive = pyarrow.dataset.partitioning(flavor="hive")  # its own guess cannot join dictionaries that hold a null
     frame = pandas.read_parquet(str(data), partitioning=hive).sort_values("request_id")
     found = [None if pandas.isna(lang) else str(lang) for lang in frame["lang"]]
-    assert found == [None if lang == NULL else lang for lang in LANGS]  # Hive's word is null to pandas, encoded or not
+    assert found == [
+        None if lang == HIVE_NULL else lang for lang in LANGS
+    ]  # Hive's word is null to pandas, encoded or not
     assert [int(shard) for shard in frame["shard"]] == [row["shard"] for row in ROWS]
 
 
@@ -79,7 +81,7 @@ def test_the_ledger_and_rewriting_see_partitioned_files(data):
     assert set(OutputIndex.read(data).done(one)) == set(digests(row["request_id"] for row in ROWS))
     [file] = (file for file in part_files(data) if "lang=de" in str(file))
     again = file.parent / "part-002-000000.parquet"
-    again.write_whole(file.read_bytes())
+    again.write_atomic(file.read_bytes())
     excess = OutputIndex.read(data).excess(one)
     assert list(excess) == [file] and excess[file].tolist() == digests(["q0"]).tolist()  # the newest stays
     assert without_ids(file, excess[file]).num_rows == 0
@@ -88,7 +90,7 @@ def test_the_ledger_and_rewriting_see_partitioned_files(data):
 def test_files_are_in_the_order_of_their_attempts(tmp_path):
     place = StoragePath.of(tmp_path)
     for name in ("b=1/part-002-000000.parquet", "b=2/part-001-000007.parquet", "part-1000-000000.parquet", "x.parquet"):
-        (place / name).write_whole(b"")
+        (place / name).write_atomic(b"")
     assert [file.name for file in part_files(place)] == [
         "x.parquet",
         "part-001-000007.parquet",

@@ -3,7 +3,7 @@
 import pytest
 
 from eagle_ray.batch.input.files import find_files
-from eagle_ray.batch.path_checks import check_apart, check_not_own
+from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import StoragePath
 
@@ -11,14 +11,14 @@ from eagle_ray.storage.path import StoragePath
 @pytest.mark.parametrize("output", [".", "out", "a/b"])
 def test_an_input_directory_that_holds_the_output_is_refused(tmp_path, output):
     with pytest.raises(ConfigError, match=r"input\.path: .* holds output\.path"):
-        check_apart(["embedded:prompts", str(tmp_path)], StoragePath.of(tmp_path / output))
+        check_disjoint(["embedded:prompts", str(tmp_path)], StoragePath.of(tmp_path / output))
 
 
 def test_an_output_beside_the_input_or_hidden_in_it_is_fine(tmp_path):
     (tmp_path / "in").mkdir()
-    check_apart(str(tmp_path / "in"), StoragePath.of(tmp_path / "out"))
-    check_apart(str(tmp_path / "in"), StoragePath.of(tmp_path / "in" / "_out"))
-    check_apart(str(tmp_path / "in" / "*.jsonl"), StoragePath.of(tmp_path / "in" / "out"))
+    check_disjoint(str(tmp_path / "in"), StoragePath.of(tmp_path / "out"))
+    check_disjoint(str(tmp_path / "in"), StoragePath.of(tmp_path / "in" / "_out"))
+    check_disjoint(str(tmp_path / "in" / "*.jsonl"), StoragePath.of(tmp_path / "in" / "out"))
 
 
 def test_a_glob_that_finds_the_outputs_files_is_refused_by_name(tmp_path):
@@ -27,8 +27,8 @@ def test_a_glob_that_finds_the_outputs_files_is_refused_by_name(tmp_path):
         (tmp_path / name).touch()
     files = find_files(str(tmp_path / "**" / "*.parquet"), "auto")
     with pytest.raises(ConfigError, match=r"part-001-000000\.parquet is a file of output\.path"):
-        check_not_own(files, StoragePath.of(tmp_path / "out"))
-    check_not_own(files, StoragePath.of(tmp_path / "elsewhere"))
+        check_not_run_output(files, StoragePath.of(tmp_path / "out"))
+    check_not_run_output(files, StoragePath.of(tmp_path / "elsewhere"))
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_a_glob_that_finds_the_outputs_files_is_refused_by_name(tmp_path):
 )
 def test_a_glob_that_will_find_the_outputs_files_is_refused_before_there_are_any(tmp_path, pattern, output):
     with pytest.raises(ConfigError, match=r"would find what the run writes into output\.path, such as "):
-        check_apart(str(tmp_path / pattern), StoragePath.of(tmp_path / output))
+        check_disjoint(str(tmp_path / pattern), StoragePath.of(tmp_path / output))
     with pytest.raises(ConfigError, match=r"would find what the run writes"):
-        check_apart(f"s3://bucket/{pattern}", StoragePath.of(f"s3://bucket/{output}"))
+        check_disjoint(f"s3://bucket/{pattern}", StoragePath.of(f"s3://bucket/{output}"))
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_a_glob_that_will_find_the_outputs_files_is_refused_before_there_are_any
     ],
 )
 def test_a_glob_beside_the_outputs_files_is_fine(tmp_path, pattern, output):
-    check_apart(str(tmp_path / pattern), StoragePath.of(tmp_path / output))
+    check_disjoint(str(tmp_path / pattern), StoragePath.of(tmp_path / output))

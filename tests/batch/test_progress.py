@@ -24,9 +24,9 @@ def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
         progress.add_start()
     progress.add(WorkerReport("a", 0, 0))
     progress.add(WorkerReport("a", 0, 0, rows=2, errors=2))
-    assert progress.starts_in_a_row == 3
+    assert progress.consecutive_starts == 3
     progress.add(WorkerReport("a", 0, 0, rows=3, errors=2))
-    assert (progress.starts_in_a_row, progress.starts) == (0, 3)
+    assert (progress.consecutive_starts, progress.starts) == (0, 3)
 
 
 def test_a_hopeless_job_is_given_up():
@@ -47,23 +47,23 @@ def test_a_hopeless_job_is_given_up():
 def test_a_start_again_blames_what_was_in_flight_with_the_last_words():
     book = ProgressActor(num_workers=1)
     book.start("actor")
-    book.take("actor", ["a"])
-    book.last_words("actor", "host:1", "out of memory")
+    book.begin("actor", ["a"])
+    book.report_exit("actor", "host:1", "out of memory")
     book.start("actor")
-    assert book.take("actor", ["a", "b"])["a"].reason == "out of memory"
+    assert book.begin("actor", ["a", "b"])["a"].reason == "out of memory"
     assert book.snapshot().notes == ["worker host:1 ends: out of memory"]
 
 
-@pytest.mark.parametrize(("is_own", "ready", "fatal"), [(False, 0, True), (True, 0, False), (False, 1, False)])
-def test_a_worker_that_cannot_start_ends_the_job_only_where_no_other_may(is_own, ready, fatal):
+@pytest.mark.parametrize(("is_local", "ready", "fatal"), [(False, 0, True), (True, 0, False), (False, 1, False)])
+def test_a_worker_that_cannot_start_ends_the_job_only_where_no_other_may(is_local, ready, fatal):
     book = ProgressActor(num_workers=2)
     for i in range(ready):
         book.report(WorkerReport(f"host:{i}", 0, 0))
-    assert book.fail("one", ClusterError("no"), is_own) == fatal
+    assert book.fail("one", ClusterError("no"), is_local) == fatal
     assert (book.snapshot().fatal is not None) == fatal
-    if is_own:
-        assert book.fail("one", ClusterError("no"), is_own) is False  # the same one again
-        assert book.fail("two", ClusterError("no"), is_own) is True
+    if is_local:
+        assert book.fail("one", ClusterError("no"), is_local) is False  # the same one again
+        assert book.fail("two", ClusterError("no"), is_local) is True
 
 
 def test_the_part_of_a_start_that_was_logged_last_is_known_until_a_worker_is_ready():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.batch.ray_environment import RAY_JOB
+from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
 from eagle_ray.batch.ray_jobs import check_output_outlives_job, with_absolute_paths
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError
@@ -46,7 +46,7 @@ def test_what_another_machine_reads_has_absolute_paths_and_its_own_cluster(make_
 
 def test_output_inside_a_jobs_own_copy_is_refused(make_job, tmp_path, monkeypatch):
     (copy := tmp_path / "runtime_resources" / "working_dir").mkdir(parents=True)
-    config, inside = make_job(token_rows(1)), {RAY_JOB: "{}"}
+    config, inside = make_job(token_rows(1)), {RAY_JOB_VARIABLE: "{}"}
     lost = with_changes(config, output={"path": "runs/a"})
     check_output_outlives_job(lost, inside)
     monkeypatch.chdir(copy)

@@ -4,7 +4,14 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.output.part_files import as_stored
-from eagle_ray.batch.output.schema import REQUEST, VERSION_KEY, differing, output_schema, request_schema, table_of
+from eagle_ray.batch.output.schema import (
+    REQUEST,
+    VERSION_KEY,
+    output_schema,
+    request_schema,
+    schema_differences,
+    table_of,
+)
 from eagle_ray.config import ConfigError
 
 # JOBS.md, "Rows out"; the confidence and calibrated columns are its "confidence calibration counts".
@@ -57,7 +64,7 @@ def test_an_unknown_column_is_no_row():
 def test_columns_that_differ_are_named_and_a_file_has_no_others():
     wanted = output_schema([pa.field("a", pa.int64()), pa.field("b", pa.timestamp("s"))])
     there = as_stored(wanted)
-    assert differing(there, as_stored(wanted)) == [] and there != wanted
+    assert schema_differences(there, as_stored(wanted)) == [] and there != wanted
     other = as_stored(output_schema([pa.field("a", pa.string()), pa.field("c", pa.bool_())]))
     words = ["a (was int64, now string)", "b (was timestamp[ms], now absent)", "c (was absent, now bool)"]
-    assert sorted(differing(there, other)) == words
+    assert sorted(schema_differences(there, other)) == words

@@ -87,13 +87,13 @@ def test_a_run_whose_process_is_gone_from_this_machine_was_killed(started):
 @pytest.mark.parametrize("other", [{"host": "elsewhere"}, {"pids": "pid:[1]"}])
 def test_a_process_of_another_machine_is_judged_by_its_last_sign_of_life(started, other):
     run, output = started
-    record_process(run, asdict(Process.this()) | {"pid": 2**30} | other)
+    record_process(run, asdict(Process.current()) | {"pid": 2**30} | other)
     assert status_of(output, now() + LATER).state == "running"
     assert "no sign of life for 10,8" in status_text(status_of(output, now() + MUCH_LATER))
 
 
 def test_a_number_that_another_process_has_got_since_is_gone():
-    this = Process.this()
+    this = Process.current()
     assert this.is_gone() is False and replace(this, started="1").is_gone() is True
 
 
@@ -134,7 +134,7 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
     run, output = started
     with record_outcome(run):
         write_json(output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}})
-        (output / "_SUCCESS").write_whole(b"")
+        (output / "_SUCCESS").write_atomic(b"")
     assert cli.main(["status", str(output)]) == 0
     assert "done, " in (said := capsys.readouterr().out) and "1,096 rows, 2 errors, 5,000 tokens" in said
     assert cli.main(["status", str(output), "--json"]) == 0
@@ -150,6 +150,6 @@ def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
 
 def test_a_damaged_record_is_named(started, capsys):
     _, output = started
-    (output / "_run.json").write_whole(b"{")
+    (output / "_run.json").write_atomic(b"{")
     assert cli.main(["status", str(output)]) == 6
     assert "is damaged" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.schema import request_schema, table_of
-from eagle_ray.batch.worker import Worker, pair_of
+from eagle_ray.batch.worker import Worker, build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.report.row_invariants import broken_laws
@@ -74,7 +74,7 @@ def test_a_rows_own_settings_are_what_the_engine_is_called_with(make_job):
     rows = [base | {"id": f"r{i}", "seed": 3} | values for i, values in enumerate(own)]
     config = make_job(rows, **settings)
     found = answers(config)
-    engine = pair_of(config, threads=1).engine
+    engine = build_engine_bundle(config, threads=1).engine
     for values, row in zip(own, found, strict=True):
         params = SamplingParams(**{"temperature": 1.5, "max_tokens": 24, "min_p": 0.05, "seed": 3} | values)
         sequence = Sequence("direct", base["prompt_token_ids"], params)

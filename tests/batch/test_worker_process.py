@@ -22,7 +22,7 @@ from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.schema import request_schema, table_of
-from eagle_ray.batch.process_id import _started
+from eagle_ray.batch.process_id import _start_time
 from eagle_ray.batch.worker import Worker
 from eagle_ray.batch.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.config import ConfigError, JobConfig
@@ -80,7 +80,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    return _started(pid) is None
+    return _start_time(pid) is None
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_memory_that_is_too_small_is_this_workers_own_fault(fragile, make_job):
     with pytest.raises(WorkerError) as found, process_of(make_job(token_rows(1), name=TOO_LARGE)):
         pass
     fault = classify_error(found.value)
-    assert fault.is_own and fault.line.startswith("its memory is too small (OutOfMemoryError: CUDA out of memory)")
+    assert fault.is_local and fault.line.startswith("its memory is too small (OutOfMemoryError: CUDA out of memory)")
 
 
 def test_what_killed_the_engine_is_told(fragile, make_job):
@@ -278,7 +278,7 @@ def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job):
 def test_what_a_worker_logs_while_it_starts_is_told_here(make_job, monkeypatch):
     monkeypatch.setattr(worker_process, "MODULE", fragile_worker.__name__)
     told: list[LogLine] = []
-    worker = WorkerProcess(*arguments_of(make_job(token_rows(1), name=LOGS)), tell=told.append)
+    worker = WorkerProcess(*arguments_of(make_job(token_rows(1), name=LOGS)), on_log=told.append)
     try:
         worker.wait_until_ready()
         assert LogLine(logging.INFO, LOGGED) in told

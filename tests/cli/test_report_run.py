@@ -51,7 +51,7 @@ def test_a_report_that_cannot_be_written_leaves_the_table(run, capsys, monkeypat
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(local, "write_whole", refuse)
+    monkeypatch.setattr(local, "write_atomic", refuse)
     assert cli.main(["report", str(run)]) == 0
     output = capsys.readouterr()
     assert output.out.splitlines()[-1] == f"{run}/report.html could not be written: {os.strerror(number)}"

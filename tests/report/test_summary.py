@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.output.part_files import tables
+from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.summary import ReadColumns, RunStats, summarise, summary_json, total
@@ -50,7 +50,7 @@ def error(request_id: str, category: str | None) -> dict:
 
 
 def reader(output: Path) -> ReadColumns:
-    return partial(tables, StoragePath.of(output) / "data")
+    return partial(read_tables, StoragePath.of(output) / "data")
 
 
 def write(output: Path, *files: list[dict]) -> Path:

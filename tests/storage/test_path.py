@@ -13,7 +13,7 @@ from eagle_ray.storage.path import StoragePath, read_json, write_json
 KILLED = """
 import os, signal, sys
 from eagle_ray.storage.path import StoragePath
-StoragePath.of(sys.argv[1]).write_whole(b"new" * 1000, lambda: os.kill(os.getpid(), signal.SIGKILL))
+StoragePath.of(sys.argv[1]).write_atomic(b"new" * 1000, lambda: os.kill(os.getpid(), signal.SIGKILL))
 """
 
 
@@ -52,41 +52,42 @@ def test_other_urls_are_refused(text):
 
 def test_a_person_is_shown_what_is_beneath_the_working_directory_from_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert StoragePath.of("runs/a").shown == "runs/a"
+    assert StoragePath.of("runs/a").display_path == "runs/a"
     assert (
-        StoragePath.of(tmp_path.parent).shown == str(tmp_path.parent) and StoragePath.of("s3://b/a").shown == "s3://b/a"
+        StoragePath.of(tmp_path.parent).display_path == str(tmp_path.parent)
+        and StoragePath.of("s3://b/a").display_path == "s3://b/a"
     )
 
 
 def test_below_follows_local_links_and_takes_buckets_by_name(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert StoragePath.of(tmp_path / "link" / "a").below(StoragePath.of(tmp_path / "real")) == "a"
-    assert StoragePath.of("s3://b/in/a").below(StoragePath.of("s3://b/in")) == "a"
-    assert StoragePath.of("s3://b/in").below(StoragePath.of("s3://b/in")) == ""
-    assert StoragePath.of("s3://b/inner").below(StoragePath.of("s3://b/in")) is None
+    assert StoragePath.of(tmp_path / "link" / "a").relative_to(StoragePath.of(tmp_path / "real")) == "a"
+    assert StoragePath.of("s3://b/in/a").relative_to(StoragePath.of("s3://b/in")) == "a"
+    assert StoragePath.of("s3://b/in").relative_to(StoragePath.of("s3://b/in")) == ""
+    assert StoragePath.of("s3://b/inner").relative_to(StoragePath.of("s3://b/in")) is None
 
 
 def test_a_file_is_replaced_in_one_step(here):
     write_json(here / "a.json", {"rows": 1})
     write_json(here / "a.json", {"rows": 2, "text": "ü"})
     assert read_json(here / "a.json") == {"rows": 2, "text": "ü"}
-    assert here.names() == ["a.json"] and read_json(here / "b.json") is None
+    assert here.list_names() == ["a.json"] and read_json(here / "b.json") is None
 
 
 def test_what_the_last_look_raises_leaves_everything_as_it_was(here):
-    (here / "a.json").write_whole(b"old")
+    (here / "a.json").write_atomic(b"old")
 
     def refuse() -> None:
         assert [file.read_bytes() for file in here.glob(".*")] == [b"new"]
         raise RuntimeError("overtaken")
 
-    for write in (StoragePath.write_whole, StoragePath.create):
+    for write in (StoragePath.write_atomic, StoragePath.create):
         with pytest.raises(RuntimeError, match="overtaken"):
             write(here / "b.json", b"new", refuse)
     with pytest.raises(RuntimeError, match="overtaken"):
-        (here / "a.json").write_whole(b"new", refuse)
-    assert here.names() == ["a.json"] and (here / "a.json").read_bytes() == b"old"
+        (here / "a.json").write_atomic(b"new", refuse)
+    assert here.list_names() == ["a.json"] and (here / "a.json").read_bytes() == b"old"
 
 
 def check_creates_and_replaces(directory: StoragePath) -> StoragePath:
@@ -96,21 +97,21 @@ def check_creates_and_replaces(directory: StoragePath) -> StoragePath:
     assert first == file.stat() and file.create(b"second") is None and file.read_bytes() == b"first"
     second = file.replace(b"second", first.version)
     assert second == file.stat() and file.replace(b"third", first.version) is None
-    assert file.read_bytes() == b"second" and file.read_stamped() == (b"second", second)
+    assert file.read_bytes() == b"second" and file.read_with_version() == (b"second", second)
     assert (directory / "none").replace(b"x", second.version) is None
     return file
 
 
 def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(here):
-    assert check_creates_and_replaces(here).parent.names() == ["a"]
+    assert check_creates_and_replaces(here).parent.list_names() == ["a"]
 
 
 def test_globs_and_listings_are_sorted_and_hold_files_only(here):
     for name in ("b.parquet", "a.parquet", "x=1/c.parquet", "x=1/d.txt", ".hidden.parquet"):
-        (here / name).write_whole(b"")
+        (here / name).write_atomic(b"")
     assert [file.name for file in here.glob("*.parquet")] == ["a.parquet", "b.parquet"]
     assert [file.name for file in here.glob("**/*.parquet")] == ["a.parquet", "b.parquet", "c.parquet"]
-    assert len(here.stamps()) == 5 and here.glob("*/*.txt") == [here / "x=1/d.txt"]
+    assert len(here.list_versions()) == 5 and here.glob("*/*.txt") == [here / "x=1/d.txt"]
     assert (here / "nowhere").glob("*") == [] and (here / "x=1").is_directory() and not (here / "x=1").exists()
 
 
@@ -120,14 +121,14 @@ def test_a_killed_writer_leaves_no_file_but_a_hidden_one_that_the_next_start_rem
     assert killed.returncode == -signal.SIGKILL
     assert len(path.parent.names()) == 1 and not here.glob("**/*.parquet")
     for theirs in (".notes.tmp", "part.parquet.0123abcd.tmp"):
-        (path.parent / theirs).write_whole(b"")
+        (path.parent / theirs).write_atomic(b"")
     here.remove_temporary()
-    assert path.parent.names() == [".notes.tmp", "part.parquet.0123abcd.tmp"]
+    assert path.parent.list_names() == [".notes.tmp", "part.parquet.0123abcd.tmp"]
 
 
 def test_looking_whether_a_directory_can_be_written_leaves_nothing(here):
     (here / "not" / "yet").check_writable()
-    assert here.names() == []
-    (here / "file").write_whole(b"")
+    assert here.list_names() == []
+    (here / "file").write_atomic(b"")
     with pytest.raises(OSError, match="Not a directory"):
         (here / "file" / "out").check_writable()

@@ -56,16 +56,16 @@ class ColumnPath:
         for step in self.steps:
             if value is None:
                 return None
-            value = self._inside(value, step)
+            value = self._step_into(value, step)
         return value
 
-    def _inside(self, value: Any, step: str | int) -> Any:
+    def _step_into(self, value: Any, step: str | int) -> Any:
         if isinstance(step, str) and isinstance(value, Mapping):
             return value.get(step)
         if isinstance(step, int) and isinstance(value, list):
             return value[step] if -len(value) <= step < len(value) else None
-        wanted = "a list" if isinstance(step, int) else "an object"
-        raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {wanted}, got {describe_column(value)}")
+        expected = "a list" if isinstance(step, int) else "an object"
+        raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {expected}, got {describe_value(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class RequestColumns:
     prompts: dict[str, ColumnPath]
 
     @property
-    def used_whole(self) -> set[str]:
+    def fully_used(self) -> set[str]:
         """Columns that are not carried through again. Of ``turns[0]`` only a part is used, so turns is carried."""
         return {path.text for path in (self.id, *self.prompts.values())} | {field.name for field in SAMPLING_FIELDS}
 
 
-def describe_column(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value and its type, short enough for a message."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

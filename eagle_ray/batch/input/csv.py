@@ -2,7 +2,7 @@
 
 Values are texts and an empty one is null, but for sampling columns, which are numbers. A record that is not CSV is one
 bad row of its first line: reading goes on at the line after it, so that a quote without its end costs one row and
-not the rest of the file. Memory is bounded by LONGEST_RECORD.
+not the rest of the file. Memory is bounded by MAX_RECORD_BYTES.
 
     >>> [row for _, _, row in rows_in_csv(io.BytesIO(b'id,prompt\n7,"Hi,\nyou"\n'), "a.csv")]
     [{'id': '7', 'prompt': 'Hi,\nyou'}]
@@ -21,35 +21,35 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
-from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.batch.input.strict_json import value_of
+from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
 
-LONGEST_RECORD = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
+MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7
 FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_SAMPLING = {field.name: field.type for field in SAMPLING_FIELDS}
+_SAMPLING_TYPES = {field.name: field.type for field in SAMPLING_FIELDS}
 
 
 def rows_in_csv(
-    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
-) -> Iterator[tuple[int, RowPosition, Row]]:
+    stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Byte offset, place and values of every record from byte `start` on, which is the place `at`; 0: all of them.
 
     Blank lines are no rows, but are counted. Raises ConfigError where the header cannot be one.
     """
     header, lines = _header(stream, path)
     if start:
-        lines = _Lines(stream, start, at.line)
-    for index, (offset, line, values) in enumerate(_records(lines), at.row):
+        lines = _Lines(stream, start, start_position.line)
+    for index, (offset, line, values) in enumerate(_records(lines), start_position.row):
         if values:
-            yield offset, RowPosition(index, line), _row(header, values)
+            yield offset, RowPosition(index, line), _parse_record(header, values)
 
 
-def type_of_cell(value: Any) -> pa.DataType:
+def type_of_csv_value(value: Any) -> pa.DataType:
     """The type of one value: an integer, a float, a boolean, or CELLS, which holds any text."""
     if not isinstance(text := value, str):
         return type_of(value)
@@ -75,14 +75,14 @@ def _header(stream: BinaryIO, path: str) -> tuple[list[str], _Lines]:
             f"{path}: column {names.index('') + 1} has no name: name it in the first line, or leave it out "
             "(pandas: index=False)"
         )
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(f"{path} has more than one column {twice[0]!r}: rename or drop all but one of them")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{path} has more than one column {repeated[0]!r}: rename or drop all but one of them")
     return names, lines
 
 
 def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError]]:
     """Byte offset, line number and values of every record, blank ones (no values) included."""
-    csv.field_size_limit(sys.maxsize)  # the process's, 128 KiB at first: LONGEST_RECORD bounds ours
+    csv.field_size_limit(sys.maxsize)  # the process's, 128 KiB at first: MAX_RECORD_BYTES bounds ours
     reader = csv.reader(lines, strict=True)
     while True:
         offset, line = lines.begin_record()
@@ -123,8 +123,8 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        if self._second_line is not None and self.offset - self._first_line[0] > LONGEST_RECORD:
-            raise csv.Error(f"a quote is open for more than {LONGEST_RECORD >> 20} MiB")
+        if self._second_line is not None and self.offset - self._first_line[0] > MAX_RECORD_BYTES:
+            raise csv.Error(f"a quote is open for more than {MAX_RECORD_BYTES >> 20} MiB")
         line = self._stream.readline()
         if not line:
             raise StopIteration
@@ -134,7 +134,7 @@ class _Lines:
         return text.decode("utf-8", "surrogateescape")
 
 
-def _row(header: list[str], values: list[str] | RequestError) -> Row:
+def _parse_record(header: list[str], values: list[str] | RequestError) -> InputRow:
     if isinstance(values, RequestError):
         return values
     if len(values) != len(header):
@@ -143,20 +143,20 @@ def _row(header: list[str], values: list[str] | RequestError) -> Row:
             f"the row has {len(values)} values and the first line names {len(header)} columns: give each column one "
             "value, and quote texts that hold commas or newlines",
         )
-    return {name: _value(name, text) for name, text in zip(header, values, strict=True)}
+    return {name: _parse_value(name, text) for name, text in zip(header, values, strict=True)}
 
 
-def _value(column: str, text: str) -> Any:
+def _parse_value(column: str, text: str) -> Any:
     """The text, null where it is empty; of a sampling column what it says, or the text where that is nothing."""
     try:
         text.encode()
     except UnicodeError:
         return RequestError("bad_encoding", f"column {column!r} is not UTF-8 text: write it as UTF-8")
-    if text == "" or column not in _SAMPLING:
+    if text == "" or column not in _SAMPLING_TYPES:
         return text or None
-    is_list = pa.types.is_list(_SAMPLING[column])
+    is_list = pa.types.is_list(_SAMPLING_TYPES[column])
     try:
-        value = value_of(text if is_list else text.lower())
+        value = parse_json(text if is_list else text.lower())
     except ValueError:
         return text
     return value if isinstance(value, list if is_list else int | float) else text

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
-from eagle_ray.storage.storage_errors import Changed
+from eagle_ray.storage.storage_errors import ObjectChanged
 
 log = logging.getLogger("eagle_ray")
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
-PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
-_READ = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
-PUT_BACK = (
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
+CHANGED_REMEDY = (
     "Put the file back as it was and run the same command again to resume, or run it with another output.path or "
     "--overwrite to answer the file as it is now."
 )
@@ -37,15 +37,15 @@ class InputFile:
     format: parquet, jsonl, csv or openai_batch. stamp: what tells its contents from others.
     """
 
-    location: StoragePath
+    storage_path: StoragePath
     name: str
     format: str
-    stamp: FileVersion
+    version: FileVersion
 
     @property
     def path(self) -> str:
         """As it stands in messages and in the rows' source_file."""
-        return str(self.location)
+        return str(self.storage_path)
 
     def check_unchanged(self) -> None:
         """Raises InputChanged if the file is no longer the one that was planned.
@@ -53,25 +53,25 @@ class InputFile:
         A local file is compared by its size only, since another node's copy may have another time; the driver compares
         the rest (``fingerprints.check_unchanged``).
         """
-        with self.watching():
-            now = self.location.stat()
-        if now.size != self.stamp.size:
-            raise self.changed(f"{self.stamp.size:,} bytes then, {now.size:,} now")
-        if not self.location.is_local and now != self.stamp:
-            raise self.changed("its content")
+        with self.detect_changes():
+            now = self.storage_path.stat()
+        if now.size != self.version.size:
+            raise self.changed_error(f"{self.version.size:,} bytes then, {now.size:,} now")
+        if not self.storage_path.is_local and now != self.version:
+            raise self.changed_error("its content")
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def detect_changes(self) -> Iterator[None]:
         """Turn what reading a file meets that was replaced or removed into InputChanged."""
         try:
             yield
         except FileNotFoundError:
-            raise self.changed("it is gone") from None
-        except Changed:
-            raise self.changed("its content") from None
+            raise self.changed_error("it is gone") from None
+        except ObjectChanged:
+            raise self.changed_error("its content") from None
 
-    def changed(self, difference: str) -> InputChanged:
-        return InputChanged(f"{self.path} changed while the job read it ({difference}). {PUT_BACK}")
+    def changed_error(self, difference: str) -> InputChanged:
+        return InputChanged(f"{self.path} changed while the job read it ({difference}). {CHANGED_REMEDY}")
 
 
 def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]:
@@ -84,12 +84,12 @@ def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]
             raise ConfigError(f"input.path: {error}") from None
         if not files:
             raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
-        for location, stamp in files.items():
-            found.setdefault(location, _input_file(location, stamp, root, format_))
+        for location, version in files.items():
+            found.setdefault(location, _input_file(location, version, root, format_))
     return tuple(found.values())
 
 
-def location_of(pattern: str) -> StoragePath:
+def resolve_pattern(pattern: str) -> StoragePath:
     """The pattern as a location, absolute, its wildcards as they are. Raises ConfigError where it can be none."""
     if pattern.startswith("embedded:"):
         if pattern not in EMBEDDED:
@@ -103,15 +103,15 @@ def location_of(pattern: str) -> StoragePath:
 
 def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
     """The glob's root (the directory before the first wildcard) and the sorted files below it."""
-    path = location_of(pattern)
+    path = resolve_pattern(pattern)
     if path.exists():
         return path.parent, {path: path.stat()}
     if path.is_directory():
-        shown = {file: stamp for file, stamp in path.stamps().items() if not _is_hidden(file, path)}
-        _say_skipped(path, [file for file in shown if _suffix(file) not in FORMATS])
+        shown = {file: stamp for file, stamp in path.list_versions().items() if not _is_hidden(file, path)}
+        _log_skipped(path, [file for file in shown if _suffix(file) not in FORMATS])
         return path, {file: stamp for file, stamp in shown.items() if _suffix(file) in FORMATS}
-    root, below = until_wildcard(path)
-    return root, root.stamps(below)
+    root, below = split_at_wildcard(path)
+    return root, root.list_versions(below)
 
 
 def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
@@ -119,15 +119,15 @@ def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
     return any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
 
 
-def _say_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
+def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
     """Refuse a file that looks like input but cannot be read, such as a.jsonl.gz, instead of skipping it."""
     if files:
         names = ", ".join(_name_below(file, directory) for file in files[:3])
         others = f" and {len(files) - 3} others" if len(files) > 3 else ""
-        log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _READ)
+        log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _DIRECTORY_HINT)
 
 
-def until_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
+def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
     """The directory before the first wildcard, and the pattern below it."""
     root, parts = path.parent, [path.name]
     while glob.has_magic(root.text) and root != root.parent:
@@ -135,8 +135,8 @@ def until_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
     return root, "/".join(parts)
 
 
-def _input_file(location: StoragePath, stamp: FileVersion, root: StoragePath, format_: str) -> InputFile:
-    if _suffix(location) in PACKED:
+def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, format_: str) -> InputFile:
+    if _suffix(location) in COMPRESSED:
         raise ConfigError(f"input.path: {location} is compressed: unpack it first, or write its rows as Parquet")
     chosen = FORMATS.get(_suffix(location)) if format_ == "auto" else format_
     if chosen is None:
@@ -144,7 +144,7 @@ def _input_file(location: StoragePath, stamp: FileVersion, root: StoragePath, fo
             f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
             "set input.format to parquet, jsonl, csv or openai_batch"
         )
-    return InputFile(location, _name_below(location, root), chosen, stamp)
+    return InputFile(location, _name_below(location, root), chosen, version)
 
 
 def _suffix(location: StoragePath) -> str:
@@ -157,13 +157,13 @@ def _name_below(location: StoragePath, directory: StoragePath) -> str:
 
 def _hint(pattern: str) -> str:
     """What stands there instead, or where was looked and the nearest name there."""
-    path = location_of(pattern)
+    path = resolve_pattern(pattern)
     if path.is_directory():
-        return f": {_READ}, such as {pattern}/*"
-    root, _ = until_wildcard(path)
+        return f": {_DIRECTORY_HINT}, such as {pattern}/*"
+    root, _ = split_at_wildcard(path)
     if not root.is_directory():
         return f": there is no directory {root}"
-    if path.name in (names := root.names()):
+    if path.name in (names := root.list_names()):
         return f" in {root}: it is a pipe or the like, or a link to nowhere"
     near = difflib.get_close_matches(path.name, names, 1)
     return f" in {root}" + (f"; did you mean {near[0]}?" if near else "")

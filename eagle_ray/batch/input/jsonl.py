@@ -12,15 +12,15 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.batch.input.strict_json import value_of
+from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.errors import RequestError
 
 
 def rows_in_jsonl(
-    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
-) -> Iterator[tuple[int, RowPosition, Row]]:
+    stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Byte offset, place and columns of every line from byte `start` on, which is the place `at`.
 
     Blank lines are no rows, but are counted.
@@ -28,20 +28,20 @@ def rows_in_jsonl(
     stream.seek(start)
     for i, line in enumerate(stream):
         if line.strip():
-            yield start, RowPosition(at.row + i, at.line + i), _parsed(line)
+            yield start, RowPosition(start_position.row + i, start_position.line + i), _parse_line(line)
         start += len(line)
 
 
-def _parsed(line: bytes) -> Row:
+def _parse_line(line: bytes) -> InputRow:
     try:
-        row = value_of(line.rstrip().decode("utf-8-sig"))  # behind a line break, errors are at its first character
+        row = parse_json(line.rstrip().decode("utf-8-sig"))  # behind a line break, errors are at its first character
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
     except UnicodeError as error:
         return RequestError("bad_encoding", f"the line is not UTF-8 text ({error}): write it as UTF-8")
     except json.JSONDecodeError as error:  # its own words call every line the first
-        said = f"{error.msg}: character {error.colno}"
-        return RequestError("bad_json", f"the line is not JSON ({said}): write one object a line")
+        problem = f"{error.msg}: character {error.colno}"
+        return RequestError("bad_json", f"the line is not JSON ({problem}): write one object a line")
     except ValueError as error:
         return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
     if not isinstance(row, dict):

@@ -13,40 +13,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
-from eagle_ray.batch.input.columns import describe_column
+from eagle_ray.batch.input.columns import describe_value
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
-from eagle_ray.batch.input.parameters import PARAMETERS, asks_for_something
-from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.parameters import UNSUPPORTED_PARAMETERS, has_effect
+from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.errors import RequestError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt"}
+PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
-LENGTHS = ("max_tokens", "max_completion_tokens")
+LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
-KNOWN = {"model", "logprobs", *SAMPLING, *LENGTHS, *IGNORED}
+KNOWN = {"model", "logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
 # Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
-OFF_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
+BATCH_NO_OP_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
 
 
 def rows_in_batch(
     stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
-) -> Iterator[tuple[int, RowPosition, Row]]:
+) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Byte offset, place and columns of every line, as of a JSONL file."""
-    return ((offset, at, row_of(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
+    return ((offset, at, parse_batch_line(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
 
 
-def row_of(line: Row) -> Row:
+def parse_batch_line(line: InputRow) -> InputRow:
     """The columns of one parsed line. A bad line keeps its id: what is wrong stands in the prompt's place."""
     if isinstance(line, RequestError):
         return line
-    row: Row = {"id": _id_of(line), "url": None, "model": None}
+    row: InputRow = {"id": _id_of(line), "url": None, "model": None}
     try:
         row["url"] = url = _url_of(line)
         body = _body_of(line, url)
         row["model"] = _model_of(body)
-        return row | _prompt_of(body, PROMPTS[url]) | _sampling_of(body, url)
+        return row | _prompt_of(body, PROMPT_FIELD_BY_URL[url]) | _sampling_of(body, url)
     except RequestError as error:
         return row | {"prompt": error}
 
@@ -59,12 +59,12 @@ def _id_of(line: Mapping[str, Any]) -> Any:
 
 
 def _url_of(line: Mapping[str, Any]) -> str:
-    if strange := line.keys() - {"custom_id", "method", "url", "body"}:
-        raise _unsupported(min(strange), "a line holds custom_id, method, url and body")
+    if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
+        raise _unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
-        raise RequestError("bad_type", f"method must be POST, got {describe_column(line.get('method'))}")
-    if (url := line.get("url")) not in list(PROMPTS):
-        raise RequestError("bad_type", f"url must be {CHAT} or {COMPLETIONS}, got {describe_column(url)}")
+        raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
+    if (url := line.get("url")) not in list(PROMPT_FIELD_BY_URL):
+        raise RequestError("bad_type", f"url must be {CHAT} or {COMPLETIONS}, got {describe_value(url)}")
     return url
 
 
@@ -72,25 +72,25 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     """The body, once it holds nothing that would have to be ignored."""
     body = line.get("body")
     if not isinstance(body, Mapping):
-        raise RequestError("bad_type", f"body must be an object, got {describe_column(body)}")
+        raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
     for name, value in body.items():
-        if name in (*KNOWN, PROMPTS[url]) or value is None:
+        if name in (*KNOWN, PROMPT_FIELD_BY_URL[url]) or value is None:
             continue
         is_off = (
-            value == OFF_VALUES[name]
-            if name in OFF_VALUES
-            else name in PARAMETERS and not asks_for_something(name, value)
+            value == BATCH_NO_OP_VALUES[name]
+            if name in BATCH_NO_OP_VALUES
+            else name in UNSUPPORTED_PARAMETERS and not has_effect(name, value)
         )
         if not is_off:
             raise _unsupported(
-                f"body.{name}", f"{describe_column(value)} asks for what this system does not do; leave it out"
+                f"body.{name}", f"{describe_value(value)} asks for what this system does not do; leave it out"
             )
     return body
 
 
 def _model_of(body: Mapping[str, Any]) -> str | None:
     if not isinstance(model := body.get("model"), str | None):
-        raise RequestError("bad_type", f"body.model must be a text, got {describe_column(model)}")
+        raise RequestError("bad_type", f"body.model must be a text, got {describe_value(model)}")
     return model
 
 
@@ -99,41 +99,43 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value is None:
         raise RequestError("prompt_missing", f"body.{name} is absent or null: give it")
     if name == "messages":
-        return {name: _with_plain_texts(value)}
+        return {name: _with_text_contents(value)}
     if not isinstance(value, str | list) or (
         isinstance(value, list) and any(type(token) is not int for token in value)
     ):
-        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_column(value)}")
+        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
     return {name if isinstance(value, str) else "prompt_token_ids": value}
 
 
-def _with_plain_texts(messages: Any) -> list[Any]:
+def _with_text_contents(messages: Any) -> list[Any]:
     """Messages whose contents are texts, where the batch has them as lists of text parts."""
     if not isinstance(messages, list):
-        raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_column(messages)}")
+        raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(messages)}")
     return [
-        message | {"content": _joined(message["content"], f"body.messages[{i}].content")}
+        message | {"content": _join_text_parts(message["content"], f"body.messages[{i}].content")}
         if isinstance(message, dict) and isinstance(message.get("content"), list)
         else message
         for i, message in enumerate(messages)
     ]
 
 
-def _joined(parts: Iterable[Any], where: str) -> str:
+def _join_text_parts(parts: Iterable[Any], where: str) -> str:
     texts = []
     for i, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise _unsupported(f"{where}[{i}]", f"only parts of type text are read, got {describe_column(part)}")
+            raise _unsupported(f"{where}[{i}]", f"only parts of type text are read, got {describe_value(part)}")
         texts.append(text)
     return "".join(texts)
 
 
 def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    lengths = [body[name] for name in LENGTHS if body.get(name) is not None]
+    lengths = [body[name] for name in LENGTH_FIELDS if body.get(name) is not None]
     if len(lengths) == 2 and lengths[0] != lengths[1]:
-        raise RequestError("bad_sampling", f"body.{LENGTHS[0]} and body.{LENGTHS[1]} differ: give one of them")
+        raise RequestError(
+            "bad_sampling", f"body.{LENGTH_FIELDS[0]} and body.{LENGTH_FIELDS[1]} differ: give one of them"
+        )
     if lengths:
         found["max_tokens"] = lengths[0]
     if body.get("logprobs") is not None:
@@ -148,7 +150,7 @@ def _logprobs(value: Any, url: str) -> bool:
     if url == COMPLETIONS and type(value) is int and value == 0:
         return True
     wanted = "true or false" if url == CHAT else "0 (the token's own, no alternatives)"
-    raise _unsupported("body.logprobs", f"it must be {wanted}, got {describe_column(value)}")
+    raise _unsupported("body.logprobs", f"it must be {wanted}, got {describe_value(value)}")
 
 
 def _unsupported(parameter: str, fix: str) -> RequestError:

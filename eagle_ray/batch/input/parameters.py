@@ -3,9 +3,9 @@
 The names are those of OpenAI's API, vLLM, SGLang, transformers and llama.cpp. Names that a data set is likely to use
 for plain data (model, user, name, system, suffix, priority) are left out.
 
-    >>> parameter_named("frequency_penalty"), parameter_named("maxTokens"), parameter_named("category")
+    >>> match_unsupported("frequency_penalty"), match_unsupported("maxTokens"), match_unsupported("category")
     ('frequency_penalty', 'max_tokens', None)
-    >>> asks_for_something("frequency_penalty", 0), asks_for_something("frequency_penalty", 0.5)
+    >>> has_effect("frequency_penalty", 0), has_effect("frequency_penalty", 0.5)
     (False, True)
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from eagle_ray.batch.input.strict_json import value_of
+from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
 
 # Parameters that have a value with which they change nothing. An absent or empty value never changes anything.
@@ -55,7 +55,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
-PARAMETERS = frozenset(NO_OP_VALUES) | {
+UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
     "allowed_token_ids",
     "bad_words",
     "bad_words_ids",
@@ -119,9 +119,9 @@ PARAMETERS = frozenset(NO_OP_VALUES) | {
     "vllm_xargs",
     "xtc_threshold",
 }
-READ = frozenset(field.name for field in SAMPLING_FIELDS)
+ROW_PARAMETERS = frozenset(field.name for field in SAMPLING_FIELDS)
 # What to use in place of a parameter that has another name here.
-READ_AS = {
+PARAMETER_ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_gen_len": "max_tokens",
@@ -134,39 +134,39 @@ READ_AS = {
     "stop_sequences": "stop",
     "stop_strings": "stop",
 }
-MISSING = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
-_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
+_CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def parameter_named(column: str) -> str | None:
+def match_unsupported(column: str) -> str | None:
     """Return the parameter that a column of this name gives and that rows cannot set, or None.
 
     Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and " top-p" are not top_p.
     One word in capitals, such as Temperature, is likely to be data.
     """
-    name = _HUMP.sub("_", column.strip()).lower().replace("-", "_")
-    is_misspelt = name in READ and name != column and ("_" in name or name == column.strip())
-    return name if name in PARAMETERS or is_misspelt else None
+    name = _CAMEL_BOUNDARY.sub("_", column.strip()).lower().replace("-", "_")
+    is_misspelt = name in ROW_PARAMETERS and name != column and ("_" in name or name == column.strip())
+    return name if name in UNSUPPORTED_PARAMETERS or is_misspelt else None
 
 
-def asks_for_something(name: str, value: Any) -> bool:
+def has_effect(name: str, value: Any) -> bool:
     """Return whether a value of the parameter would change what is generated. A text may hold JSON."""
-    value = _without_nulls(_json_in(value))
+    value = _without_nulls(_parse_if_json(value))
     if value in (None, "", [], {}) or value != value:
         return False
     no_op = NO_OP_VALUES.get(name, ())
     return not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in no_op)
 
 
-def _json_in(value: Any) -> Any:
+def _parse_if_json(value: Any) -> Any:
     """The value that a text such as "0", "True" or "[]" spells, as CSV files have it; any other text without spaces."""
     if not isinstance(value, str):
         return value
     text = value.strip()
-    if text.lower() in MISSING:
+    if text.lower() in NULL_TEXTS:
         return None
     try:
-        return value_of(text.lower() if text.lower() in ("true", "false", "null") else text)
+        return parse_json(text.lower() if text.lower() in ("true", "false", "null") else text)
     except ValueError:
         return text
 

@@ -1,7 +1,7 @@
 """Rows of a Parquet file as Python values, a batch in memory at a time.
 
 >>> with pq.ParquetFile("a.parquet") as parquet:                        # doctest: +SKIP
-...     list(dicts_in(parquet, file, needed=["prompt"], groups=[0]))
+...     list(rows_in_parquet(parquet, file, needed=["prompt"], groups=[0]))
 [{'prompt': 'Hi'}]
 """
 
@@ -15,22 +15,29 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.passthrough import NANOSECONDS
-from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.request import InputRow
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
 
 BATCH_ROWS = 256
-UNHOLDABLE = (pa.ArrowException, OverflowError, ValueError, KeyError)  # dates beyond Python's years, unknown time zones
+CONVERSION_ERRORS = (
+    pa.ArrowException,
+    OverflowError,
+    ValueError,
+    KeyError,
+)  # dates beyond Python's years, unknown time zones
 
 
 def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
     """Raises ConfigError where two columns have the same name: a row could hold only one of them."""
     names = parquet.schema_arrow.names
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(f"{file.path} has more than one column {twice[0]!r}: rename or drop all but one of them")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{file.path} has more than one column {repeated[0]!r}: rename or drop all but one of them")
 
 
-def dicts_in(parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int]) -> Iterator[Row]:
+def rows_in_parquet(
+    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int]
+) -> Iterator[InputRow]:
     """The rows of some row groups, their needed columns only; a text that is not UTF-8 makes its row a bad one.
 
     Raises ConfigError naming a column whose values Python cannot hold.
@@ -41,41 +48,41 @@ def dicts_in(parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], gr
         yield from ({} for i in groups for _ in range(parquet.metadata.row_group(i).num_rows))
         return
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
-        yield from _dicts(_with_whole_times(batch), file)
+        yield from _to_rows(_nanoseconds_as_text(batch), file)
 
 
-def _with_whole_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _nanoseconds_as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Times in nanoseconds as text: Python's end at microseconds."""
     columns = [column.cast(pa.string()) if column.type == NANOSECONDS else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
-def _dicts(batch: pa.RecordBatch, file: InputFile) -> list[Row]:
+def _to_rows(batch: pa.RecordBatch, file: InputFile) -> list[InputRow]:
     try:
         return batch.to_pylist(maps_as_pydicts="lossy")
     except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
         if batch.num_rows == 1:
             return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]
         half = batch.num_rows // 2
-        return _dicts(batch.slice(0, half), file) + _dicts(batch.slice(half), file)
-    except UNHOLDABLE as error:
-        raise _cannot_hold(batch, file, error) from None
+        return _to_rows(batch.slice(0, half), file) + _to_rows(batch.slice(half), file)
+    except CONVERSION_ERRORS as error:
+        raise _conversion_error(batch, file, error) from None
 
 
-def _cannot_hold(batch: pa.RecordBatch, file: InputFile, error: Exception) -> ConfigError:
+def _conversion_error(batch: pa.RecordBatch, file: InputFile, error: Exception) -> ConfigError:
     """Names the column whose values Python cannot hold."""
-    column = next((name for name in batch.schema.names if not _can_hold(batch.column(name))), "?")
+    column = next((name for name in batch.schema.names if not _is_convertible(batch.column(name))), "?")
     return ConfigError(
         f"{file.path}: column {column!r} ({batch.schema.field(column).type}) holds values that cannot be read "
         f"({error}): cast it, for example to a string, or leave it out with input.passthrough"
     )
 
 
-def _can_hold(column: pa.Array) -> bool:
+def _is_convertible(column: pa.Array) -> bool:
     try:
         column.to_pylist(maps_as_pydicts="lossy")
     except UnicodeError:  # a bad row of its own
         return True
-    except UNHOLDABLE:
+    except CONVERSION_ERRORS:
         return False
     return True

@@ -22,9 +22,9 @@ from eagle_ray.batch.id_digests import EMPTY, DigestBuffer, Digests, digests, du
 from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
 from eagle_ray.batch.input.files import InputFile, find_files
 from eagle_ray.batch.input.passthrough import column_of, field_of, join_into
-from eagle_ray.batch.input.request import Row, id_of, parse_row
+from eagle_ray.batch.input.request import InputRow, id_of, parse_row
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
-from eagle_ray.batch.input.shards import SeeRow, Shard, rows_in, scan
+from eagle_ray.batch.input.shards import OnRow, Shard, rows_in, scan
 from eagle_ray.batch.input.unread import check_unread
 from eagle_ray.batch.output.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
@@ -32,7 +32,7 @@ from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 TABLE_ROWS = 256
 
-SETTINGS = frozenset(field.name for field in SAMPLING_FIELDS)  # columns that set a row's sampling
+SAMPLING_NAMES = frozenset(field.name for field in SAMPLING_FIELDS)  # columns that set a row's sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class InputPlan:
     files: tuple[InputFile, ...]
     shards: tuple[Shard, ...]
     columns: RequestColumns
-    carried: tuple[tuple[str, pa.DataType], ...]
+    passthrough_types: tuple[tuple[str, pa.DataType], ...]
     row_settings: frozenset[str]
     ids: Digests = field(compare=False)
 
@@ -57,7 +57,7 @@ class InputPlan:
         return sum(shard.num_rows for shard in self.shards)
 
     @property
-    def has_own_samples(self) -> bool:
+    def has_per_row_n(self) -> bool:
         """Return whether rows may set how many samples they get."""
         return "n" in self.row_settings
 
@@ -71,12 +71,12 @@ class InputPlan:
         """The input columns that are read at all: those of requests, and those that are carried."""
         paths = (self.columns.id, *self.columns.prompts.values())
         read = [name for path in paths for name in path.names]
-        return read + [field.name for field in SAMPLING_FIELDS] + [name for name, _ in self.carried]
+        return read + [field.name for field in SAMPLING_FIELDS] + [name for name, _ in self.passthrough_types]
 
     @property
     def passthrough(self) -> list[pa.Field]:
         """The output columns of what is carried."""
-        return [field_of(name, type_) for name, type_ in self.carried]
+        return [field_of(name, type_) for name, type_ in self.passthrough_types]
 
 
 def plan_input(config: JobConfig) -> InputPlan:
@@ -87,23 +87,25 @@ def plan_input(config: JobConfig) -> InputPlan:
     """
     files = find_files(config.input.path, config.input.format)
     columns = _columns(config.input.columns)
-    noted = DigestBuffer()
+    id_buffer = DigestBuffer()
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
     for file in files:
-        found = scan(file, columns.id.names, _noting_ids(noted, columns, file))
+        found = scan(file, columns.id.names, _id_recorder(id_buffer, columns, file))
         join_into(types, found.types)
         shards += found.shards
     if types:
         _check_columns(config.input.columns, columns, types)
-    limited = _limited(shards, config.input.limit)
-    set_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
+    limited = _apply_limit(shards, config.input.limit)
+    nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
     mapped = (columns.id, *columns.prompts.values())
-    check_unread(limited, _not_mapped(set_columns, columns), mapped, config.input.on_unknown)
-    carried = tuple((name, types.get(name, pa.null())) for name in _carried_names(config.input, columns, types))
-    ids = noted.sorted(sum(shard.num_rows for shard in limited))
-    row_settings = SETTINGS & frozenset(set_columns)
-    plan = InputPlan(files, limited, columns, carried, row_settings, ids)
+    check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
+    passthrough_types = tuple(
+        (name, types.get(name, pa.null())) for name in _passthrough_names(config.input, columns, types)
+    )
+    ids = id_buffer.sorted(sum(shard.num_rows for shard in limited))
+    row_settings = SAMPLING_NAMES & frozenset(nonnull_columns)
+    plan = InputPlan(files, limited, columns, passthrough_types, row_settings, ids)
     request_schema(plan.passthrough)
     _check_ids(plan, duplicates(ids))
     _check_rows(plan, config.input.on_bad_row)
@@ -126,29 +128,29 @@ def _files(plan: InputPlan) -> str:
 
 def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
     """Every row of the input in order, good or bad, as REQUEST columns and carried ones."""
-    for table in tables_in(plan):
+    for table in request_tables(plan):
         yield from table.to_pylist()
 
 
-def tables_in(plan: InputPlan) -> Iterator[pa.Table]:
+def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
     """The same in tables of at most TABLE_ROWS rows."""
     for shard in plan.shards:
-        yield from tables_of(plan, shard)
+        yield from shard_tables(plan, shard)
 
 
-def tables_of(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
+def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
     """The requests of one shard, in tables of at most TABLE_ROWS rows."""
     rows = rows_in(shard, plan.needed)
     while chunk := list(islice(rows, TABLE_ROWS)):
-        requests = [parse_row(row, plan.columns, _place(shard.file, at)) for at, row in chunk]
+        requests = [parse_row(row, plan.columns, _row_location(shard.file, position)) for position, row in chunk]
         table = table_of(requests, REQUEST)
-        for name, type_ in plan.carried:
+        for name, type_ in plan.passthrough_types:
             values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
-            table = table.append_column(field_of(name, type_), _carried_column(values, name, type_, shard.file))
+            table = table.append_column(field_of(name, type_), _passthrough_column(values, name, type_, shard.file))
         yield table
 
 
-def _carried_column(values: list[Any], name: str, type_: pa.DataType, file: InputFile) -> pa.Array:
+def _passthrough_column(values: list[Any], name: str, type_: pa.DataType, file: InputFile) -> pa.Array:
     try:
         return column_of(values, type_)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
@@ -158,12 +160,12 @@ def _carried_column(values: list[Any], name: str, type_: pa.DataType, file: Inpu
         ) from None
 
 
-def _noting_ids(noted: DigestBuffer, columns: RequestColumns, file: InputFile) -> SeeRow:
-    return lambda at, row: noted.add(id_of(row, columns, _place(file, at)))
+def _id_recorder(id_buffer: DigestBuffer, columns: RequestColumns, file: InputFile) -> OnRow:
+    return lambda position, row: id_buffer.add(id_of(row, columns, _row_location(file, position)))
 
 
-def _place(file: InputFile, at: RowPosition) -> RowLocation:
-    return RowLocation(file.name, file.path, at)
+def _row_location(file: InputFile, position: RowPosition) -> RowLocation:
+    return RowLocation(file.name, file.path, position)
 
 
 def _columns(config: ColumnsConfig) -> RequestColumns:
@@ -182,7 +184,7 @@ def _path(name: str, text: str) -> ColumnPath:
 def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
     """Configured columns exist in some file, and there is a prompt."""
     for name, path in [("id", columns.id), *columns.prompts.items()]:
-        if path.text in SETTINGS:
+        if path.text in SAMPLING_NAMES:
             raise ConfigError(
                 f"input.columns.{name}: column {path.text!r} is a setting of its row. Rename the column, and the key."
             )
@@ -202,11 +204,11 @@ def _not_mapped(names: Iterable[str], columns: RequestColumns) -> list[str]:
     return [name for name in names if name not in mapped]
 
 
-def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
+def _passthrough_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
     if config.passthrough == "none":
         return []
     if config.passthrough == "all":
-        return [name for name in types if name not in columns.used_whole]
+        return [name for name in types if name not in columns.fully_used]
     for name in config.passthrough:
         if types and name not in types:
             raise ConfigError(f"input.passthrough: no file has a column {name!r}{_near(name, types)}")
@@ -218,48 +220,48 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; columns: {', '.join(names)}"
 
 
-def _limited(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
+def _apply_limit(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
     """The first rows of the input, in file order."""
-    kept, room = [], sum(shard.num_rows for shard in shards) if limit is None else limit
+    kept, remaining_rows = [], sum(shard.num_rows for shard in shards) if limit is None else limit
     for shard in shards:
-        if room > 0:
-            kept.append(shard.cut(min(shard.num_rows, room)))
-            room -= shard.num_rows
+        if remaining_rows > 0:
+            kept.append(shard.truncate(min(shard.num_rows, remaining_rows)))
+            remaining_rows -= shard.num_rows
     return tuple(kept)
 
 
 def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
     """These ids, sorted as digests, and where they stand, in the order of the input."""
-    for row, place in _rows(plan) if len(wanted) else ():
-        request_id = id_of(row, plan.columns, place)
+    for row, location in _rows(plan) if len(wanted) else ():
+        request_id = id_of(row, plan.columns, location)
         if isin(digests([request_id]), wanted):
-            yield request_id, place
+            yield request_id, location
 
 
-def _check_ids(plan: InputPlan, twice: Digests) -> None:
+def _check_ids(plan: InputPlan, duplicate_ids: Digests) -> None:
     """Raises ConfigError naming both places of an id that occurs twice."""
-    places: dict[str, RowLocation] = {}
-    for request_id, place in ids_in(plan, twice):
-        if request_id in places:
-            raise _twice(request_id, places[request_id], place)
-        places[request_id] = place
+    locations: dict[str, RowLocation] = {}
+    for request_id, location in ids_in(plan, duplicate_ids):
+        if request_id in locations:
+            raise _duplicate_error(request_id, locations[request_id], location)
+        locations[request_id] = location
 
 
-def _twice(request_id: str, first: RowLocation, second: RowLocation) -> ConfigError:
+def _duplicate_error(request_id: str, first: RowLocation, second: RowLocation) -> ConfigError:
     fix = "make the ids unique"
     if request_id == first.id == second.id:
         fix = "their files have the same name below their roots: use one glob or a parent directory, or an id column"
     return ConfigError(f"id {request_id!r} occurs twice: {first} and {second}; {fix}")
 
 
-def _rows(plan: InputPlan) -> Iterator[tuple[Row, RowLocation]]:
+def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
     for shard in plan.shards:
-        for at, row in rows_in(shard, plan.needed):
-            yield row, _place(shard.file, at)
+        for position, row in rows_in(shard, plan.needed):
+            yield row, _row_location(shard.file, position)
 
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
-    for row, place in _rows(plan) if on_bad_row == "fail" else ():
-        request = parse_row(row, plan.columns, place)
+    for row, location in _rows(plan) if on_bad_row == "fail" else ():
+        request = parse_row(row, plan.columns, location)
         if request.get("error_code"):
             raise ConfigError(f"{request['error_message']} (input.on_bad_row is fail)")

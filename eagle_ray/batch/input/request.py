@@ -15,63 +15,63 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_ray.batch.input.columns import ColumnPath, RequestColumns, describe_column
+from eagle_ray.batch.input.columns import ColumnPath, RequestColumns, describe_value
 from eagle_ray.batch.input.row_location import RowLocation
-from eagle_ray.batch.input.strict_json import value_of
+from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
 from eagle_ray.config import check_row_sampling
 from eagle_ray.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_LIKE_MESSAGES = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
+_MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
-Row = dict[str, Any] | RequestError
+InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 
 
-def parse_row(row: Row, columns: RequestColumns, place: RowLocation) -> dict[str, Any]:
+def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> dict[str, Any]:
     """The REQUEST columns of one row, carried columns not included; absent ones are null."""
     request = {
-        "request_id": id_of(row, columns, place),
-        "row_index": place.at.row,
-        "source_file": place.path,
-        "source_line": place.at.line,
+        "request_id": id_of(row, columns, location),
+        "row_index": location.position.row,
+        "source_file": location.path,
+        "source_line": location.position.line,
     }
     try:
-        _check_read(row)
-        _given_id(row, columns.id)
+        _raise_unreadable(row)
+        _explicit_id(row, columns.id)
         return request | _prompt_of(row, columns) | _sampling_of(row)
     except RequestError as error:
-        return request | {"error_code": error.code, "error_message": f"{place}: {error}"}
+        return request | {"error_code": error.code, "error_message": f"{location}: {error}"}
 
 
-def _check_read(row: Row) -> None:
+def _raise_unreadable(row: InputRow) -> None:
     for value in (row,) if isinstance(row, RequestError) else row.values():
         if isinstance(value, RequestError):
             raise value
 
 
-def id_of(row: Row, columns: RequestColumns, place: RowLocation) -> str:
+def id_of(row: InputRow, columns: RequestColumns, location: RowLocation) -> str:
     """The row's id as a string; its place where the id is absent, null, empty or unusable."""
     try:
-        given = None if isinstance(row, RequestError) else _given_id(row, columns.id)
+        explicit_id = None if isinstance(row, RequestError) else _explicit_id(row, columns.id)
     except RequestError:
-        given = None
-    return place.id if given is None else given
+        explicit_id = None
+    return location.id if explicit_id is None else explicit_id
 
 
-def _given_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
+def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
     value = path.value_in(row)
     if isinstance(value, RequestError):
         raise value
     if isinstance(value, list | dict | bytes) or value != value:  # NaN is no id
         raise RequestError(
-            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_column(value)}"
+            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
         )
     if isinstance(value, str) and not value.strip():
         raise RequestError(
             "empty_id",
-            f"column {path.text!r} is an empty text ({describe_column(value)}). Give the row an id of its own, or "
+            f"column {path.text!r} is an empty text ({describe_value(value)}). Give the row an id of its own, or "
             "null, which makes one from its file and row.",
         )
     return None if value is None else str(_as_int(value))
@@ -98,7 +98,7 @@ def _column_and_key(name: str, path: ColumnPath) -> str:
 
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_column(value)}")
+        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_value(value)}")
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
     return value
@@ -110,7 +110,7 @@ def _messages(value: Any, column: str) -> str:
         value = _messages_in(value, column)
     if not isinstance(value, list):
         raise RequestError(
-            "bad_type", f"column {column!r} must be a list of messages or a text, got {describe_column(value)}"
+            "bad_type", f"column {column!r} must be a list of messages or a text, got {describe_value(value)}"
         )
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
@@ -118,10 +118,10 @@ def _messages(value: Any, column: str) -> str:
 
 
 def _messages_in(text: str, column: str) -> list[dict]:
-    if not _LIKE_MESSAGES.match(_text(text, column)[:4096]):
+    if not _MESSAGES_START.match(_text(text, column)[:4096]):
         return [{"role": "user", "content": text}]
     try:
-        return value_of(text)
+        return parse_json(text)
     except ValueError as error:
         raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
 
@@ -129,35 +129,35 @@ def _messages_in(text: str, column: str) -> list[dict]:
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
-            "bad_type", f"{where} must be an object with role and content, got {describe_column(message)}"
+            "bad_type", f"{where} must be an object with role and content, got {describe_value(message)}"
         )
     if message.get("role") not in ROLES:
         raise RequestError(
-            "bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_column(message.get('role'))}"
+            "bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_value(message.get('role'))}"
         )
     if not isinstance(message.get("content"), str):
-        raise RequestError("bad_type", f"{where}.content must be a text, got {describe_column(message.get('content'))}")
+        raise RequestError("bad_type", f"{where}.content must be a text, got {describe_value(message.get('content'))}")
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
-    value = _json_in(value) if isinstance(value, str) else value
+    value = _parse_if_json(value) if isinstance(value, str) else value
     if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_column(value)}")
+        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_value(value)}")
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token < 2**63:
             raise RequestError(
-                "bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {describe_column(token)}"
+                "bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {describe_value(token)}"
             )
     return value
 
 
-def _json_in(text: str) -> Any:
+def _parse_if_json(text: str) -> Any:
     """What a text of JSON holds; any other text is itself."""
     try:
-        return value_of(text)
+        return parse_json(text)
     except ValueError:
         return text
 

@@ -32,21 +32,21 @@ class RowLocation:
 
     name: str
     path: str
-    at: RowPosition
+    position: RowPosition
 
     def __str__(self) -> str:
-        return _words(self.path, *self.at)
+        return _format(self.path, *self.position)
 
     @property
     def id(self) -> str:
         """The id of a row that gives none."""
-        return f"{self.name}:{self.at.row}"
+        return f"{self.name}:{self.position.row}"
 
 
-def place_of(request: Mapping[str, Any]) -> str:
+def location_text(request: Mapping[str, Any]) -> str:
     """The same words, of a row that has become a request."""
-    return _words(request["source_file"], request["row_index"], request["source_line"])
+    return _format(request["source_file"], request["row_index"], request["source_line"])
 
 
-def _words(path: str, row: int, line: int | None) -> str:
+def _format(path: str, row: int, line: int | None) -> str:
     return f"{path}, row {row} (counted from 0)" if line is None else f"{path}, line {line}"

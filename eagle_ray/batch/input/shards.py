@@ -16,23 +16,23 @@ from itertools import accumulate, islice
 
 import pyarrow as pa
 
-from eagle_ray.batch.input.csv import rows_in_csv, type_of_cell
+from eagle_ray.batch.input.csv import rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import rows_in_batch
-from eagle_ray.batch.input.parquet import check_unique, dicts_in
+from eagle_ray.batch.input.parquet import check_unique, rows_in_parquet
 from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, join_into, type_in_parquet, type_of
-from eagle_ray.batch.input.request import Row
+from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import StorageError
 
 SHARD_ROWS = 512
-RECORDS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
-UNREADABLE = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
+RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
+READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
-SeeRow = Callable[[RowPosition, Row], None]  # told of every row: its place in the file, and what is needed of it
+OnRow = Callable[[RowPosition, InputRow], None]  # told of every row: its place in the file, and what is needed of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Shard:
     first: RowPosition
     num_rows: int
 
-    def cut(self, num_rows: int) -> Shard:
+    def truncate(self, num_rows: int) -> Shard:
         """Its first rows only."""
         return dataclasses.replace(self, num_rows=num_rows)
 
@@ -60,89 +60,91 @@ class FileScan:
     shards: tuple[Shard, ...]
 
 
-def scan(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+def scan(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
     """Look through one file once, telling see of every row (of Parquet, its needed columns only).
 
     Raises ConfigError where the file cannot be read at all.
     """
     read = _scan_parquet if file.format == "parquet" else _scan_records
     try:
-        return read(file, needed, see)
+        return read(file, needed, on_row)
     except StorageError:  # the storage is at fault, not the file
         raise
-    except UNREADABLE as error:
-        raise _cannot_read(file, error) from None
+    except READ_ERRORS as error:
+        raise _unreadable_error(file, error) from None
 
 
-def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
+def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
     """Each row's place in its file, and the row (of Parquet, its needed columns only).
 
     Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read after all.
     """
     shard.file.check_unchanged()
     read = _parquet_rows if shard.file.format == "parquet" else _record_rows
-    return _watched(shard.file, islice(read(shard, needed), shard.num_rows))
+    return _detect_changes(shard.file, islice(read(shard, needed), shard.num_rows))
 
 
-def _watched(file: InputFile, rows: Iterator[tuple[RowPosition, Row]]) -> Iterator[tuple[RowPosition, Row]]:
+def _detect_changes(
+    file: InputFile, rows: Iterator[tuple[RowPosition, InputRow]]
+) -> Iterator[tuple[RowPosition, InputRow]]:
     """A file that cannot be read after all has changed if its size says so."""
     try:
-        with file.watching():
+        with file.detect_changes():
             yield from rows
     except ConfigError:
         file.check_unchanged()
         raise
 
 
-def _cannot_read(file: InputFile, error: Exception) -> ConfigError:
-    fix = "delete it" if file.stamp.size == 0 else "write it again, leave it out of input.path, or set input.format"
+def _unreadable_error(file: InputFile, error: Exception) -> ConfigError:
+    fix = "delete it" if file.version.size == 0 else "write it again, leave it out of input.path, or set input.format"
     return ConfigError(f"cannot read {file.path} as {file.format} ({error}): {fix}")
 
 
-def _scan_records(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
+def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
-    of_value, mixed = (type_of_cell, CSV_TEXT) if file.format == "csv" else (type_of, JSON)
-    for offset, at, row in _records(file, 0, FIRST):
+    type_of_value, mixed_type = (type_of_csv_value, CSV_TEXT) if file.format == "csv" else (type_of, JSON)
+    for offset, position, row in _records(file, 0, FIRST):
         if not shards or shards[-1].num_rows == SHARD_ROWS:
-            shards.append(Shard(file, offset, at, 0))
-        shards[-1] = shards[-1].cut(shards[-1].num_rows + 1)
+            shards.append(Shard(file, offset, position, 0))
+        shards[-1] = shards[-1].truncate(shards[-1].num_rows + 1)
         if isinstance(row, dict):
-            join_into(types, {name: of_value(value) for name, value in row.items()})
-        see(at, row)
-    return FileScan({name: mixed if type_ == JSON else type_ for name, type_ in types.items()}, tuple(shards))
+            join_into(types, {name: type_of_value(value) for name, value in row.items()})
+        on_row(position, row)
+    return FileScan({name: mixed_type if type_ == JSON else type_ for name, type_ in types.items()}, tuple(shards))
 
 
-def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
-    for _, at, row in _records(shard.file, shard.start, shard.first):
-        yield at, row
+def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
+    for _, position, row in _records(shard.file, shard.start, shard.first):
+        yield position, row
 
 
-def _records(file: InputFile, start: int, at: RowPosition) -> Iterator[tuple[int, RowPosition, Row]]:
+def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Byte offset, place and columns of every record from byte `start` on, which is the place `at`."""
-    with file.location.open() as stream:
-        yield from RECORDS[file.format](stream, file.path, start, at)
+    with file.storage_path.open() as stream:
+        yield from RECORD_READERS[file.format](stream, file.path, start, start_position)
 
 
-def _scan_parquet(file: InputFile, needed: Iterable[str], see: SeeRow) -> FileScan:
-    with open_parquet(file.location) as parquet:
+def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
+    with open_parquet(file.storage_path) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-        for index, row in enumerate(dicts_in(parquet, file, needed, list(range(len(sizes))))):
-            see(RowPosition(index, None), row)
+        for index, row in enumerate(rows_in_parquet(parquet, file, needed, list(range(len(sizes))))):
+            on_row(RowPosition(index, None), row)
     starts = list(accumulate(sizes, initial=0))
     return FileScan(
         types, tuple(Shard(file, i, RowPosition(starts[i], None), size) for i, size in enumerate(sizes) if size)
     )
 
 
-def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, Row]]:
+def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
     try:
-        with open_parquet(shard.file.location) as parquet:
-            for index, row in enumerate(dicts_in(parquet, shard.file, needed, [shard.start]), shard.first.row):
+        with open_parquet(shard.file.storage_path) as parquet:
+            for index, row in enumerate(rows_in_parquet(parquet, shard.file, needed, [shard.start]), shard.first.row):
                 yield RowPosition(index, None), row
     except StorageError:
         raise
-    except UNREADABLE as error:
-        raise _cannot_read(shard.file, error) from None
+    except READ_ERRORS as error:
+        raise _unreadable_error(shard.file, error) from None

@@ -17,11 +17,11 @@ import ray
 import ray.data
 
 from eagle_ray.batch.id_digests import EMPTY, Digests, digests, isin
-from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of, tables_of
+from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of, shard_tables
 from eagle_ray.batch.input.row_location import RowPosition
 from eagle_ray.batch.input.shards import Shard
 from eagle_ray.batch.output.schema import request_schema
-from eagle_ray.storage.retry_budget import outlasting_outages
+from eagle_ray.storage.retry_budget import extended_retries
 
 __all__ = ["InputPlan", "plan_input", "read_requests", "requests_of"]
 
@@ -59,6 +59,6 @@ class ShardReader:
             shard = Shard(
                 self.plan.files[row["file"]], row["start"], RowPosition(row["row"], row["line"]), row["num_rows"]
             )
-            with outlasting_outages():
-                for table in tables_of(self.plan, shard):
+            with extended_retries():
+                for table in shard_tables(self.plan, shard):
                     yield table.filter(pa.array(~isin(digests(table["request_id"].to_pylist()), skip)))

@@ -4,7 +4,7 @@ An id that the input does not give is the file's name and the row's number. So t
 directory, asks for today's ids, and would get today's answers. A file that was moved or renamed is the same file. Reads
 ids and source files of the rows, and those only where a file that the run was made from is not in the input any more.
 
-    >>> check_origins(run, plan.files, asked.ids)
+    >>> check_sources(run, plan.files, asked.ids)
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from eagle_ray.batch.id_digests import Digests, digests, isin
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.batch.output.manifest import REMEDY, RunHandle, read_manifest
-from eagle_ray.batch.output.part_files import tables
+from eagle_ray.batch.output.part_files import read_tables
 
 
-def check_origins(run: RunHandle, files: Iterable[InputFile], ids: Digests) -> None:
+def check_sources(run: RunHandle, files: Iterable[InputFile], ids: Digests) -> None:
     """Raises OutputMismatch where one of these ids, which are sorted, was answered from a file that is not here now."""
-    gone = _gone(run, {file.path for file in files})
-    for table in tables(run.data, ["request_id", "source_file"]) if gone else ():
-        left = table.filter(pc.is_in(table["source_file"], pa.array(gone)))
-        names = left["request_id"].to_pylist()
-        if (asked := isin(digests(names), ids)).any():
-            first = int(asked.argmax())
+    missing = _missing_files(run, {file.path for file in files})
+    for table in read_tables(run.data, ["request_id", "source_file"]) if missing else ():
+        orphaned = table.filter(pc.is_in(table["source_file"], pa.array(missing)))
+        request_ids = orphaned["request_id"].to_pylist()
+        if (is_requested := isin(digests(request_ids), ids)).any():
+            first = int(is_requested.argmax())
             raise OutputMismatch(
-                f"{run.output} has an answer to the id {names[first]!r} from {left['source_file'][first]}, which is "
-                f"not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
+                f"{run.output} has an answer to the id {request_ids[first]!r} from {orphaned['source_file'][first]}, "
+                f"which is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
             )
 
 
-def _gone(run: RunHandle, paths: set[str]) -> list[str]:
+def _missing_files(run: RunHandle, paths: set[str]) -> list[str]:
     """Files that the run was made from and that are not among `paths`, not even under another name."""
-    noted = read_manifest(run.output)["inputs"]
-    left = noted.keys() - paths
-    return [path for path in left if not any(may_be_same(noted[path], noted[other]) for other in paths)]
+    recorded = read_manifest(run.output)["inputs"]
+    absent = recorded.keys() - paths
+    return [path for path in absent if not any(may_be_same(recorded[path], recorded[other]) for other in paths)]

@@ -14,15 +14,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eagle_ray.batch.input.columns import ColumnPath
-from eagle_ray.batch.input.parameters import READ, READ_AS, asks_for_something, parameter_named
+from eagle_ray.batch.input.parameters import PARAMETER_ALIASES, ROW_PARAMETERS, has_effect, match_unsupported
 from eagle_ray.batch.input.row_location import RowLocation
 from eagle_ray.batch.input.shards import Shard, rows_in
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
 
 log = logging.getLogger("eagle_ray")
-CARRY = "(input.on_unknown=carry)."
-Found = dict[str, tuple[RowLocation, Any]]
+CARRY_HINT = "(input.on_unknown=carry)."
+FoundParameters = dict[str, tuple[RowLocation, Any]]
 
 
 def check_unread(
@@ -34,37 +34,37 @@ def check_unread(
     """
     if on_unknown == "carry":
         return
-    found = find_unread(shards, columns) | find_unread_beside(shards, mapped)
+    found = find_unread(shards, columns) | find_unread_nested(shards, mapped)
     if found and on_unknown == "refuse":
         raise ConfigError("\n".join(f"{_problem(*item)}. {_remedy(item[0])}" for item in found.items()))
     for item in found.items():
         log.warning("%s. It is treated as data.", _problem(*item))
 
 
-def find_unread(shards: Iterable[Shard], columns: Iterable[str]) -> Found:
+def find_unread(shards: Iterable[Shard], columns: Iterable[str]) -> FoundParameters:
     """Return, for each column of an unread parameter, the first row that asks for something with it, and its value."""
-    wanted = {column: name for column in columns if (name := parameter_named(column)) is not None}
-    found: Found = {}
+    wanted = {column: name for column in columns if (name := match_unsupported(column)) is not None}
+    found: FoundParameters = {}
     for shard in shards if wanted else ():
         left = [column for column in wanted if column not in found]
         if not left:
             break
-        found |= _found_in(shard, {column: wanted[column] for column in left})
+        found |= _find_in_shard(shard, {column: wanted[column] for column in left})
     return found
 
 
-def find_unread_beside(shards: Iterable[Shard], mapped: Iterable[ColumnPath]) -> Found:
+def find_unread_nested(shards: Iterable[Shard], mapped: Iterable[ColumnPath]) -> FoundParameters:
     """Return parameters in the objects that mapped paths such as body.messages read from, as find_unread does."""
     parents = {path.parent for path in mapped} - {None}
-    found: Found = {}
+    found: FoundParameters = {}
     for shard in shards if parents else ():
-        for at, row in rows_in(shard, [name for parent in parents for name in parent.names]):
+        for position, row in rows_in(shard, [name for parent in parents for name in parent.names]):
             for parent in parents if isinstance(row, dict) else ():
                 for key, value in _object_at(parent, row).items():
-                    name = key if key in READ else parameter_named(key)
-                    if name is not None and asks_for_something(name, value):
+                    name = key if key in ROW_PARAMETERS else match_unsupported(key)
+                    if name is not None and has_effect(name, value):
                         found.setdefault(
-                            f"{parent.text}.{key}", (RowLocation(shard.file.name, shard.file.path, at), value)
+                            f"{parent.text}.{key}", (RowLocation(shard.file.name, shard.file.path, position), value)
                         )
     return found
 
@@ -77,28 +77,28 @@ def _object_at(path: ColumnPath, row: dict[str, Any]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _found_in(shard: Shard, wanted: dict[str, str]) -> Found:
-    found: Found = {}
-    for at, row in rows_in(shard, wanted):
+def _find_in_shard(shard: Shard, wanted: dict[str, str]) -> FoundParameters:
+    found: FoundParameters = {}
+    for position, row in rows_in(shard, wanted):
         if not isinstance(row, dict):
             continue
         for column, name in wanted.items():
-            if column not in found and asks_for_something(name, row.get(column)):
-                found[column] = (RowLocation(shard.file.name, shard.file.path, at), row[column])
+            if column not in found and has_effect(name, row.get(column)):
+                found[column] = (RowLocation(shard.file.name, shard.file.path, position), row[column])
         if len(found) == len(wanted):
             break
     return found
 
 
 def _problem(column: str, first: tuple[RowLocation, Any]) -> str:
-    place, value = first
-    return f"{place}: column {column!r} ({reprlib.repr(value)}) is a request parameter that rows cannot set here"
+    location, value = first
+    return f"{location}: column {column!r} ({reprlib.repr(value)}) is a request parameter that rows cannot set here"
 
 
 def _remedy(column: str) -> str:
-    name = parameter_named(column)
+    name = match_unsupported(column)
     if "." in column and name is None:
-        return "Move it to a column of its own (format: openai_batch reads body), or treat it as data " + CARRY
-    instead = name if name in READ else READ_AS.get(name or "")
+        return "Move it to a column of its own (format: openai_batch reads body), or treat it as data " + CARRY_HINT
+    instead = name if name in ROW_PARAMETERS else PARAMETER_ALIASES.get(name or "")
     change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
-    return f"{change}, or treat it as data {CARRY}"
+    return f"{change}, or treat it as data {CARRY_HINT}"

@@ -9,7 +9,7 @@ of its one rename or PUT. What is left of it there:
   that were under way when this attempt began are over. (A rename takes no time: locally nothing waits.)
 - A late file of a run that was overwritten would be another configuration's answer. Attempts go on counting, so its
   name is below this run's first attempt: it is deleted before each count.
-What stays open: a zombie that is frozen in that gap for longer than LONGEST_PUT_S and thawed after ``_SUCCESS`` may add
+What stays open: a zombie that is frozen in that gap for longer than MAX_PUT_S and thawed after ``_SUCCESS`` may add
 a file. The next start of the same command finds it and writes it down; nothing is lost or wrong, only twice.
 
     >>> remove_stale_files(run)
@@ -26,7 +26,7 @@ from eagle_ray.batch.output.manifest import RunHandle, read_manifest
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 
 log = logging.getLogger("eagle_ray")
-LONGEST_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
+MAX_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
 
 
 def remove_stale_files(run: RunHandle) -> None:
@@ -45,8 +45,8 @@ def wait_for_stale_writers(run: RunHandle) -> None:
     fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
     if fenced and not run.output.is_local:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(fenced[-1])
-        left = min(LONGEST_PUT_S, LONGEST_PUT_S - age.total_seconds())
-        if left > 0:
-            log.info("waiting %.0f s for writers of a killed attempt to end", left)
-            time.sleep(left)
+        remaining_s = min(MAX_PUT_S, MAX_PUT_S - age.total_seconds())
+        if remaining_s > 0:
+            log.info("waiting %.0f s for writers of a killed attempt to end", remaining_s)
+            time.sleep(remaining_s)
     remove_stale_files(run)

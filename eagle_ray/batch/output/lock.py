@@ -41,7 +41,7 @@ from eagle_ray.batch.job_errors import FencedError, JobError, OutputDamaged, Out
 from eagle_ray.batch.output.manifest import wrap_os_errors
 from eagle_ray.batch.signals import interrupt
 from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes
-from eagle_ray.storage.retry_budget import hurry
+from eagle_ray.storage.retry_budget import disable_extended_retries
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"
@@ -153,7 +153,7 @@ class Lease:
         return time.monotonic() - self._written_at
 
     def _keep(self) -> None:
-        hurry()
+        disable_extended_retries()
         while not self._closing.wait(HEARTBEAT_S):
             try:
                 found, stamp = self._read()
@@ -200,7 +200,7 @@ class Lease:
             interrupt()
 
     def _read(self) -> tuple[dict[str, Any], FileVersion]:
-        data, stamp = self._file.read_stamped()
+        data, stamp = self._file.read_with_version()
         with suppress(ValueError):
             found = json.loads(data)
             if isinstance(found, dict) and found.keys() >= {"holder", "token"}:

@@ -44,9 +44,15 @@ from eagle_ray.storage.storage_errors import remedy_of
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
 SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
 FORMAT_VERSION = 1  # of _run.json
-KEYS = {"run_id", "attempt", "config", "inputs", "attempts"}  # of _run.json, without which it cannot be gone on from
+REQUIRED_KEYS = {
+    "run_id",
+    "attempt",
+    "config",
+    "inputs",
+    "attempts",
+}  # of _run.json, without which it cannot be gone on from
 REMEDY = "choose another output.path, or --overwrite"
-CHOOSE = "Choose another output.path, or --resume or --overwrite"
+EXISTS_REMEDY = "Choose another output.path, or --resume or --overwrite"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
 
 
@@ -80,14 +86,14 @@ class RunHandle:
         """
         if self.check_lock is not None:
             self.check_lock()
-        record = read_manifest(self.output)
-        if record is None:
+        manifest = read_manifest(self.output)
+        if manifest is None:
             raise OutputDamaged(
                 f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
                 "run the command again to start from the first row."
             )
-        if (record["run_id"], record["attempt"]) != (self.run_id, self.attempt):
-            found = f"run {record['run_id']} attempt {record['attempt']}"
+        if (manifest["run_id"], manifest["attempt"]) != (self.run_id, self.attempt):
+            found = f"run {manifest['run_id']} attempt {manifest['attempt']}"
             raise FencedError(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
 
 
@@ -103,12 +109,12 @@ def read_manifest(output: StoragePath) -> dict[str, Any] | None:
     """What ``_run.json`` says, or None where there is none. Raises OutputDamaged where it cannot be read."""
     remedy = f"put it back from a copy, choose another output.path, or start anew with --overwrite (deletes {DATA}/)"
     try:
-        record = read_json(output / RUN)
+        manifest = read_json(output / RUN)
     except ValueError as error:
         raise OutputDamaged(f"{output / RUN} is damaged ({error}): {remedy}") from None
-    if record is not None and not (isinstance(record, dict) and record.keys() >= KEYS):
+    if manifest is not None and not (isinstance(manifest, dict) and manifest.keys() >= REQUIRED_KEYS):
         raise OutputDamaged(f"{output / RUN} is damaged (not a run's record): {remedy}")
-    return record
+    return manifest
 
 
 @contextmanager
@@ -135,21 +141,23 @@ def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
 
 
 def _open_run(output: StoragePath, config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
-    before = _version_of(output / RUN)  # what another driver writes after this look is not written over
+    old_version = _version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
-        return _begin_attempt(_replacing_record(output, config), before, config, fingerprints(input_files, {}))
+        return _begin_attempt(_overwrite_manifest(output, config), old_version, config, fingerprints(input_files, {}))
     old = read_manifest(output)
     if old is None:
         check_no_foreign_data(output)
-        record = _new_record(config, attempt=0)
+        manifest = _new_manifest(config, attempt=0)
     elif config.output.if_exists == "fail":
-        raise ConfigError(f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {CHOOSE}.")
+        raise ConfigError(
+            f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {EXISTS_REMEDY}."
+        )
     else:
         _check_same_job(output, old, config)
-        record = old
-    files = fingerprints(input_files, record["inputs"])
-    _check_same_files(output, record["inputs"], files)
-    return _begin_attempt(record, before, config, files)
+        manifest = old
+    files = fingerprints(input_files, manifest["inputs"])
+    _check_same_files(output, manifest["inputs"], files)
+    return _begin_attempt(manifest, old_version, config, files)
 
 
 @contextmanager
@@ -162,20 +170,20 @@ def record_outcome(run: RunHandle) -> Iterator[None]:
         outcome = f"{type(error).__name__}: {error}".rstrip(": ")
         raise
     finally:
-        _note(run, {"finished_at": _now(), "outcome": outcome})
+        _record_facts(run, {"finished_at": _now(), "outcome": outcome})
 
 
-def _note(run: RunHandle, facts: dict[str, str]) -> None:
+def _record_facts(run: RunHandle, facts: dict[str, str]) -> None:
     """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
     with suppress(JobError, OSError):
-        before = _version_of(run.output / RUN)
+        old_version = _version_of(run.output / RUN)
         replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
-        record = read_manifest(run.output)
-        record["attempts"][-1] |= facts
-        _write_record(run.output, record, before)
+        manifest = read_manifest(run.output)
+        manifest["attempts"][-1] |= facts
+        _write_manifest(run.output, manifest, old_version)
 
 
-def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
+def _new_manifest(config: JobConfig, attempt: int) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "run_id": uuid4().hex[:12],
@@ -187,46 +195,51 @@ def _new_record(config: JobConfig, attempt: int) -> dict[str, Any]:
     }
 
 
-def _replacing_record(output: StoragePath, config: JobConfig) -> dict[str, Any]:
+def _overwrite_manifest(output: StoragePath, config: JobConfig) -> dict[str, Any]:
     """A new run's record, once what the old run wrote is deleted."""
     try:
         old = read_manifest(output)
     except OutputDamaged:
         old = None
-    made = [attempt_of(file) or 0 for file in part_files(output / DATA)]
+    attempts = [attempt_of(file) or 0 for file in part_files(output / DATA)]
     _remove_run(output)
-    return _new_record(config, attempt=old["attempt"] if old else max(made, default=0))
+    return _new_manifest(config, attempt=old["attempt"] if old else max(attempts, default=0))
 
 
 def _begin_attempt(
-    record: dict[str, Any], before: int | str | None, config: JobConfig, files: dict[str, Any]
+    manifest: dict[str, Any], old_version: int | str | None, config: JobConfig, files: dict[str, Any]
 ) -> RunHandle:
     """The number goes up before anything is read: from here on no earlier writer publishes.
 
     before: the version of ``_run.json`` that the record comes from, None where there was none.
     """
     output = output_of(config)
-    record["attempt"] += 1
-    record["config"] = recorded(config)
-    record["config_hash"] = config_hash(config)
-    record["inputs"] |= files
-    record["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
-    record["versions"], record["hardware"] = _versions(), _hardware()
+    manifest["attempt"] += 1
+    manifest["config"] = recorded(config)
+    manifest["config_hash"] = config_hash(config)
+    manifest["inputs"] |= files
+    manifest["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
+    manifest["versions"], manifest["hardware"] = _versions(), _hardware()
     (output / SUCCESS).remove()  # first: one that is missing is made again, one that is no longer true is believed
-    mark = uuid4().hex[:12]  # no two drivers ever write the same bytes
-    record["attempts"].append(
-        {"attempt": record["attempt"], "started_at": _now(), "process": asdict(Process.this()), "driver": mark}
+    driver_id = uuid4().hex[:12]  # no two drivers ever write the same bytes
+    manifest["attempts"].append(
+        {
+            "attempt": manifest["attempt"],
+            "started_at": _now(),
+            "process": asdict(Process.current()),
+            "driver": driver_id,
+        }
     )
-    _write_record(output, record, before)
+    _write_manifest(output, manifest, old_version)
     (output / DATA).make_directory()
     output.remove_temporary()
-    return RunHandle(output, record["run_id"], record["attempt"], record["config_hash"])
+    return RunHandle(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"])
 
 
-def _write_record(output: StoragePath, record: dict[str, Any], before: int | str | None) -> None:
+def _write_manifest(output: StoragePath, manifest: dict[str, Any], old_version: int | str | None) -> None:
     """Raises OutputLocked where it is not the version any more that was there before."""
-    file, data = output / RUN, json_bytes(record)
-    if (file.create(data) if before is None else file.replace(data, before)) is None:
+    file, data = output / RUN, json_bytes(manifest)
+    if (file.create(data) if old_version is None else file.replace(data, old_version)) is None:
         raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
 
 
@@ -243,7 +256,7 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
         raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):
-        changes = "".join(f"\n  {key}: was {_at(before, key)!r}, now {_at(new, key)!r}" for key in keys)
+        changes = "".join(f"\n  {key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
         raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
 
 
@@ -267,7 +280,7 @@ def _remove_run(output: StoragePath) -> None:
         path.remove()
 
 
-def _at(tree: Any, dotted: str) -> Any:
+def _value_at(tree: Any, dotted: str) -> Any:
     for key in dotted.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.batch.expected_rows import num_samples
-from eagle_ray.batch.sequences import Row, message_of, prompt_text_of, stops_of
+from eagle_ray.batch.sequences import RequestRow, message_of, prompt_text_of, stop_strings
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
@@ -37,7 +37,7 @@ class OutputRows:
     passthrough: list[str]
     clock_offset: float
 
-    def of(self, request: Row, sequences: list[Sequence]) -> list[Row]:
+    def of(self, request: RequestRow, sequences: list[Sequence]) -> list[RequestRow]:
         """One row per finished sample."""
         prompt = prompt_text_of(request, self.text) if self.config.output.store_prompt else None
         shared = self._shared(request) | {"status": "ok", "prompt": prompt}
@@ -52,20 +52,20 @@ class OutputRows:
             for j, sequence in enumerate(sequences)
         ]
 
-    def of_error(self, request: Row, error: RequestError) -> list[Row]:
+    def of_error(self, request: RequestRow, error: RequestError) -> list[RequestRow]:
         """One row per sample that was asked for, so that a bad row's id is as done as a good one's."""
         prompt = request["prompt"] if self.config.output.store_prompt else None
         shared = self._shared(request) | {"status": "error", "prompt": prompt}
         shared |= {"error_code": error.code, "error_message": message_of(request, error)}
         return [shared | {"sample_index": j} for j in range(num_samples(request, self.config))]
 
-    def _shared(self, request: Row) -> Row:
+    def _shared(self, request: RequestRow) -> RequestRow:
         return self.constants | {name: request[name] for name in (*IDENTITY, *self.passthrough)}
 
-    def _text(self, request: Row, sequence: Sequence) -> str | None:
-        return self.text and self.text.text_of(sequence.output_ids, stops_of(request, self.config))
+    def _text(self, request: RequestRow, sequence: Sequence) -> str | None:
+        return self.text and self.text.text_of(sequence.output_ids, stop_strings(request, self.config))
 
-    def _tokens(self, sequence: Sequence) -> Row:
+    def _tokens(self, sequence: Sequence) -> RequestRow:
         logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None
         return {
             "finish_reason": sequence.finish_reason,
@@ -76,13 +76,13 @@ class OutputRows:
             "completion_tokens": len(sequence.output_ids),
         }
 
-    def _per_step(self, sequence: Sequence) -> Row:
+    def _per_step(self, sequence: Sequence) -> RequestRow:
         if self.config.speculative.stats != "detailed":
             return {}
         stats = sequence.stats
         return {"per_step_budget": stats.per_step_budget, "per_step_accepted": stats.per_step_accepted}
 
-    def _times(self, sequence: Sequence) -> Row:
+    def _times(self, sequence: Sequence) -> RequestRow:
         """Seconds between the engine's own moments; started_at is when the engine took the request."""
         arrived, admitted = sequence.arrived_at, sequence.admitted_at
         first_token, finished = sequence.first_token_at, sequence.finished_at
@@ -100,7 +100,7 @@ class OutputRows:
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
 
 
-def _sampled(sequence: Sequence) -> Row:
+def _sampled(sequence: Sequence) -> RequestRow:
     """What was in force: max_tokens after the cut to the model's room, the seed of this sample."""
     sampling = sequence.sampling
     return {
@@ -114,7 +114,7 @@ def _sampled(sequence: Sequence) -> Row:
     }
 
 
-def _acceptance(sequence: Sequence) -> Row:
+def _acceptance(sequence: Sequence) -> RequestRow:
     stats = sequence.stats
     return {
         "num_spec_steps": stats.num_steps,
@@ -135,7 +135,7 @@ def _acceptance(sequence: Sequence) -> Row:
     }
 
 
-def _confidences(name: str, counts: ConfidenceCounts) -> Row:
+def _confidences(name: str, counts: ConfidenceCounts) -> RequestRow:
     return {
         f"{name}_nodes": counts.nodes,
         f"{name}_accepted": counts.accepted,

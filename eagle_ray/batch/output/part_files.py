@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.output.parquet_file import open_parquet
-from eagle_ray.batch.output.partitions import types_in, with_columns
-from eagle_ray.batch.output.schema import lacking, output_schema
+from eagle_ray.batch.output.partitions import partition_types, with_partition_columns
+from eagle_ray.batch.output.schema import missing_columns, output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
@@ -38,29 +38,31 @@ def part_files(data: StoragePath) -> list[StoragePath]:
     return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
 
 
-def tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
+def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
     """These columns of every file, one file after the other; those that its directories name included."""
     for file in part_files(data):
         with open_parquet(file) as parquet:
-            named = types_in(parquet.schema_arrow)
-            kept = parquet.read(columns=[name for name in columns if name not in named.names])
-        whole = with_columns(kept, pa.schema([named.field(n) for n in columns if n in named.names]), file.text)
+            partition_schema = partition_types(parquet.schema_arrow)
+            kept = parquet.read(columns=[name for name in columns if name not in partition_schema.names])
+        whole = with_partition_columns(
+            kept, pa.schema([partition_schema.field(n) for n in columns if n in partition_schema.names]), file.text
+        )
         yield whole.select(columns)
 
 
-def columns_of(data: StoragePath) -> pa.Schema:
+def stored_schema(data: StoragePath) -> pa.Schema:
     """The columns of the files, those that their directories name at the end; every file of a run has the same."""
     for file in part_files(data)[:1]:
         with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
-        named = types_in(schema)
-        return pa.schema([*(field for field in schema if field.name not in named.names), *named])
+        partition_schema = partition_types(schema)
+        return pa.schema([*(field for field in schema if field.name not in partition_schema.names), *partition_schema])
     return pa.schema([])
 
 
 def next_schema(data: StoragePath, passthrough: Iterable[pa.Field]) -> pa.Schema:
     """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
-    schema, absent = output_schema(passthrough), lacking(columns_of(data))
+    schema, absent = output_schema(passthrough), missing_columns(stored_schema(data))
     return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
 
 
@@ -70,4 +72,4 @@ def as_stored(schema: pa.Schema) -> pa.Schema:
 
 
 def has_column(data: StoragePath, name: str) -> bool:
-    return name in columns_of(data).names
+    return name in stored_schema(data).names

@@ -23,15 +23,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_ray.batch.input.passthrough import JSON
-from eagle_ray.batch.input.row_location import place_of
+from eagle_ray.batch.input.row_location import location_text
 from eagle_ray.batch.output.schema import OUTPUT_FIELDS
 from eagle_ray.config import ConfigError
 
-NULL = "__HIVE_DEFAULT_PARTITION__"
-LONGEST_NAME = 255  # bytes; names are percent-encoded, so as many characters
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+MAX_NAME_BYTES = 255  # bytes; names are percent-encoded, so as many characters
 TYPES_KEY = b"eagle_ray.partition_types"
 # Of the job's own columns, those that are the same for all samples of a row and tell rows apart usefully.
-OWN = (
+PARTITION_COLUMNS = (
     "source_file",
     "run_id",
     "attempt",
@@ -42,8 +42,8 @@ OWN = (
     "method",
     "config_hash",
 )
-LEAVE_OUT = "leave the column out, with another output.path"
-REMEDY = f"choose a carried column or one of {', '.join(OWN)}"
+DROP_COLUMN_REMEDY = "leave the column out, with another output.path"
+CHOOSE_COLUMN_REMEDY = f"choose a carried column or one of {', '.join(PARTITION_COLUMNS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Partitions:
     columns: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, columns: Iterable[str], carried: Iterable[tuple[str, pa.DataType]]) -> Partitions:
+    def of(cls, columns: Iterable[str], passthrough_types: Iterable[tuple[str, pa.DataType]]) -> Partitions:
         """carried: the input columns that are passed through. Raises ConfigError naming a column that cannot serve."""
-        types = dict(carried)
+        types = dict(passthrough_types)
         for name in columns:
-            if name not in OWN:
-                _check_carried(name, types)
-        if twice := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
-            raise ConfigError(f"output.partition_by: {twice[0]!r} is named twice")
+            if name not in PARTITION_COLUMNS:
+                _check_passthrough(name, types)
+        if repeated := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
+            raise ConfigError(f"output.partition_by: {repeated[0]!r} is named twice")
         return cls(tuple(columns))
 
     def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
@@ -68,87 +68,94 @@ class Partitions:
 
         Before the start: an error row would stand in a directory of that very name.
         """
-        names = [name for name in self.columns if name not in OWN or name == "source_file"]
+        names = [name for name in self.columns if name not in PARTITION_COLUMNS or name == "source_file"]
         for request in requests if names else ():
             for name in names:
                 if isinstance(value := request[name], str) and _is_too_long(name, value):
-                    raise ConfigError(f"{place_of(request)}: {_too_long(name, value)}: shorten it, or {LEAVE_OUT}")
+                    raise ConfigError(
+                        f"{location_text(request)}: {_too_long_message(name, value)}: "
+                        f"shorten it, or {DROP_COLUMN_REMEDY}"
+                    )
 
     def split(self, table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
         """Each directory and its rows, in the order of first appearance, without the columns that name it."""
         if not self.columns:
             yield "", table
             return
-        kept = _noting_types(table.drop_columns(list(self.columns)), table.schema, self.columns)
+        kept = _with_partition_types(table.drop_columns(list(self.columns)), table.schema, self.columns)
         directories = self._directories(table)
         for directory in pc.unique(directories).to_pylist():
             yield directory, kept.filter(pc.equal(directories, directory))
 
     def _directories(self, table: pa.Table) -> pa.Array:
         columns = [(quote(name, safe=""), table[name].cast(pa.string()).to_pylist()) for name in self.columns]
-        parts = [[_directory(name, value) for value in values] for name, values in columns]
+        parts = [[_directory_name(name, value) for value in values] for name, values in columns]
         return pa.array(["/".join(row) for row in zip(*parts, strict=True)], pa.string())
 
 
-def values_in(path: str) -> dict[str, str | None]:
+def partition_values(path: str) -> dict[str, str | None]:
     """The columns and values that the directories of a path name."""
     pairs = [part.partition("=") for part in path.split("/")[:-1] if "=" in part]
-    return {unquote(name): None if value == NULL else unquote(value) for name, _, value in pairs}
+    return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, _, value in pairs}
 
 
-def types_in(schema: pa.Schema) -> pa.Schema:
+def partition_types(schema: pa.Schema) -> pa.Schema:
     """The columns that the file's directories name, with their types."""
     noted = (schema.metadata or {}).get(TYPES_KEY)
     return pa.ipc.read_schema(pa.py_buffer(noted)) if noted else pa.schema([])
 
 
-def with_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.Table:
+def with_partition_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.Table:
     """The rows of the file at this path, with the columns of these types that its directories name."""
-    values = values_in(path)
+    values = partition_values(path)
     for field in types:
         column = pa.repeat(pa.scalar(values[field.name], pa.string()), len(table)).cast(field.type)
         table = table.append_column(field, column)
     return table
 
 
-def _noting_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
+def _with_partition_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
     types = pa.schema([schema.field(name) for name in columns]).serialize().to_pybytes()
     return kept.replace_schema_metadata((schema.metadata or {}) | {TYPES_KEY: types})
 
 
-def _directory(name: str, value: str | None) -> str:
+def _directory_name(name: str, value: str | None) -> str:
     """name: encoded. Raises ConfigError where no file system has a name of this length."""
-    directory = f"{name}={_encoded(value)}"
-    if len(directory) > LONGEST_NAME:
-        raise ConfigError(f"{_too_long(unquote(name), value)}: {LEAVE_OUT}")
+    directory = f"{name}={_encode(value)}"
+    if len(directory) > MAX_NAME_BYTES:
+        raise ConfigError(f"{_too_long_message(unquote(name), value)}: {DROP_COLUMN_REMEDY}")
     return directory
 
 
 def _is_too_long(name: str, value: str) -> bool:
-    return len(f"{quote(name, safe='')}={_encoded(value)}") > LONGEST_NAME
+    return len(f"{quote(name, safe='')}={_encode(value)}") > MAX_NAME_BYTES
 
 
-def _too_long(name: str, value: str) -> str:
-    shown = f"{value[:40]!r}..., {len(value)} characters"
-    return f"output.partition_by: a value of column {name!r} is too long for a directory's name ({shown})"
+def _too_long_message(name: str, value: str) -> str:
+    preview = f"{value[:40]!r}..., {len(value)} characters"
+    return f"output.partition_by: a value of column {name!r} is too long for a directory's name ({preview})"
 
 
-def _encoded(value: str | None) -> str:
+def _encode(value: str | None) -> str:
     """Hive's word for null is no value's; what reads it decodes the value."""
     if value is None:
-        return NULL
-    return quote(value, safe="") if value != NULL else value.replace("_", "%5F")
+        return HIVE_NULL
+    return quote(value, safe="") if value != HIVE_NULL else value.replace("_", "%5F")
 
 
-def _check_carried(name: str, types: dict[str, pa.DataType]) -> None:
+def _check_passthrough(name: str, types: dict[str, pa.DataType]) -> None:
     if name in {field.name for field in OUTPUT_FIELDS}:
-        raise ConfigError(f"output.partition_by: {name!r} differs between samples or names too many files: {REMEDY}")
+        raise ConfigError(
+            f"output.partition_by: {name!r} differs between samples or names too many files: {CHOOSE_COLUMN_REMEDY}"
+        )
     if name not in types:
-        near = difflib.get_close_matches(name, [*OWN, *types], 1)
-        hint = f"did you mean {near[0]}?" if near else REMEDY
+        near = difflib.get_close_matches(name, [*PARTITION_COLUMNS, *types], 1)
+        hint = f"did you mean {near[0]}?" if near else CHOOSE_COLUMN_REMEDY
         raise ConfigError(f"output.partition_by: the output has no column {name!r}; {hint}")
     type_ = types[name]
     if type_ == JSON or pa.types.is_nested(type_):
-        raise ConfigError(f"output.partition_by: {name!r} holds lists, objects or mixed values: {REMEDY}")
+        raise ConfigError(f"output.partition_by: {name!r} holds lists, objects or mixed values: {CHOOSE_COLUMN_REMEDY}")
     if pa.types.is_floating(type_) or pa.types.is_binary(type_) or pa.types.is_large_binary(type_):
-        raise ConfigError(f"output.partition_by: {name!r} is of type {type_}, whose values make no names: {REMEDY}")
+        raise ConfigError(
+            f"output.partition_by: {name!r} is of type {type_}, whose values make no names: {CHOOSE_COLUMN_REMEDY}"
+        )

@@ -128,30 +128,30 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
 )
 
 # Columns that a run begun by an earlier version lacks in its files. It is resumed without them.
-ADDED = ("min_p", "ignore_eos")
+ADDED_COLUMNS = ("min_p", "ignore_eos")
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
 def request_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
     """The schema of request blocks. Raises ConfigError where a passthrough column's name is taken."""
-    return pa.schema([*REQUEST, *_free(passthrough)])
+    return pa.schema([*REQUEST, *_passthrough_fields(passthrough)])
 
 
 def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
     """The schema of every output file. Raises ConfigError where a passthrough column's name is taken."""
-    return pa.schema([*OUTPUT_FIELDS, *_free(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
+    return pa.schema([*OUTPUT_FIELDS, *_passthrough_fields(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
 
 
-def lacking(there: pa.Schema) -> list[str]:
+def missing_columns(stored: pa.Schema) -> list[str]:
     """Return the ADDED columns that the files of a run lack. An input column of such a name stands after worker_id."""
-    own = there.names[: there.names.index("worker_id")] if "worker_id" in there.names else ADDED
-    return [name for name in ADDED if name not in own]
+    own = stored.names[: stored.names.index("worker_id")] if "worker_id" in stored.names else ADDED_COLUMNS
+    return [name for name in ADDED_COLUMNS if name not in own]
 
 
-def differing(there: pa.Schema, wanted: pa.Schema) -> list[str]:
+def schema_differences(stored: pa.Schema, wanted: pa.Schema) -> list[str]:
     """Columns that only one of the two has, or that have another type in each, in words."""
-    names = dict.fromkeys([*there.names, *wanted.names])
-    types = {name: [_type_in(schema, name) for schema in (there, wanted)] for name in names}
+    names = dict.fromkeys([*stored.names, *wanted.names])
+    types = {name: [_type_in(schema, name) for schema in (stored, wanted)] for name in names}
     return [f"{name} (was {was}, now {now})" for name, (was, now) in types.items() if was != now]
 
 
@@ -168,12 +168,12 @@ def _type_in(schema: pa.Schema, name: str) -> str:
     return str(schema.field(name).type) if name in schema.names else "absent"
 
 
-def _free(passthrough: Iterable[pa.Field]) -> list[pa.Field]:
+def _passthrough_fields(passthrough: Iterable[pa.Field]) -> list[pa.Field]:
     fields = [field.with_nullable(True) for field in passthrough]
     if taken := ", ".join(repr(field.name) for field in fields if field.name in RESERVED):
-        others = [field.name for field in fields if field.name not in RESERVED]
+        unreserved = [field.name for field in fields if field.name not in RESERVED]
         raise ConfigError(
             f"input.passthrough: the input's {taken} would be carried through, but the job has columns of these names: "
-            f'rename them in the input, or carry only the others: --set "input.passthrough={others or "none"}"'
+            f'rename them in the input, or carry only the others: --set "input.passthrough={unreserved or "none"}"'
         )
     return fields

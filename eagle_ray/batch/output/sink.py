@@ -24,7 +24,7 @@ from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.batch.output.partitions import Partitions
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import StorageError, StoragePath, parquet_bytes
-from eagle_ray.storage.retry_budget import outlasting_outages
+from eagle_ray.storage.retry_budget import extended_retries
 from eagle_ray.storage.storage_errors import remedy_of
 
 NO_PARTITIONS = Partitions()
@@ -50,17 +50,17 @@ class AtomicParquetSink(Datasink[None]):
 
         What the system refuses for good is a ConfigError.
         """
-        with outlasting_outages():
+        with extended_retries():
             self._write(blocks, ctx)
 
     def _write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
-        filled = [unnest(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
-        table = pa.concat_tables([self.schema.empty_table(), *filled])
+        nonempty = [unnest(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
+        table = pa.concat_tables([self.schema.empty_table(), *nonempty])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):
-                place = self.run.data / directory if directory else self.run.data
-                file = place / part_name(self.run.attempt, ctx.task_idx)
+                parent = self.run.data / directory if directory else self.run.data
+                file = parent / part_name(self.run.attempt, ctx.task_idx)
                 self._publish(file, parquet_bytes(rows, self.compression))
 
     def _publish(self, file: StoragePath, data: bytes) -> None:

@@ -28,7 +28,7 @@ from eagle_ray.batch.id_digests import DIGEST, Digests, digests, isin
 from eagle_ray.batch.input.plan import InputPlan, requests_of
 from eagle_ray.batch.job_errors import ClusterError, WorkerDefect
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.output.part_files import tables
+from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.config import JobConfig
 
 log = logging.getLogger("eagle_ray")
@@ -59,7 +59,7 @@ def run_checks(
 def _finished(run: RunHandle, ids: Digests) -> Keys:
     """The rows of these ids that ended well."""
     found = [np.empty(0, KEY)]
-    for table in tables(run.data, ["request_id", "sample_index", "status"]):
+    for table in read_tables(run.data, ["request_id", "sample_index", "status"]):
         keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
         found.append(keys[isin(keys["id"], ids)])
     return np.concatenate(found)
@@ -87,7 +87,7 @@ def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[tuple[bytes, int]
 
 def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
     """The id and output ids of each wanted row, by its key."""
-    for table in tables(run.data, ["request_id", "sample_index", "output_token_ids"]):
+    for table in read_tables(run.data, ["request_id", "sample_index", "output_token_ids"]):
         keys = _keys_of(table)
         here = np.isin(keys, wanted)
         rows = table.filter(pa.array(here)).to_pylist()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.batch.input import csv as ours
 from eagle_ray.batch.input import shards
-from eagle_ray.batch.input.csv import rows_in_csv, type_of_cell
+from eagle_ray.batch.input.csv import rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import find_files
 from eagle_ray.batch.input.passthrough import CSV_TEXT
 from eagle_ray.batch.input.plan import requests_of
@@ -71,7 +71,7 @@ def test_a_quote_that_nobody_closes_costs_one_row():
 
 
 def test_an_open_quote_takes_no_more_memory_than_a_record_may_have(monkeypatch):
-    monkeypatch.setattr(ours, "LONGEST_RECORD", 100)
+    monkeypatch.setattr(ours, "MAX_RECORD_BYTES", 100)
     rows = read(b'a,b\n1,"open\n' + b"2,x\n" * 200)
     assert rows == ["bad_csv", *[{"a": "2", "b": "x"}] * 200]
 
@@ -126,7 +126,7 @@ def test_a_file_without_rows_is_fine(tmp_path, content):
     ],
 )  # fmt: skip
 def test_types_of_values(text, type_):
-    assert type_of_cell(text) == type_
+    assert type_of_csv_value(text) == type_
 
 
 def test_types_of_carried_columns_are_those_of_the_whole_file(tmp_path):

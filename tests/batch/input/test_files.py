@@ -55,7 +55,7 @@ def test_a_list_keeps_its_order_and_each_file_once(tree):
 def test_relative_paths_are_made_absolute(tree, monkeypatch):
     monkeypatch.chdir(tree)
     [file] = find_files("a.jsonl", "auto")
-    assert (file.path, file.name, file.stamp.size) == (str(tree / "a.jsonl"), "a.jsonl", 2)
+    assert (file.path, file.name, file.version.size) == (str(tree / "a.jsonl"), "a.jsonl", 2)
 
 
 def test_a_name_with_wildcard_characters_is_a_name_first(tree):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eagle_ray.batch.input.openai_batch import OFF_VALUES
+from eagle_ray.batch.input.openai_batch import BATCH_NO_OP_VALUES
 from eagle_ray.batch.input.parameters import NO_OP_VALUES
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from tests.conftest import small_job
@@ -53,7 +53,11 @@ def test_a_line_of_each_endpoint(requests):
 
 
 def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
-    off = OFF_VALUES | {name: values[0] for name, values in NO_OP_VALUES.items()} | {"tools": [], "logit_bias": {}}
+    off = (
+        BATCH_NO_OP_VALUES
+        | {name: values[0] for name, values in NO_OP_VALUES.items()}
+        | {"tools": [], "logit_bias": {}}
+    )
     [row] = requests(line(user="me", metadata={"a": "b"}, temperature=None, suffix=None, **{**off, "n": 1}))
     assert row["error_message"] is None
 

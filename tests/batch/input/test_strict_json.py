@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
-from eagle_ray.batch.input.strict_json import DEEPEST, value_of
+from eagle_ray.batch.input.strict_json import MAX_JSON_DEPTH, parse_json
 from eagle_ray.config import load_config
 
 
@@ -22,21 +22,21 @@ def called_from(calls: int, function: Callable[[], Any]) -> Any:
     return function() if calls == 0 else called_from(calls - 1, function)
 
 
-@pytest.mark.parametrize("text", ["{}", "[1, null]", '"x"', deep(DEEPEST), "[" + "{}," * 999 + "{}]"])
+@pytest.mark.parametrize("text", ["{}", "[1, null]", '"x"', deep(MAX_JSON_DEPTH), "[" + "{}," * 999 + "{}]"])
 def test_the_value_is_json_s(text):
-    assert value_of(text) == json.loads(text)
+    assert parse_json(text) == json.loads(text)
 
 
-@pytest.mark.parametrize("depth", [DEEPEST + 1, 900, 100_000])
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH + 1, 900, 100_000])
 def test_what_is_too_deep_is_refused_whoever_asks(depth):
     for calls in (0, 200):
-        with pytest.raises(ValueError, match=f"more than {DEEPEST} deep"):
-            called_from(calls, lambda: value_of(deep(depth)))
+        with pytest.raises(ValueError, match=f"more than {MAX_JSON_DEPTH} deep"):
+            called_from(calls, lambda: parse_json(deep(depth)))
 
 
 def test_a_row_has_one_id_however_deep_the_reader_stands(tmp_path):
     """The driver counts ids from a shallow place and workers read them from a deep one."""
-    depths = [DEEPEST - 1, DEEPEST, 600, sys.getrecursionlimit() - 150]
+    depths = [MAX_JSON_DEPTH - 1, MAX_JSON_DEPTH, 600, sys.getrecursionlimit() - 150]
     lines = [f'{{"id": "d{depth}", "prompt": "Hi", "x": {deep(depth)}}}' for depth in depths]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     overrides = {"input.path": str(tmp_path / "a.jsonl"), "output.path": "unused"}

@@ -10,7 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.parameters import NO_OP_VALUES, PARAMETERS, READ, asks_for_something, parameter_named
+from eagle_ray.batch.input.parameters import (
+    NO_OP_VALUES,
+    ROW_PARAMETERS,
+    UNSUPPORTED_PARAMETERS,
+    has_effect,
+    match_unsupported,
+)
 from eagle_ray.batch.input.plan import requests_of
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError
@@ -128,12 +134,12 @@ def test_both_commands_refuse_before_anything_starts(tmp_path, capsys, command):
 
 
 def test_no_column_is_both_read_and_refused_and_the_endpoint_refuses_no_other_names():
-    assert not READ & PARAMETERS
+    assert not ROW_PARAMETERS & UNSUPPORTED_PARAMETERS
     plain = {"modalities", "suffix"}  # likely names of plain data; a batch file's body refuses them
-    assert set(REFUSED_BY_THE_ENDPOINT) - plain - PARAMETERS == set()
-    assert all(asks_for_something(name, 7.5) for name in PARAMETERS)
-    assert not any(asks_for_something(name, value) for name in PARAMETERS for value in NOTHING)
-    assert not any(asks_for_something(name, value) for name, values in NO_OP_VALUES.items() for value in values)
+    assert set(REFUSED_BY_THE_ENDPOINT) - plain - UNSUPPORTED_PARAMETERS == set()
+    assert all(has_effect(name, 7.5) for name in UNSUPPORTED_PARAMETERS)
+    assert not any(has_effect(name, value) for name in UNSUPPORTED_PARAMETERS for value in NOTHING)
+    assert not any(has_effect(name, value) for name, values in NO_OP_VALUES.items() for value in values)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def test_no_column_is_both_read_and_refused_and_the_endpoint_refuses_no_other_na
      ("metadata", None), ("stopWords", None)],
 )  # fmt: skip
 def test_other_spellings_stand_for_those_in_snake_case(column, name):
-    assert parameter_named(column) == name
+    assert match_unsupported(column) == name
 
 
 @pytest.mark.parametrize("key", ["temperature", "frequency_penalty"])

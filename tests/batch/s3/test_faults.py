@@ -6,8 +6,8 @@ import pytest
 
 from eagle_ray.cli.main import main
 from eagle_ray.storage import retry_budget, s3
-from eagle_ray.storage.path import NoAnswer, StorageError, StoragePath
-from eagle_ray.storage.retry_budget import LONGER_WAITS_S, outlasting_outages
+from eagle_ray.storage.path import StorageError, StoragePath, StorageTimeout
+from eagle_ray.storage.retry_budget import EXTENDED_WAITS_S, extended_retries
 from eagle_ray.storage.s3 import WAITS_S
 from tests.batch.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
 
@@ -19,13 +19,13 @@ DATA = b"0123456789" * 20_000
 @pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, BreakOff(), LoseTheAnswer(), Refuse(429, "TooManyRequests")])
 def test_a_write_that_fails_a_few_times_is_made(bucket, proxy, fault):
     proxy.fail("PUT", fault, TRIES - 1)
-    assert (bucket / "a").write_whole(DATA).size == len(DATA)
+    assert (bucket / "a").write_atomic(DATA).size == len(DATA)
     assert (bucket / "a").read_bytes() == DATA
 
 
 @pytest.mark.parametrize("fault", [SLOW_DOWN, BROKEN, CutShort(), LoseTheAnswer(), Trickle(0.02)])
 def test_a_read_that_fails_a_few_times_is_made(bucket, proxy, fault):
-    (bucket / "a").write_whole(DATA)
+    (bucket / "a").write_atomic(DATA)
     proxy.fail("GET", fault, TRIES - 1)
     assert (bucket / "a").read_bytes() == DATA
 
@@ -34,34 +34,34 @@ def test_a_read_that_fails_a_few_times_is_made(bucket, proxy, fault):
 def test_the_tries_are_counted_and_the_error_says_where(bucket, proxy, fault):
     proxy.fail("PUT", fault, 100)
     with pytest.raises(StorageError, match=f"{bucket}/a at {proxy.url}: {fault.code} injected") as error:
-        (bucket / "a").write_whole(DATA)
+        (bucket / "a").write_atomic(DATA)
     assert len(proxy.seen) == TRIES and "\n" not in str(error.value)
 
 
 def test_a_job_outlasts_more_failures_than_a_command(bucket, proxy, monkeypatch):
-    monkeypatch.setattr(retry_budget, "LONGER_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01, 0.01))
     proxy.fail("PUT", SLOW_DOWN, TRIES + 1)
-    with outlasting_outages():
-        (bucket / "a").write_whole(DATA)
+    with extended_retries():
+        (bucket / "a").write_atomic(DATA)
     assert len(proxy.seen) == TRIES + 2
-    assert sum(s3.WAITS_S) < 20 < 60 < sum((*WAITS_S, *LONGER_WAITS_S))
+    assert sum(s3.WAITS_S) < 20 < 60 < sum((*WAITS_S, *EXTENDED_WAITS_S))
 
 
 def test_what_will_not_pass_is_not_tried_again(bucket, proxy):
     proxy.fail("PUT", Refuse(403, "AccessDenied"), 100)
     with pytest.raises(PermissionError, match="AccessDenied injected: check the credentials"):
-        (bucket / "a").write_whole(DATA)
+        (bucket / "a").write_atomic(DATA)
     assert len(proxy.seen) == 1
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 def test_a_server_that_never_answers_is_an_error_in_time(bucket, proxy, method, monkeypatch):
     monkeypatch.setattr(s3, "WAITS_S", (0.01,))
-    (bucket / "a").write_whole(DATA)
+    (bucket / "a").write_atomic(DATA)
     proxy.fail(method, NeverAnswer(), 100)
-    act = {"GET": StoragePath.read_bytes, "PUT": lambda file: file.write_whole(b"x")}[method]
+    act = {"GET": StoragePath.read_bytes, "PUT": lambda file: file.write_atomic(b"x")}[method]
     began = time.monotonic()
-    with pytest.raises(NoAnswer, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"):
+    with pytest.raises(StorageTimeout, match=f"{bucket}/a at {proxy.url}: no answer in time, 2 times"):
         act(bucket / "a")
     assert time.monotonic() - began < 60  # twice a second, on a busy machine
 
@@ -80,11 +80,11 @@ def test_an_endpoint_that_is_no_url_is_an_error_with_its_name(bucket, endpoint, 
 
 
 def test_a_connection_that_is_dropped_in_the_middle_of_a_put_leaves_nothing(bucket, proxy):
-    (bucket / "b").write_whole(b"old")
+    (bucket / "b").write_atomic(b"old")
     proxy.fail("PUT", BreakOff(), 100)
     for name in ("a", "b"):
         with pytest.raises(StorageError):
-            (bucket / name).write_whole(DATA)
+            (bucket / name).write_atomic(DATA)
     assert not (bucket / "a").exists() and (bucket / "b").read_bytes() == b"old"
 
 
@@ -100,12 +100,12 @@ def test_a_conditional_put_whose_answer_is_lost_is_known_as_ours(bucket, proxy):
 def test_the_last_look_is_before_every_try(bucket, proxy):
     looks = []
     proxy.fail("PUT", BROKEN, 2)
-    (bucket / "a").write_whole(b"x", lambda: looks.append(len(proxy.seen)))
+    (bucket / "a").write_atomic(b"x", lambda: looks.append(len(proxy.seen)))
     assert looks == [0, 1, 2]
 
 
 def test_a_slow_answer_is_waited_for_while_it_comes(bucket, proxy):
-    (bucket / "a").write_whole(DATA)
+    (bucket / "a").write_atomic(DATA)
     proxy.fail("GET", Trickle(0.1), 1)
     with (bucket / "a").open() as opened:
         assert opened.read() == DATA

@@ -51,19 +51,19 @@ def test_an_overtaken_writer_publishes_nothing(job):
 
 def test_an_output_that_was_emptied_stays_empty(job):
     run = start(job())
-    for file in run.output.stamps():
+    for file in run.output.list_versions():
         file.remove()
     with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
         sink(run).write([block("a")], TASK)
-    assert not run.output.stamps()
+    assert not run.output.list_versions()
 
 
 def test_a_repeated_task_leaves_what_its_first_try_published(job):
     run = start(job())
     sink(run).write([block("a")], TASK)
-    before = run.data.stamps()
+    before = run.data.list_versions()
     sink(run).write([block("a")], TASK)
-    assert run.data.stamps() == before
+    assert run.data.list_versions() == before
 
 
 def test_of_two_drivers_at_once_one_gets_the_attempt(job, monkeypatch):
@@ -103,10 +103,10 @@ def test_an_outcome_is_not_noted_over_a_newer_attempts_record(job, monkeypatch):
 def test_attempts_go_on_counting_over_a_damaged_record_and_late_files_of_the_old_run_are_deleted(job):
     first = start(job())
     sink(first).write([block("a")], TASK)
-    (first.output / RUN).write_whole(b"{")
+    (first.output / RUN).write_atomic(b"{")
     second = start(job(**{"output.if_exists": "overwrite"}))
     assert second.attempt == 2 and second.data.glob("**/*.parquet") == []
-    (second.data / "part-001-000003.parquet").write_whole(b"late")
+    (second.data / "part-001-000003.parquet").write_atomic(b"late")
     sink(second).write([block("a")], TASK)
     remove_stale_files(second)
     assert [file.name for file in second.data.glob("**/*.parquet")] == ["part-002-000007.parquet"]
@@ -122,7 +122,7 @@ def test_an_attempt_that_cannot_begin_leaves_no_success_that_is_not_true(bucket,
     output = {"output.path": f"{bucket}/out"}
     run = start(small_job(tmp_path, token_rows(2), **output))
     sink(run).write([block("a")], TASK)
-    (run.output / SUCCESS).write_whole(b"")
+    (run.output / SUCCESS).write_atomic(b"")
     record = read_manifest(run.output)
     proxy.fail("DELETE", Refuse(403, "AccessDenied"), path=SUCCESS)
     with pytest.raises(ConfigError, match="AccessDenied"):

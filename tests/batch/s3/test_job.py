@@ -34,12 +34,12 @@ CATEGORIES = ("a", "b c/d", None)
 def job(bucket, tmp_path):
     """24 rows in a JSONL file and a Parquet file, one of them bad, two samples each."""
     rows = [row | {"category": CATEGORIES[i % 3]} for i, row in enumerate(token_rows(24))]
-    (bucket / "in/a.jsonl").write_whole(
+    (bucket / "in/a.jsonl").write_atomic(
         b"".join(json_bytes(row).replace(b"\n", b"") + b"\n" for row in rows[:12]) + b"{\n"
     )
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(rows[12:]), sink, row_group_size=5)
-    (bucket / "in/sub/b.parquet").write_whole(sink.getvalue().to_pybytes())
+    (bucket / "in/sub/b.parquet").write_atomic(sink.getvalue().to_pybytes())
     settings = {
         "sampling.n": 2,
         "execution.rows_per_file": 8,
@@ -62,9 +62,9 @@ def counted(outside, output: StoragePath) -> list[tuple[str, int]]:
 
 def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket, outside):
     output = bucket / "out"
-    before = bucket.stamps()
+    before = bucket.list_versions()
     assert f"output   {output} can be written; a run would start it" in validate(job)
-    assert bucket.stamps() == before
+    assert bucket.list_versions() == before
     assert run_to_completion(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS]
     assert {file.parent.name for file in (output / "data").glob("**/*.parquet")} == {
@@ -76,16 +76,16 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     assert (output / "_SUCCESS").exists() and read_json(output / "_progress.json")["rows_in_files"] == 50
     assert read_json(output / "_run.json")["inputs"][f"{bucket}/in/a.jsonl"].keys() == {"size", "etag"}
 
-    twice, *kept = (output / "data").stamps().items()
-    (twice[0].parent / "part-001-999999.parquet").write_whole(twice[0].read_bytes())  # a zombie's, after the recount
+    twice, *kept = (output / "data").list_versions().items()
+    (twice[0].parent / "part-001-999999.parquet").write_atomic(twice[0].read_bytes())  # a zombie's, after the recount
     assert run_to_completion(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS] and not twice[0].exists()
-    assert (output / "data").stamps().items() >= dict(kept).items()  # nothing else is written again
+    assert (output / "data").list_versions().items() >= dict(kept).items()  # nothing else is written again
     assert "a run would resume run" in validate(job)
 
     with lock_output(output), pytest.raises(OutputLocked, match="is being written by process"):
         run_to_completion(job)
-    (bucket / "in/a.jsonl").write_whole(b"{}\n")
+    (bucket / "in/a.jsonl").write_atomic(b"{}\n")
     assert run_job(job) == 6
 
 
@@ -95,28 +95,28 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
 ):
     output = bucket / "out"
     run_to_completion(job)
-    lost, *kept = (output / "data").stamps().items()
+    lost, *kept = (output / "data").list_versions().items()
     lost[0].remove()
     assert run_to_completion(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS]
-    assert (output / "data").stamps().items() >= dict(kept).items()
+    assert (output / "data").list_versions().items() >= dict(kept).items()
 
     old = (output / "data").glob("**/*.parquet")[0]
-    rows, begin = old.read_bytes(), manifest._write_record
+    rows, begin = old.read_bytes(), manifest._write_manifest
 
     def published_late(*args: object) -> None:
         monkeypatch.undo()
         begin(*args)
-        old.write_whole(rows)
+        old.write_atomic(rows)
 
-    monkeypatch.setattr(manifest, "_write_record", published_late)
+    monkeypatch.setattr(manifest, "_write_manifest", published_late)
     anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
     assert run_to_completion(anew)["total"]["rows"] == 50
     assert not old.exists() and counted(outside, output) == [(id, 2) for id in IDS]
 
 
 def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeypatch):
-    monkeypatch.setattr(fencing, "LONGEST_PUT_S", 3.0)
+    monkeypatch.setattr(fencing, "MAX_PUT_S", 3.0)
     with lock_output(bucket / "out"):
         manifest.open_run(job, [])  # and no outcome: killed
         run = manifest.open_run(job, [])
@@ -142,7 +142,7 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
         assert second.returncode == 7 and f"{output} is being written by process {first.pid} on " in said
         first.send_signal(signal.SIGKILL)
         first.communicate(timeout=30)
-        made = (output / "data").stamps()
+        made = (output / "data").list_versions()
         assert len(made) >= 3 and not (output / "_SUCCESS").exists()
         late = json.loads((output / LOCK).read_bytes())
         PutLate(output / LOCK, json_bytes(late | {"beat": late["beat"] + 1}), proxy).start()
@@ -150,7 +150,7 @@ def test_a_killed_driver_is_taken_over_and_a_live_one_is_not(bucket, job, outsid
         _, said = third.communicate(timeout=240)
         assert third.returncode == 0, said
         assert f"is held by process {first.pid} on" in said and "no sign of life: taken over" in said
-        assert (output / "data").stamps().items() >= made.items()  # rows already written are kept as they are
+        assert (output / "data").list_versions().items() >= made.items()  # rows already written are kept as they are
     assert counted(outside, output) == [(id, 2) for id in IDS] and (output / "_SUCCESS").exists()
 
 
@@ -189,7 +189,7 @@ class PutLate(threading.Thread):
         while not any(seen.method == "GET" and LOCK in seen.path for seen in self._proxy.seen[self._num_seen :]):
             time.sleep(0.1)
         time.sleep(3)
-        self._file.write_whole(self._data)
+        self._file.write_atomic(self._data)
 
 
 def start_driver(job, endpoint: str) -> subprocess.Popen:

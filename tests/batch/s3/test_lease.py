@@ -41,7 +41,7 @@ def test_a_second_driver_is_refused_while_the_first_lives_and_let_in_after(bucke
 def test_a_silent_holder_is_taken_over_once_its_lease_is_stale(bucket, caplog):
     caplog.set_level(logging.INFO, "eagle_ray")
     logging.getLogger("eagle_ray").addHandler(caplog.handler)
-    (bucket / LOCK).write_whole(DEAD)
+    (bucket / LOCK).write_atomic(DEAD)
     began = time.monotonic()
     with lock_output(bucket):
         assert time.monotonic() - began >= lock.LEASE_S
@@ -51,7 +51,7 @@ def test_a_silent_holder_is_taken_over_once_its_lease_is_stale(bucket, caplog):
 
 
 def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
-    (bucket / LOCK).write_whole(DEAD)
+    (bucket / LOCK).write_atomic(DEAD)
     outcomes = []
 
     def wait() -> None:
@@ -71,7 +71,7 @@ def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
 
 def test_a_driver_whose_lease_was_taken_over_stops(bucket):
     with pytest.raises(FencedError, match=r"somebody else has taken .* over: this driver stops"), lock_output(bucket):
-        (bucket / LOCK).write_whole(b'{"holder": "somebody else", "token": "x", "beat": 1}')
+        (bucket / LOCK).write_atomic(b'{"holder": "somebody else", "token": "x", "beat": 1}')
         time.sleep(30)
     assert holder(bucket) == "somebody else"
 
@@ -111,7 +111,7 @@ def test_a_driver_that_was_taken_over_during_an_outage_stops_before_it_publishes
 
 def through(file, data, proxy):
     """Write past the proxy, as another driver on another network does."""
-    bucket, key = s3.split(str(file))
+    bucket, key = s3.split_url(str(file))
     host, port = proxy.upstream
     import boto3
 
@@ -135,7 +135,7 @@ def test_a_lease_that_was_deleted_ends_its_driver(bucket):
 
 
 def test_a_late_put_of_a_dead_driver_is_no_sign_of_life(bucket):
-    (bucket / LOCK).write_whole(DEAD)
+    (bucket / LOCK).write_atomic(DEAD)
     late = threading.Timer(1.0, (bucket / LOCK).write_whole, [DEAD.replace(b"7", b"8")])
     late.start()
     began = time.monotonic()
@@ -148,7 +148,7 @@ def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
     says = f"{bucket} at {proxy.url}: the server ignores If-None-Match"
     with pytest.raises(ConfigError, match=says), lock_output(bucket):
         pass
-    assert bucket.stamps() == {}
+    assert bucket.list_versions() == {}
 
 
 def test_a_few_failed_beats_are_survived(bucket, proxy):

@@ -10,7 +10,7 @@ from eagle_ray.batch.input.files import find_files
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.input.shards import rows_in, scan
 from eagle_ray.batch.job_errors import InputChanged
-from eagle_ray.batch.path_checks import check_apart, check_not_own
+from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.config import ConfigError, load_config
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes
@@ -30,13 +30,13 @@ NAMES = (
 
 def fill(directory: StoragePath) -> StoragePath:
     for name in NAMES:
-        (directory / name).write_whole(b"{}")
+        (directory / name).write_atomic(b"{}")
     return directory
 
 
 def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(bucket):
     file = check_creates_and_replaces(bucket)
-    assert file.write_whole(b"third").size == 5 and file.read_bytes() == b"third"
+    assert file.write_atomic(b"third").size == 5 and file.read_bytes() == b"third"
 
 
 def test_what_the_last_look_raises_leaves_everything_as_it_was(bucket):
@@ -44,7 +44,7 @@ def test_what_the_last_look_raises_leaves_everything_as_it_was(bucket):
         raise RuntimeError("overtaken")
 
     with pytest.raises(RuntimeError, match="overtaken"):
-        (bucket / "a").write_whole(b"new", refuse)
+        (bucket / "a").write_atomic(b"new", refuse)
     assert not (bucket / "a").exists()
 
 
@@ -52,7 +52,7 @@ def test_what_is_not_there_is_said_with_its_place(bucket, s3_server):
     with pytest.raises(NotFound, match=f"{bucket}/a at {s3_server}: there is no such object"):
         (bucket / "a").read_bytes()
     with pytest.raises(FileNotFoundError, match="there is no such bucket"):
-        StoragePath.of("s3://not-a-bucket/a").write_whole(b"")
+        StoragePath.of("s3://not-a-bucket/a").write_atomic(b"")
     assert not (bucket / "a").exists() and not (bucket / "a").is_directory() and not bucket.exists()
 
 
@@ -80,10 +80,10 @@ def test_a_bucket_is_globbed_as_a_directory_is(bucket, tmp_path, pattern):
 
 def test_a_listing_goes_on_over_its_pages(bucket, monkeypatch):
     fill(bucket / "in")
-    (bucket / "inner.jsonl").write_whole(b"{}")
-    monkeypatch.setattr(s3, "PAGE", 3)
-    assert [str(file) for file in (bucket / "in").stamps()] == sorted(f"{bucket}/in/{name}" for name in NAMES)
-    assert (bucket / "in").names() == [".g.jsonl", "_part", "a.jsonl", "b.jsonl", "sub", "x[1].jsonl"]
+    (bucket / "inner.jsonl").write_atomic(b"{}")
+    monkeypatch.setattr(s3, "PAGE_SIZE", 3)
+    assert [str(file) for file in (bucket / "in").list_versions()] == sorted(f"{bucket}/in/{name}" for name in NAMES)
+    assert (bucket / "in").list_names() == [".g.jsonl", "_part", "a.jsonl", "b.jsonl", "sub", "x[1].jsonl"]
 
 
 def test_input_is_found_as_locally(bucket, tmp_path):
@@ -102,9 +102,9 @@ def test_input_is_found_as_locally(bucket, tmp_path):
 def test_the_same_input_makes_the_same_requests_from_a_bucket(bucket, tmp_path):
     rows = [{"id": f"q{i}", "prompt": f"x{i}", "lang": "ü" if i % 2 else None} for i in range(700)]
     for root in (StoragePath.of(tmp_path / "in"), bucket / "in"):
-        (root / "a.jsonl").write_whole("".join(json.dumps(row) + "\n" for row in rows[:600]).encode())
-        (root / "b.csv").write_whole(b"id,prompt,lang\n" + b"".join(b"c%d,hi,\n" % i for i in range(20)))
-        (root / "c.parquet").write_whole(parquet_bytes(pa.Table.from_pylist(rows[600:]), "zstd"))
+        (root / "a.jsonl").write_atomic("".join(json.dumps(row) + "\n" for row in rows[:600]).encode())
+        (root / "b.csv").write_atomic(b"id,prompt,lang\n" + b"".join(b"c%d,hi,\n" % i for i in range(20)))
+        (root / "c.parquet").write_atomic(parquet_bytes(pa.Table.from_pylist(rows[600:]), "zstd"))
     made = []
     for root in (tmp_path / "in", bucket / "in"):
         plan = plan_input(load_config(None, env={}, sets=[f"input.path={root}", "output.path=out"]))
@@ -115,25 +115,25 @@ def test_the_same_input_makes_the_same_requests_from_a_bucket(bucket, tmp_path):
 def test_a_bucket_that_holds_the_output_is_no_input(bucket):
     fill(bucket)
     with pytest.raises(ConfigError, match=r"input\.path: .* holds output\.path"):
-        check_apart(str(bucket), bucket / "out")
-    check_apart(str(bucket / "sub"), bucket / "out")
+        check_disjoint(str(bucket), bucket / "out")
+    check_disjoint(str(bucket / "sub"), bucket / "out")
     with pytest.raises(ConfigError, match=r"part-1.parquet is a file of output\.path"):
-        (bucket / "out/data/part-1.parquet").write_whole(b"")
-        check_not_own(find_files(f"{bucket}/out/**/*.parquet", "auto"), bucket / "out")
+        (bucket / "out/data/part-1.parquet").write_atomic(b"")
+        check_not_run_output(find_files(f"{bucket}/out/**/*.parquet", "auto"), bucket / "out")
 
 
 def test_an_input_that_changed_is_known_by_its_etag(bucket):
-    (bucket / "a.jsonl").write_whole(b'{"a": 1}')
+    (bucket / "a.jsonl").write_atomic(b'{"a": 1}')
     [file] = find_files(f"{bucket}/a.jsonl", "auto")
     file.check_unchanged()
-    (bucket / "a.jsonl").write_whole(b'{"a": 2}')
+    (bucket / "a.jsonl").write_atomic(b'{"a": 2}')
     with pytest.raises(InputChanged, match="changed while the job read it"):
         file.check_unchanged()
 
 
 def test_a_large_jsonl_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
     lines = [json.dumps({"id": i, "prompt": "x" * 2000}).encode() for i in range(4000)]
-    (bucket / "a.jsonl").write_whole(b"\n".join(lines))
+    (bucket / "a.jsonl").write_atomic(b"\n".join(lines))
     [file] = find_files(f"{bucket}/a.jsonl", "auto")
     seen = []
     found = scan(file, ["id"], lambda index, row: seen.append(row["id"]))
@@ -141,7 +141,7 @@ def test_a_large_jsonl_is_read_in_parts_from_where_a_shard_starts(bucket, proxy)
     gets = [request for request in proxy.seen if request.method == "GET" and "a.jsonl" in request.path]
     assert len(gets) > 3 and all("Range" in request.headers for request in gets)
     before = len(proxy.seen)
-    assert [row["id"] for _, row in rows_in(found.shards[-1].cut(3), ["id"])] == [3584, 3585, 3586]
+    assert [row["id"] for _, row in rows_in(found.shards[-1].truncate(3), ["id"])] == [3584, 3585, 3586]
     assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of eight million
 
 
@@ -149,17 +149,17 @@ def test_parquet_is_read_by_ranges(bucket, proxy):
     table = pa.table({"id": list(range(40_000)), "text": [f"{i:0100d}" for i in range(40_000)]})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="none", use_dictionary=False, row_group_size=10_000)
-    size = (bucket / "a.parquet").write_whole(sink.getvalue().to_pybytes()).size
+    size = (bucket / "a.parquet").write_atomic(sink.getvalue().to_pybytes()).size
     with (bucket / "a.parquet").open() as opened, pq.ParquetFile(opened) as parquet:
         assert parquet.read_row_group(2, columns=["id"])["id"].to_pylist() == list(range(20_000, 30_000))
     assert sum(request.sent for request in proxy.seen) < size / 8
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(bucket):
-    (bucket / "a").write_whole(b"x" * (3 << 20))
+    (bucket / "a").write_atomic(b"x" * (3 << 20))
     with (bucket / "a").open() as opened:
         assert opened.read(10) == b"x" * 10
-        (bucket / "a").write_whole(b"y" * (3 << 20))
+        (bucket / "a").write_atomic(b"y" * (3 << 20))
         with pytest.raises(StorageError, match="changed while it was read"):
             opened.seek(2 << 20)
             opened.read(10)
@@ -167,7 +167,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(bucket):
 
 def test_any_read_gives_the_bytes_that_stand_there(bucket):
     data = bytes(i % 251 for i in range(3_000_000))
-    (bucket / "a").write_whole(data)
+    (bucket / "a").write_atomic(data)
     with (bucket / "a").open() as opened:
         for start, count in ((0, 1), (70_000, 200_000), (10, 5), (2_999_990, 100), (65_530, 20), (1, 2_999_999)):
             opened.seek(start)
@@ -178,19 +178,19 @@ def test_any_read_gives_the_bytes_that_stand_there(bucket):
 
 def test_looking_whether_a_bucket_can_be_written_leaves_nothing(bucket):
     (bucket / "out").check_writable()
-    assert bucket.stamps() == {}
+    assert bucket.list_versions() == {}
     with pytest.raises(NotFound, match="there is no such bucket"):
         StoragePath.of("s3://not-a-bucket/out").check_writable()
 
 
 def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
     rows = "".join(f'{i},"{"x" * 1000}\n""{i}"""\r\n' for i in range(2000))
-    (bucket / "a.csv").write_whole(f"\ufeffid,prompt\r\n{rows}".encode())
+    (bucket / "a.csv").write_atomic(f"\ufeffid,prompt\r\n{rows}".encode())
     [file] = find_files(f"{bucket}/a.csv", "auto")
     seen = []
     found = scan(file, ["id"], lambda index, row: seen.append(row["id"]))
     assert seen == [str(i) for i in range(2000)] and len(found.shards) == 4
     before = len(proxy.seen)
-    rows = [row for _, row in rows_in(found.shards[-1].cut(2), ["id"])]
+    rows = [row for _, row in rows_in(found.shards[-1].truncate(2), ["id"])]
     assert rows[1] == {"id": "1537", "prompt": "x" * 1000 + '\n"1537"'}
     assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of two million
