@@ -24,16 +24,16 @@ test-slow: $(VENV)/.installed   ## the slow tests too
 	$(BIN)/python -m pytest -m "slow or not slow"
 
 chaos: $(VENV)/.installed       ## random kills over a real job on several nodes, about five minutes
-	$(BIN)/python jobs/chaos.py
+	$(BIN)/python -m jobs.chaos
 
 bench-serve: $(VENV)/.installed ## many streams against a real endpoint, speculation off, uniform and adaptive, eight minutes
-	$(BIN)/python jobs/bench_serve.py
+	$(BIN)/python -m jobs.bench.serve
 
 soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real endpoint: nothing grows, nothing is left
-	$(BIN)/python jobs/soak.py
+	$(BIN)/python -m jobs.soak
 
 clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, litellm, curl, lm-eval, aiperf, schemathesis on a real server
-	$(BIN)/python jobs/clients.py --python $(VENV)-clients/bin/python
+	$(BIN)/python -m jobs.check_clients --python $(VENV)-clients/bin/python
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

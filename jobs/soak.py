@@ -1,4 +1,4 @@
-"""A day of an endpoint's life in ten minutes: python jobs/soak.py
+"""A day of an endpoint's life in ten minutes: python -m jobs.soak
 
 One server (`eagle-ray serve`, the embedded pair, configs/serve_demo.yaml) and clients that come back at once, each time
 as one of VISITS, by chance: they read streams to the end or slowly, leave in the middle, ask for several answers, for
@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from served import ROOT, Served
 
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.serve.keys import ENV_NAME
-from eagle_ray.training.prompts import read_prompts
+from jobs.local_server import ROOT, Served
+from jobs.tiny_pair.prompts import read_prompts
 
 PROMPTS = ROOT / "eagle_ray" / "assets" / "prompts.jsonl"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

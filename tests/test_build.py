@@ -19,7 +19,7 @@ from eagle_ray.planner.cost_cache import cache_home
 from eagle_ray.registry import make_drafter
 from eagle_ray.start_log import StartLog
 from tests.conftest import PAIR
-from tests.toy import LLAMA, llama
+from tests.helpers.toy_models import LLAMA, llama
 
 
 @pytest.fixture

@@ -23,14 +23,14 @@ LEVELS = [
     {"planner"},
     {"engine", "registry"},
     {"build"},
-    {"benchmark", "batch", "serve", "training"},
+    {"evaluation", "batch", "serve", "training"},
     {"doctor"},
     {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
-    "transformers": {"attention", "models", "tokenizer", "registry", "doctor", "benchmark"},
+    "transformers": {"attention", "models", "tokenizer", "registry", "doctor"},
     "triton": {"kernels"},
     "torch": set(LEVEL) - {"errors", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"},
     "pydantic": {"config", "serve"},

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.tokenizer import LONG_TOKEN, REPLACEMENT_CHAR, Tokenizer
-from tests.tokenizers_for_tests import write_tokenizer
+from tests.helpers.tokenizers import write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
 VOCAB = 330

@@ -78,10 +78,13 @@ class WorkerReport:
 class Progress:
     """Each worker's latest report, and their sums.
 
-    starts: workers that began to load, those that died since included. consecutive_starts: since a row was last answered
-    well. ready_at: when the first worker could begin, on the monotonic clock of the driver's node. notes: lines that
-    workers want the user to read. start_lines: what workers logged while they started, with its level; a line that
-    several of them log is here once. fatal: why a worker cannot start, and so none can.
+    Attributes:
+        starts: workers that began to load, crashed ones included.
+        consecutive_starts: the same since the last row finished.
+        ready_at: when the first worker became ready, in seconds of the monotonic clock of the driver's node.
+        notes: lines to show to the user.
+        start_lines: log lines of starting workers with their level, each distinct line once.
+        fatal: the reason why no worker can start.
     """
 
     starts: int = 0

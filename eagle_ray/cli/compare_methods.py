@@ -23,14 +23,14 @@ from eagle_ray import __version__
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.run import GROUP_BY
 from eagle_ray.batch.sequences import message_of, sequences_of
-from eagle_ray.benchmark.draft_methods import PLAIN, PUBLISHED, DraftMethod, default_names, ways_of, weights_of
-from eagle_ray.benchmark.equivalence import Identity, compare
-from eagle_ray.benchmark.method_comparison import FEWEST, BenchmarkPrompt, Round, figures, rounds
 from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.sequence import check_length
 from eagle_ray.errors import RequestError
+from eagle_ray.evaluation.draft_methods import PLAIN, PUBLISHED, DraftMethod, default_names, ways_of, weights_of
+from eagle_ray.evaluation.equivalence import Identity, compare
+from eagle_ray.evaluation.method_comparison import FEWEST, BenchmarkPrompt, Round, figures, rounds
 from eagle_ray.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")

@@ -358,7 +358,7 @@ def _config_of_pair(args: argparse.Namespace) -> JobConfig:
 
 def _bench_cost(args: argparse.Namespace) -> int:
     config = _config_of_pair(args)
-    from eagle_ray.benchmark.cost_report import bench_costs
+    from eagle_ray.cli.bench_costs import bench_costs
 
     print(bench_costs(config, args.threads))
     return 0

@@ -2,7 +2,7 @@
 
 A pass over many long contexts makes tensors of tens of megabytes. glibc hands such memory back to the system as soon as
 it is free, and the next layer has it cleared page by page: 64 sequences behind 440 tokens took 494 ms instead of 181
-with the 230M pair of `jobs/bench_engine.py` on two cores (measured 2026-11-22).
+with the 230M pair of `jobs/bench/engine.py` on two cores (measured 2026-11-22).
 
     tune_malloc()
     use_huge_pages()

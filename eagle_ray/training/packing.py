@@ -16,11 +16,7 @@ from itertools import islice
 
 import torch
 from jaxtyping import Float, Int
-from tokenizers import Tokenizer
 from torch import Tensor
-
-from eagle_ray.training.corpus import Conversation
-from eagle_ray.training.tiny_tokenizer import BOS, PAD, encode_turn
 
 USER_WEIGHT = 0.25
 ANSWER_WEIGHT = 1.0
@@ -57,39 +53,26 @@ class TrainingRows:
         return (self.weights == ANSWER_WEIGHT).float()
 
 
-def encode_document(tokenizer: Tokenizer, conversation: Conversation) -> Document:
-    ids, weights = [BOS], [0.0]
-    for turn in conversation:
-        tokens = encode_turn(tokenizer, turn)
-        weight, role_weight = (USER_WEIGHT, USER_WEIGHT) if turn.role == "user" else (ANSWER_WEIGHT, 0.0)
-        ids += tokens
-        weights += [role_weight] + [weight] * (len(tokens) - 1)
-    return Document(ids, weights)
-
-
-def pack(documents: Iterable[Document], row_length: int) -> Iterator[Document]:
+def pack(documents: Iterable[Document], row_length: int, pad_id: int) -> Iterator[Document]:
     """Rows filled first-fit from a pool of waiting documents and padded to `row_length`. Drops longer documents."""
     fitting = (document for document in documents if len(document.ids) <= row_length)
     pool = list(islice(fitting, POOL_SIZE))
     while pool:
         row = Document([], [])
-        while (room := row_length - len(row.ids)) > 0:
-            index = next((i for i, document in enumerate(pool) if len(document.ids) <= room), None)
+        while (num_free := row_length - len(row.ids)) > 0:
+            index = next((i for i, document in enumerate(pool) if len(document.ids) <= num_free), None)
             if index is None:
                 break
             document = pool.pop(index)
             row.ids.extend(document.ids)
             row.weights.extend(document.weights)
-        yield Document(row.ids + [PAD] * room, row.weights + [0.0] * room)
+        yield Document(row.ids + [pad_id] * num_free, row.weights + [0.0] * num_free)
         pool.extend(islice(fitting, POOL_SIZE - len(pool)))
 
 
-def make_rows(
-    tokenizer: Tokenizer, conversations: Iterable[Conversation], num_rows: int, row_length: int
-) -> TrainingRows:
-    """The first `num_rows` rows of a stream of conversations. ValueError where the stream ends too early."""
-    documents = (encode_document(tokenizer, conversation) for conversation in conversations)
-    packed = list(islice(pack(documents, row_length), num_rows))
+def packed_rows(documents: Iterable[Document], num_rows: int, row_length: int, pad_id: int) -> TrainingRows:
+    """Pack documents into exactly `num_rows` rows. Raises ValueError if the documents fill fewer."""
+    packed = list(islice(pack(documents, row_length, pad_id), num_rows))
     if len(packed) < num_rows:
         raise ValueError(f"{num_rows} rows wanted, the conversations fill {len(packed)}")
     return TrainingRows(torch.tensor([row.ids for row in packed]), torch.tensor([row.weights for row in packed]))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer_inputs import Models
-from peer_lock import locked
-from peer_process import WorkerError, WorkerProcess, run_to_end
+from jobs.bench.peer_inputs import Models
+from jobs.bench.peer_lock import locked
+from jobs.bench.peer_process import WorkerError, WorkerProcess, run_to_end
 
 WORKERS = Path(__file__).parent / "peer_workers"
 PROGRAMS = {

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_lock import locked
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.build import download
-from eagle_ray.models.embedding_map import Shape
 from eagle_ray.models.head_checkpoint import SAFETENSORS, load_head, read_config
 from eagle_ray.models.loader import load_target
-from eagle_ray.models.widening import widen_pair
 from eagle_ray.tokenizer import Tokenizer
-from eagle_ray.training.prompts import prompt_rows
+from jobs.bench.embedding_map import Shape
+from jobs.bench.peer_lock import locked
+from jobs.bench.widening import widen_pair
+from jobs.tiny_pair.prompts import prompt_rows
 
 EMBEDDED = "embedded:tiny"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")

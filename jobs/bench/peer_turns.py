@@ -16,8 +16,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from peer_engines import REFERENCE, Engine
-from peer_process import WorkerError, WorkerProcess
+from jobs.bench.peer_engines import REFERENCE, Engine
+from jobs.bench.peer_process import WorkerError, WorkerProcess
 
 Outputs = list[list[int]]
 Row = dict[str, Any]

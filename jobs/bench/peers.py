@@ -1,6 +1,6 @@
 """Compare eagle_ray's tokens/s with engines that a user could run on this CPU instead, in turns.
 
-    python jobs/bench/peers.py --peers transformers vllm llama.cpp openvino --batches 1 8 32 --json peers.json \\
+    python -m jobs.bench.peers --peers transformers vllm llama.cpp openvino --batches 1 8 32 --json peers.json \\
         --python vllm=vllm/bin/python --python llama.cpp=lcpp/bin/python --python openvino=ov/bin/python
 
 Every engine decodes greedily, on as many threads, the same prompts; a rate counts the time of prompts too. eagle_ray
@@ -26,15 +26,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peer_engines import PEERS, Engine, Launcher, engines_of
-from peer_inputs import Models, load_prompts, model_len, widened_pair
-from peer_lock import locked
-from peer_process import WorkerError
-from peer_table import table
-from peer_turns import Bench, Plan, row_of
-
 from eagle_ray.batch.signals import interruptible
-from eagle_ray.models.widening import BENCH
+from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of
+from jobs.bench.peer_inputs import Models, load_prompts, model_len, widened_pair
+from jobs.bench.peer_lock import locked
+from jobs.bench.peer_process import WorkerError
+from jobs.bench.peer_table import table
+from jobs.bench.peer_turns import Bench, Plan, row_of
+from jobs.bench.widening import BENCH
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130  # exit code

@@ -35,13 +35,13 @@ from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.target import TargetModel
-from eagle_ray.models.widening import BENCH, widen_pair
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tokenizer import Tokenizer
-from eagle_ray.training.prompts import shuffled_prompts
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
+from jobs.bench.widening import BENCH, widen_pair
+from jobs.tiny_pair.prompts import shuffled_prompts
 
 Part = tuple[str, str, Any, str]  # group, name, and where the function is: an object and its attribute
 LINEAR, ATTENTION, TARGET, DRAFT = "linear", "attention", "target pass", "draft"

@@ -16,10 +16,10 @@ import ray.data
 from eagle_ray.batch import run
 from eagle_ray.batch.run import run_job
 from eagle_ray.config import JobConfig
-from eagle_ray.report.row_invariants import broken_laws
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.batch.nodes import parent_of
 from tests.conftest import small_job, token_rows
+from tests.helpers.row_invariants import broken_laws
 
 RUN_JOB = """
 import signal, sys

@@ -13,7 +13,7 @@ from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from tests.batch.nodes import start_run
 from tests.conftest import small_job, token_rows
-from tests.processes import Watched
+from tests.helpers.processes import Watched
 
 RAYS = ("gcs_server", "raylet", "ray::MapWorker(MapBatches(EngineActor))", "ray::DashboardAgent")
 

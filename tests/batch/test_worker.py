@@ -12,10 +12,10 @@ from eagle_ray.batch.output.schema import request_schema, table_of
 from eagle_ray.batch.worker import Worker, build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.report.row_invariants import broken_laws
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
+from tests.helpers.row_invariants import broken_laws
 
 
 def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -> list[dict]:

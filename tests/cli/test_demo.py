@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 
 from eagle_ray.cli.demo import demo_config, run_demo
 from eagle_ray.config import changed_keys, load_config
-from eagle_ray.report.row_invariants import broken_laws
 from eagle_ray.storage.path import StoragePath, read_json
+from tests.helpers.row_invariants import broken_laws
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

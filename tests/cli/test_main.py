@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.cli import main as cli
-from tests.tokenizers_for_tests import write_tokenizer
+from tests.helpers.tokenizers import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}

@@ -11,7 +11,7 @@ from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from tests.toy import head, head3, llama, llama_engine
+from tests.helpers.toy_models import head, head3, llama, llama_engine
 
 
 @pytest.mark.parametrize("generation", ["EAGLE-2", "EAGLE-3"])

@@ -11,7 +11,7 @@ from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.drafters.test_eagle import path
-from tests.toy import LLAMA, llama, run
+from tests.helpers.toy_models import LLAMA, llama, run
 
 H, V, HEADS = LLAMA["hidden_size"], LLAMA["vocab_size"], 3
 PROMPTS = [[3 + (7 * i + k * k) % 90 for k in range(2 + i)] for i in range(9)]

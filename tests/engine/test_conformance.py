@@ -15,7 +15,7 @@ from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
-from tests.toy import best, run
+from tests.helpers.toy_models import best, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TRACES = {pair: json.loads((GOLDENS / f"{pair}_t16_d3_k4.json").read_text()) for pair in ("pair_fit", "pair_e3")}

@@ -9,7 +9,7 @@ from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
-from tests.toy import run, table_engine
+from tests.helpers.toy_models import run, table_engine
 
 VOCAB, DEPTH = 40, 4
 TABLE = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))

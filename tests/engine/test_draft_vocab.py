@@ -18,7 +18,7 @@ from eagle_ray.errors import EngineError
 from eagle_ray.models.packed_linear import PackedLinear, slice_rows
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.conftest import PAIR
-from tests.toy import head, llama, run
+from tests.helpers.toy_models import head, llama, run
 
 JOBS = Path(__file__).parent.parent.parent / "jobs"
 PROMPTS = [[5, 6, 7], [8], [9, 10]]

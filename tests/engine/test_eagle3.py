@@ -15,7 +15,7 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.conftest import PAIR
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.toy import head3, llama_engine, run
+from tests.helpers.toy_models import head3, llama_engine, run
 
 E3 = PAIR.parent / "pair_e3"
 LAYERS = 7

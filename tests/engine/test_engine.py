@@ -6,7 +6,7 @@ import torch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.sampler import SamplingParams
-from tests.toy import EOS, llama_engine, run, table_engine
+from tests.helpers.toy_models import EOS, llama_engine, run, table_engine
 
 VOCAB = 8
 

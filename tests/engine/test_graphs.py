@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_ray.benchmark.simulated_costs import flat
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
@@ -23,8 +22,9 @@ from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
+from jobs.bench.simulated_costs import flat
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.toy import head3, llama_engine, run
+from tests.helpers.toy_models import head3, llama_engine, run
 
 E3 = dict(num_hidden_layers=7)
 SLOTS = 6

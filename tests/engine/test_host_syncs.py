@@ -7,7 +7,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_ray.benchmark.simulated_costs import flat
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
 from eagle_ray.planner.budget_planner import FIRST_PROBES, BudgetPlanner
@@ -15,7 +14,8 @@ from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
-from tests.toy import llama_engine
+from jobs.bench.simulated_costs import flat
+from tests.helpers.toy_models import llama_engine
 
 DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
 TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"}

@@ -17,10 +17,10 @@ from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tokenizer import Tokenizer
-from eagle_ray.training.prompts import prompt_rows
 from eagle_ray.tree.budget import Budget, best_of_batch
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from tests.toy import llama, llama_engine, run
+from jobs.tiny_pair.prompts import prompt_rows
+from tests.helpers.toy_models import llama, llama_engine, run
 
 TREES = {
     "plain": (0, 0, 0),

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from eagle_ray.async_copy import DeviceToHost
-from eagle_ray.benchmark.simulated_costs import flat
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.engine import Engine
@@ -22,10 +21,11 @@ from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
+from jobs.bench.simulated_costs import flat
 from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations, watched_step
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.toy import head3, llama_engine, run
+from tests.helpers.toy_models import head3, llama_engine, run
 
 TREE = (12, 4, 4)
 

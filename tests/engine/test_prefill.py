@@ -13,7 +13,7 @@ from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from tests.engine.test_scheduler import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
-from tests.toy import llama_engine
+from tests.helpers.toy_models import llama_engine
 
 
 class FicklePlanner(UniformPlanner):

@@ -14,7 +14,7 @@ from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.engine.test_lossless import SAMPLING, differing
-from tests.toy import llama, llama_engine
+from tests.helpers.toy_models import llama, llama_engine
 
 PLAIN, TREE = (0, 0, 0), (8, 3, 4)
 BLOCK = 32

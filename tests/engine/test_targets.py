@@ -12,8 +12,8 @@ from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
 from tests.engine.test_lossless import differing, some_params, some_prompts
+from tests.helpers.toy_models import head, run
 from tests.models.families import FAMILIES, plain_copy, random_model
-from tests.toy import head, run
 
 TREE = (12, 4, 4)
 OFTEN = ("gemma2", "gpt_oss", "mixtral")  # soft-caps and windows, sinks, experts; the rest with the slow tests

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaForCausalLM
 
-from eagle_ray.benchmark.simulated_costs import SimulatedPlanner, flat
 from eagle_ray.build import build_engine, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.drafters.lookup import LookupDrafter
@@ -17,10 +16,11 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import FIRST_DRAFTS, BudgetPlanner
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.training.prompts import prompt_rows
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
+from jobs.bench.simulated_costs import SimulatedPlanner, flat
+from jobs.tiny_pair.prompts import prompt_rows
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params
-from tests.toy import Roomy, head, llama, run
+from tests.helpers.toy_models import Roomy, head, llama, run
 
 FAST = ["ngram", "recycling", "lookahead", "eagle2+suffix"]
 METHODS = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("suffix", "rest", "ngram+suffix"))]

@@ -5,7 +5,7 @@ import torch
 
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.sampler import SamplingParams
-from tests.toy import llama_engine, run
+from tests.helpers.toy_models import llama_engine, run
 
 ASKING = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True, top_logprobs=3, prompt_logprobs=True)
 

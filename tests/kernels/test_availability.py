@@ -13,7 +13,7 @@ from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.sampling.sampler import SamplingParams
-from tests.toy import llama_engine, run
+from tests.helpers.toy_models import llama_engine, run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

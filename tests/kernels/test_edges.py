@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from eagle_ray.benchmark import device_checks, equivalence
+from eagle_ray.evaluation import equivalence
 from eagle_ray.sampling.near_tie import reachable_tokens
 from eagle_ray.sampling.sampler import SamplingParams
+from jobs.bench.gpu import device_checks
 from tests.kernels.device import DEVICE
 
 

@@ -18,6 +18,7 @@ from eagle_ray.models.placement import dispatch
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
+from tests.helpers.toy_models import head, head3, llama, llama_engine, run
 from tests.models.families import (
     CHUNKS,
     FAMILIES,
@@ -32,7 +33,6 @@ from tests.models.families import (
     random_trees,
     target_of,
 )
-from tests.toy import head, head3, llama, llama_engine, run
 
 COVERED = {
     "llama": config_of("llama", attention_bias=True, mlp_bias=True),

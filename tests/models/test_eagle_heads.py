@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from eagle_ray.models.head_checkpoint import load_head
-from tests.published import E3, LLAMA3_ROPE, RAW, eagle3_tensors, eagle_tensors, target_config, write
+from tests.helpers.published_checkpoints import (
+    E3,
+    LLAMA3_ROPE,
+    RAW,
+    eagle3_tensors,
+    eagle_tensors,
+    target_config,
+    write,
+)
 
 TARGET = target_config()
 LENGTH = 40

@@ -9,8 +9,18 @@ import torch
 from eagle_ray.errors import EngineError
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_head, meta_head, read_shapes, save_head
-from tests.published import E3, LAYOUTS, LLAMA3_ROPE, RAW, eagle3_tensors, eagle_tensors, maps, target_config, write
-from tests.toy import head, llama
+from tests.helpers.published_checkpoints import (
+    E3,
+    LAYOUTS,
+    LLAMA3_ROPE,
+    RAW,
+    eagle3_tensors,
+    eagle_tensors,
+    maps,
+    target_config,
+    write,
+)
+from tests.helpers.toy_models import head, llama
 
 TARGET = target_config()
 HEADS = {"EAGLE-2": (RAW, eagle_tensors), "EAGLE-3": (E3, eagle3_tensors)}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.loader import eos_ids, load_config, load_target
-from tests.toy import LLAMA, llama
+from tests.helpers.toy_models import LLAMA, llama
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.sampling.sampler import SamplingParams
+from tests.helpers.toy_models import llama
 from tests.models.families import CHUNKS, assert_trees_equal, target_of
-from tests.toy import llama
 
 pytest.importorskip("accelerate", reason="transformers loads quantised checkpoints with accelerate")
 BLOCK = 128  # of FP8's scales

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_ray.benchmark.simulated_costs import SimulatedPlanner, cpu, flat
 from eagle_ray.build import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
@@ -15,7 +14,8 @@ from eagle_ray.planner.budget_planner import FIRST_PROBES, RETRY_AFTER, TRIAL_ST
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
-from tests.toy import Roomy, run
+from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat
+from tests.helpers.toy_models import Roomy, run
 
 LONG = SamplingParams(max_tokens=96, ignore_eos=True)
 

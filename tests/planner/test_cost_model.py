@@ -26,7 +26,7 @@ from eagle_ray.planner.cost_cache import cache_path, cached_costs, costs_json
 from eagle_ray.planner.cost_model import CostCurve, StepCosts, isotonic
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from tests.toy import llama_engine
+from tests.helpers.toy_models import llama_engine
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from eagle_ray.serve.deployment import ReplicaPlan, plan_replicas
 from eagle_ray.serve.metrics_aggregator import SILENT_S, MetricsAggregator
 from eagle_ray.serve.metrics_snapshot import Snapshot, added_up
 from tests.batch.nodes import cluster_of, parent_of
-from tests.processes import Watched, descendants
+from tests.helpers.processes import Watched, descendants
 
 ROOT = Path(__file__).parent.parent.parent
 

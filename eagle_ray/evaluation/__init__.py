@@ -1,0 +1,1 @@
+"""Paired comparisons of draft methods: outputs, acceptance and speed."""

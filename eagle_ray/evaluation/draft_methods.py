@@ -1,0 +1,135 @@
+"""Draft methods: what the comparison of methods can compare, by name, and an engine for each over the same target.
+
+    plain                       no drafts: what the others are held against
+    eagle1, eagle2              as published: the same tree for everyone, the head's own confidences
+    eagle2-without-value        the paper's ablations (`ablations.py`)
+    eagle2-without-reranking
+    ours                        the job's own `speculative` section
+    any other method            of config/methods.py, with the job's tree for everyone
+    eagle2:25                   a way with another max_nodes
+    medusa=DIR                  a way with a model.draft of its own
+
+What verifies fewer nodes than eagle2 is held against eagle2 with as many: eagle1 against eagle2:25.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from eagle_ray.build import build_engine, load_draft
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config.methods import DATASTORE, DRAFT_REQUIREMENT, HEAD, HEAD_3, draft_requirement, validate_method
+from eagle_ray.engine.engine import Engine
+from eagle_ray.evaluation.ablations import ExpandedPlanner, OwnConfidence, num_expanded
+from eagle_ray.tree.static_tree import MC_SIM_7B_63
+
+PLAIN, PUBLISHED, OURS = "plain", "eagle2", "ours"
+FIXED_TREES = ("eagle1", "sequoia")  # over the same head
+WITHOUT_VALUE, WITHOUT_RERANKING = "eagle2-without-value", "eagle2-without-reranking"
+Adjust = Callable[[Engine, SpeculativeConfig], None]
+AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """name: as it stands in tables. draft: model.draft, None where it reads none. beside: the way it is held against.
+
+    adjust: done to its engine.
+    """
+
+    name: str
+    speculative: SpeculativeConfig
+    draft: str | None
+    beside: str
+    adjust: Adjust | None = None
+
+    def engine(self, causal_lm: nn.Module, weights: nn.Module | None, slots: int, max_model_len: int) -> Engine:
+        """weights: what the method reads from `draft`."""
+        engine = build_engine(causal_lm, weights, self.speculative, slots, max_model_len)
+        if self.adjust is not None:
+            self.adjust(engine, self.speculative)
+        return engine
+
+
+def default_names(speculative: SpeculativeConfig) -> list[str]:
+    """All that the job's own model.draft allows, and what needs none; each with what it is held against."""
+    alone = [name for name, needed in DRAFT_REQUIREMENT.items() if needed is None and name not in ("none", DATASTORE)]
+    if draft_requirement(speculative.method) not in (HEAD, HEAD_3):
+        return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
+    merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
+    names = [*FIXED_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
+    return list(dict.fromkeys(name for way in names for name in (way, _beside(way, speculative))))
+
+
+def ways_of(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[DraftMethod]:
+    """Plain decoding first, then each of names once. Raises ConfigError for a name that is none."""
+    return [_way(name, model, speculative) for name in dict.fromkeys([PLAIN, *names])]
+
+
+def _way(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> DraftMethod:
+    way, _, draft = name.partition("=")
+    method, _, nodes = way.partition(":")
+    settings, adjust = SPECIAL.get(method, (AS_PUBLISHED | {"method": method}, None))
+    _check_method(str(settings.get("method", speculative.method)))
+    chosen = speculative.model_copy(update=settings | ({"max_nodes": _nodes(name, nodes)} if nodes else {}))
+    needed, draft = draft_requirement(chosen.method), draft or model.draft
+    if needed is not None and draft is None:
+        raise ConfigError(f"--methods: {method} needs {needed}: set model.draft, or give {method}=DIRECTORY")
+    return DraftMethod(name, chosen, None if needed is None else draft, _beside(method, speculative), adjust)
+
+
+def _beside(method: str, speculative: SpeculativeConfig) -> str:
+    """The full method, with as many nodes where this one always verifies fewer."""
+    counts = {
+        "eagle1": len(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k).paths),
+        WITHOUT_RERANKING: num_expanded(speculative.max_depth, speculative.top_k),
+    }
+    nodes = counts.get(method, speculative.max_nodes)
+    return PUBLISHED if nodes == speculative.max_nodes else f"{PUBLISHED}:{nodes}"
+
+
+def _check_method(method: str) -> None:
+    try:
+        validate_method(method)
+    except ValueError as error:
+        known = ", ".join([*SPECIAL, *(each for each in DRAFT_REQUIREMENT if each not in SPECIAL and each != "none")])
+        raise ConfigError(f"--methods: {error}; there are {known}") from None
+
+
+def _nodes(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ConfigError(f"--methods: {name}: what follows the colon is a number of nodes, 1 or more")
+    return int(text)
+
+
+def weights_of(ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: nn.Module) -> dict[str, nn.Module | None]:
+    """What each way reads from its draft, loaded once for all that read the same."""
+    loaded: dict[tuple[str | None, str | None], nn.Module | None] = {(None, None): None}
+    found = {}
+    for way in ways:
+        key = (draft_requirement(way.speculative.method), way.draft)
+        if key not in loaded:
+            loaded[key] = load_draft(model.model_copy(update={"draft": way.draft}), way.speculative, causal_lm)
+        found[way.name] = loaded[key]
+    return found
+
+
+def _without_value(engine: Engine, speculative: SpeculativeConfig) -> None:
+    engine.drafter.builder = OwnConfidence
+
+
+def _without_reranking(engine: Engine, speculative: SpeculativeConfig) -> None:
+    engine.planner = ExpandedPlanner(speculative.max_depth, speculative.top_k)
+
+
+SPECIAL: dict[str, tuple[dict[str, object], Adjust | None]] = {
+    PLAIN: ({"method": "none", "budget": "uniform"}, None),
+    "eagle1": (AS_PUBLISHED | {"method": "eagle1"}, None),
+    PUBLISHED: (AS_PUBLISHED, None),
+    WITHOUT_VALUE: (AS_PUBLISHED, _without_value),
+    WITHOUT_RERANKING: (AS_PUBLISHED, _without_reranking),
+    OURS: ({}, None),
+}

@@ -1,0 +1,152 @@
+"""The paper's comparison: every method answers the same questions, one after another, in one process.
+
+    turns = list(rounds(engines, questions, temperature=1.0))
+    figures(turns, "eagle2", plain="plain", ...)         # of all of them, or of one task's
+
+A round is a few questions of one task, as many as an engine has slots. Each method answers them from an empty cache, in
+an order drawn anew each round, and its speed is held against plain decoding's of the same round: what slows the machine
+down for a while slows both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.engine.engine import Engine
+from eagle_ray.evaluation.equivalence import Identity
+from eagle_ray.evaluation.forward_timer import ForwardMeter
+from eagle_ray.evaluation.statistics import DifferenceInterval, Interval, difference_interval, ratio_interval
+from eagle_ray.evaluation.throughput import Sample, run_to_completion
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
+
+WARM_UP_TOKENS = 16
+FEWEST = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods
+Compare = Callable[[list[engine_sequence.Sequence], list[engine_sequence.Sequence]], Identity]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkPrompt:
+    """task: what it is counted under. ask: the same request as a new sequence, at its own temperature."""
+
+    task: str
+    ask: Callable[[], engine_sequence.Sequence]
+
+    def at(self, temperature: float) -> engine_sequence.Sequence:
+        sequence = self.ask()
+        sequence.sampling = replace(sequence.sampling, temperature=temperature)
+        return sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What each method did with the same questions, by its name."""
+
+    temperature: float
+    task: str
+    samples: Mapping[str, Sample]
+    answers: Mapping[str, list[engine_sequence.Sequence]]
+
+
+def rounds(
+    engines: Mapping[str, Engine], questions: Sequence[BenchmarkPrompt], temperature: float, seed: int = 0
+) -> Iterator[Round]:
+    """Every question once, by tasks. engines: new ones, that know no answers yet, of equally many slots."""
+    shuffle, meter = random.Random(seed), ForwardMeter()
+    slots = min(engine.counters.num_slots for engine in engines.values())
+    for engine in engines.values():
+        _answer(engine, [_short(questions[0].at(temperature))], meter)  # the first steps pay for what is made once
+        engine.drafter.reset_learning()
+    for task, group in _groups(questions, slots):
+        samples, answers = {}, {}
+        for name in shuffle.sample(list(engines), len(engines)):
+            answers[name] = [question.at(temperature) for question in group]
+            samples[name] = _answer(engines[name], answers[name], meter)
+        yield Round(temperature, task, samples, answers)
+
+
+def _groups(questions: Sequence[BenchmarkPrompt], size: int) -> Iterator[tuple[str, list[BenchmarkPrompt]]]:
+    """Up to `size` questions of one task at a time, tasks in the order in which they first occur."""
+    for task in dict.fromkeys(question.task for question in questions):
+        of_task = [question for question in questions if question.task == task]
+        for start in range(0, len(of_task), size):
+            yield task, of_task[start : start + size]
+
+
+def _answer(engine: Engine, sequences: list[engine_sequence.Sequence], meter: ForwardMeter) -> Sample:
+    """No prompt is found in the cache that an earlier round has left."""
+    engine.target.cache.blocks.reset_prefix_cache()
+    return run_to_completion(engine, sequences, meter)
+
+
+def _short(sequence: engine_sequence.Sequence) -> engine_sequence.Sequence:
+    sequence.sampling = replace(sequence.sampling, max_tokens=WARM_UP_TOKENS)
+    return sequence
+
+
+def figures(turns: Sequence[Round], name: str, plain: str, beside: str | None, compare: Compare) -> dict[str, Any]:
+    """One method's numbers over some rounds, as JSON. beside: the method whose tau it is held against, None for none.
+
+    compare: one's answers with plain decoding's.
+    """
+    answers = answers_of(turns, name)
+    stats = _pooled(answers)
+    sample = sum((turn.samples[name] for turn in turns[1:]), turns[0].samples[name])
+    speeds = [turn.samples[name].tokens_per_second / turn.samples[plain].tokens_per_second for turn in turns]
+    steps = stats.num_steps
+    return {
+        "questions": len(answers),
+        "tokens": sample.num_tokens,
+        "tokens_per_s": sample.tokens_per_second,
+        "speed_up": _speed_up(speeds),
+        "tau": stats.mean_acceptance_length,
+        "tau_less": None if beside is None else {"of": beside, **_tau_less(answers, answers_of(turns, beside))},
+        "steps": steps,
+        "nodes_per_step": stats.num_draft_tokens / steps if steps else None,
+        "accepted_by_depth": [count / steps for count in stats.accepted_by_depth] if steps else [],
+        "verified_by_depth": [count / steps for count in stats.proposed_by_depth] if steps else [],
+        "calibration_error": {
+            "drafted": stats.drafted.calibration_error,
+            "calibrated": stats.calibrated.calibration_error,
+        },
+        "confidences": asdict(stats.drafted),
+        "identity": asdict(compare(answers, answers_of(turns, plain))),
+    }
+
+
+def _speed_up(ratios: list[float]) -> dict[str, float | None]:
+    """Geometric mean over rounds."""
+    return _if_enough(ratio_interval(ratios), len(ratios))
+
+
+def answers_of(turns: Sequence[Round], name: str) -> list[engine_sequence.Sequence]:
+    """What one method answered, in the order of the questions."""
+    return list(itertools.chain.from_iterable(turn.answers[name] for turn in turns))
+
+
+def _pooled(answers: Sequence[engine_sequence.Sequence]) -> AcceptanceStats:
+    total = AcceptanceStats.empty(0)
+    for sequence in answers:
+        total = total.merge(sequence.stats)
+    return total
+
+
+def _tau_less(
+    answers: Sequence[engine_sequence.Sequence], others: Sequence[engine_sequence.Sequence]
+) -> dict[str, float | None]:
+    """The difference of pooled taus, with its interval over questions."""
+    counts = [
+        tuple((s.stats.num_accepted_draft_tokens, s.stats.num_steps) for s in pair)
+        for pair in zip(answers, others, strict=True)
+    ]
+    return _if_enough(difference_interval(counts), len(counts))
+
+
+def _if_enough(interval: Interval | DifferenceInterval, number: int) -> dict[str, float | None]:
+    """The mean with low and high, which are None of fewer than FEWEST."""
+    low, high = (interval.low, interval.high) if number >= FEWEST else (None, None)
+    return {"mean": interval.mean, "low": low, "high": high}

@@ -1,0 +1,1 @@
+"""Scripts for `ray job submit` and from the command line."""

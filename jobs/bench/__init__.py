@@ -1,0 +1,1 @@
+"""Benchmarks and what they share: `python -m jobs.bench.NAME`."""

@@ -1,0 +1,1 @@
+"""The benchmark of one GPU: `python -m jobs.bench.gpu`."""

@@ -1,0 +1,188 @@
+"""Harness: one pair in memory with two engines over the same cache, one that decodes plainly and one that drafts.
+
+    rig = Rig.of(model, head, slots=256, longest=1440, kv_columns=500_000)
+    rig.measure()
+    rig.set_aside(256 * 1024, most=1440)
+    engine = rig.engine(Way("ours", Tree(60, 6, 10), "global"), context=1024, batch=64)
+
+Only one of the engines may be at work at a time. Built from the engine's own rooms, without a configuration: nothing
+here needs pydantic or Ray.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.drafter import Drafter
+from eagle_ray.drafters.eagle import EagleDrafter, tree_columns
+from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.engine.calibrate import calibrate_costs
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.engine.verify import MaxTreeSizes
+from eagle_ray.models.target import TargetModel
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.cost_model import StepCosts
+from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingParams
+from jobs.bench.gpu.synthetic_context import ContextBlocks, begin, fill, in_context
+
+Tree = tuple[int, int, int]  # max_nodes, max_depth, top_k
+LARGEST: Tree = (60, 6, 10)
+NO_TREE: Tree = (0, 0, 0)
+SHORT_PROMPT = 8  # tokens
+STEPS = SamplingParams(max_tokens=24, ignore_eos=True)  # of what a context costs
+PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # a step: a window begins sooner, and prompts are not part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """name: as it stands in tables. budget: global, or uniform for the same tree for everyone; NO_TREE is plain.
+
+    overlap: where steps are replayed, the next one is launched before one is read.
+    """
+
+    name: str
+    tree: Tree = NO_TREE
+    budget: str = "uniform"
+    overlap: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tree == NO_TREE
+
+
+class PlannerProbe:
+    """A planner, with what its steps took by the device's clock, and what the costs say that they take.
+
+    draft_s, verify_s, rest_s: as Seconds has them. Steps in which a graph was recorded are left out. costs: None where
+    nothing is foreseen.
+    """
+
+    def __init__(self, planner: Planner, costs: StepCosts | None):
+        self._planner, self._costs = planner, costs
+        self.draft_s = self.verify_s = self.rest_s = 0.0
+        self.foreseen_s = self.foreseen_plain_s = 0.0
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return self.draft_s, self.verify_s, self.rest_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        if not outcome.is_first:
+            self.draft_s += outcome.seconds.draft
+            self.verify_s += outcome.seconds.verify
+            self.rest_s += outcome.seconds.rest
+            if self._costs is not None:
+                self._foresee(outcome)
+        self._planner.observe(outcome)
+
+    def _foresee(self, outcome: StepOutcome) -> None:
+        foreseen = self._costs.predict(outcome)
+        self.foreseen_s += foreseen.total - self._costs.beside(outcome)
+        self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
+        if getattr(self._planner, "costs", None) is not self._costs:
+            self._costs.learn(outcome, foreseen)
+
+
+@dataclass(slots=True)
+class Harness:
+    """costs: of its steps, once they are measured."""
+
+    model: nn.Module
+    blocks: ContextBlocks
+    plain: Engine
+    drafting: Engine
+    costs: StepCosts | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        head: nn.Module,
+        slots: int,
+        longest: int,
+        kv_columns: int | None = None,
+        graphs: bool = True,
+    ) -> Harness:
+        """longest: most tokens of a sequence. kv_columns: of the pool, in all; None lets every slot be full."""
+        target = TargetModel(model, slots, longest + tree_columns(*LARGEST), kv_columns)
+        blocks = ContextBlocks.in_place_of(target)
+        depth = LARGEST[1]
+        drafter = EagleDrafter(
+            head, target, calibration=Calibration(depth, target.device), coupling=Coupling(depth, target.device)
+        )
+        plain = _engine(target, NullDrafter(), NO_TREE, longest, graphs)
+        drafting = _engine(target, drafter, LARGEST, longest, graphs)
+        return cls(model, blocks, plain, drafting)
+
+    def measure(self) -> StepCosts:
+        """Of this pair's steps here, before anything is set aside."""
+        self.costs = calibrate_costs(self.drafting, *LARGEST)
+        return self.costs
+
+    def set_aside(self, columns: int, longest: int) -> None:
+        """Room for contexts. longest: the last position of any sequence."""
+        self.blocks.set_aside(columns)
+        frequency = self.model.base_model.rotary_emb.inv_freq[-1].item()
+        for cache in (self.plain.target.cache, self.drafting.drafter.cache):
+            fill(cache, self.blocks.blocks_for(columns), frequency, longest)
+
+    def measure_contexts(self, columns: int, batch: int) -> None:
+        """What a cached token adds to a pass behind contexts as long as the cells': `measure` reads short ones,
+        which on a CPU are the same for all sequences.
+        """
+        seconds, cached = [], []
+        for context in (0, columns):
+            engine = self.engine(Way("plain"), context, batch)
+            prompt = in_context([1] * SHORT_PROMPT, context)
+            sequences = [Sequence(str(i), prompt, STEPS) for i in range(batch)]
+            for sequence in sequences:
+                engine.add(sequence)
+            while any(len(s.output_ids) < 4 for s in sequences):  # all are there, and everything has run once
+                engine.step()
+            before, steps = engine.planner.verify_s, engine.counters.num_steps
+            while all(s.finish_reason is None for s in sequences):
+                engine.step()
+            seconds.append((engine.planner.verify_s - before) / (engine.counters.num_steps - steps))
+            cached.append(batch * context)
+            for sequence in sequences:
+                engine.abort(sequence)
+        self.costs.attend = max(seconds[1] - seconds[0], 0.0) / cached[1]
+
+    def engine(self, way: Way, context: int, batch: int, planner: Planner | None = None) -> Engine:
+        """The idle engine of a way, its next sequences behind contexts. planner: one that has seen this cell before."""
+        engine = self.plain if way.is_plain else self.drafting
+        begin(engine, self.blocks, context, batch)
+        engine.overlap = way.overlap
+        engine.planner = planner or self.planner(way)
+        return engine
+
+    def planner(self, way: Way) -> PlannerProbe:
+        costs = copy.deepcopy(self.costs)
+        if way.budget == "global":
+            graphs = self.drafting.graphs
+            can_sync = self.drafting.target.device.type == "cpu" and graphs is None
+            padded = graphs.num_rows if graphs else int
+            return PlannerProbe(BudgetPlanner(*way.tree, costs, can_sync, padded), costs)
+        return PlannerProbe(UniformPlanner(*way.tree), costs)
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs recorded so far."""
+        return sum(engine.graphs.num_captured for engine in (self.plain, self.drafting) if engine.graphs)
+
+
+def _engine(target: TargetModel, drafter: Drafter, tree: Tree, longest: int, graphs: bool) -> Engine:
+    tokens, made = PREFILL_TOKENS[target.device.type], CudaGraphRunner.of(target) if graphs else None
+    return Engine(target, drafter, UniformPlanner(*tree), longest, tree[1], tokens, made, MaxTreeSizes.of(*tree))

@@ -1,0 +1,135 @@
+"""Where the planner stands beside every fixed tree, in made-up seconds: python -m jobs.bench.planner
+
+The engine and the embedded pair are real, and so is what is accepted; what a step takes comes from a table of costs
+(jobs/bench/simulated_costs.py). So the figures are the same on every machine. Every
+method answers the same prompts. --noise and --mistaken show what the planner does if clocks and costs are wrong; the
+reported seconds are never wrong.
+
+    steady   a queue that is always full, after --warm tokens that do not count
+    drain    --drain rounds of 1.5 rows a slot, of mixed lengths, to the last one's end, on --drain-slots, after one
+             round that does not count
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+
+from eagle_ray.build import build_engine_from_config
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.engine.engine import Engine
+from eagle_ray.evaluation.throughput import SteadyQueue, run_to_completion
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.cost_model import StepCosts
+from eagle_ray.planner.planner import Planner, UniformPlanner
+from jobs.bench.simulated_costs import SimulatedPlanner, amx, avx512, busy, cpu, flat, mistaken
+from jobs.bench.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests
+from jobs.tiny_pair.prompts import shuffled_prompts
+
+WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "busy": busy, "flat": flat, "avx512": avx512, "amx": amx}
+TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "6/3/2", "8/4/4", "12/4/4", "24/5/6"]  # max_nodes/max_depth/top_k
+OURS = (60, 6, 10)
+PER_CATEGORY = 32  # prompts
+MOST_ROWS = 160  # of a fixed tree's pass: larger ones have no chance and take long to lose
+ENDLESS_S = math.inf
+HEADER = "| batch | best fixed tree | over plain | ours over plain | ours over best | rows | depth | off | probes |"
+
+
+class NoMeter:
+    """Stands where a stretch asks for the seconds of forward passes: here nothing depends on them."""
+
+    seconds = 0.0
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    drain_slots = args.drain_slots if args.drain else []
+    most = max([*args.batches, *drain_slots, 1])
+    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), most)
+    prompts = shuffled_prompts(made.text, PER_CATEGORY, args.seed)
+    print(f"{HEADER}\n{'|---' * 9}|", flush=True)
+    for batch in args.batches:
+        print(line(args, str(batch), batch, lambda p, b=batch: steady(made.engine, p, prompts, b, args)), flush=True)
+    for slots in drain_slots:
+        name = f"{slots}, draining"
+        print(line(args, name, slots, lambda p, n=slots: drain(made.engine, p, prompts, n, args)), flush=True)
+
+
+def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[SimulatedPlanner], None]) -> str:
+    """One row of the table: every fixed tree that has a chance, none, and ours, all by `run`."""
+
+    def priced(planner: Planner) -> SimulatedPlanner:
+        made = SimulatedPlanner(planner, WORLDS[args.world](), args.noise, args.noise_seed)
+        run(made)
+        return made
+
+    trees = {tree: tuple(map(int, tree.split("/"))) for tree in args.trees}
+    trees = {name: tree for name, tree in trees.items() if batch * (1 + tree[0]) <= MOST_ROWS}
+    speeds = {"none": priced(UniformPlanner(0, 0, 0)).tokens_per_second}
+    speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
+    best = max(speeds, key=speeds.__getitem__)
+    costs = mistaken(WORLDS[args.believed or args.world](), args.mistaken, args.noise_seed)
+    ours = priced(BudgetPlanner(*OURS, costs))
+    steps = ours.outcomes
+    ratios = [speeds[best] / speeds["none"], ours.tokens_per_second / speeds["none"]]
+    ratios.append(ours.tokens_per_second / speeds[best])
+    parts = [name, best, *(f"{ratio:.3f}x" for ratio in ratios)]
+    parts += [f"{sum(o.num_rows for o in steps) / sum(o.batch_size for o in steps):.2f}"]
+    parts += [f"{sum(o.depth for o in steps) / len(steps):.2f}", f"{sum(not o.depth for o in steps) / len(steps):.0%}"]
+    parts += [str(sum(o.plan.probe for o in steps))]
+    return "| " + " | ".join(parts) + " |"
+
+
+def steady(
+    engine: Engine, planner: SimulatedPlanner, prompts: list[list[int]], batch: int, args: argparse.Namespace
+) -> None:
+    engine.planner = planner
+    engine.drafter.reset_learning()
+    queue = SteadyQueue(engine, requests(prompts, [args.tokens_each], args.temperatures), NoMeter(), batch)
+    queue.fill()
+    queue.window(args.warm, ENDLESS_S)
+    planner.reset()
+    queue.window(args.tokens, ENDLESS_S)
+    queue.end()
+
+
+def drain(
+    engine: Engine, planner: SimulatedPlanner, prompts: list[list[int]], slots: int, args: argparse.Namespace
+) -> None:
+    engine.planner = planner
+    engine.drafter.reset_learning()
+    num_rows = int(DRAIN_ROWS * slots)
+    for turn in range(1 + args.drain):
+        rows = requests(prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
+        run_to_completion(engine, list(itertools.islice(rows, num_rows)), NoMeter(), slots)
+        if not turn:
+            planner.reset()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world", choices=WORLDS, default="cpu")
+    parser.add_argument("--believed", choices=WORLDS, help="whose costs the planner takes for true at first")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--drain", type=int, default=8, help="rounds; 0: none")
+    parser.add_argument("--drain-slots", type=int, nargs="+", default=[16])
+    parser.add_argument("--trees", nargs="+", default=TREES)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="of the rows, by turns")
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--warm", type=int, default=1000)
+    parser.add_argument("--tokens-each", type=int, default=96)
+    parser.add_argument("--noise", type=float, default=0.0, help="of what is heard of a step: 0.1 is 10 %%")
+    parser.add_argument("--mistaken", type=float, default=0.0, help="costs at the start are off by this: 0.1 is 10 %%")
+    parser.add_argument("--noise-seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Clients that people use, unmodified, against a real `eagle-ray serve`: one line each with what was checked.
+
+    make clients                                    # makes an environment for them first: 2.5 GB in .venv-clients
+    python -m jobs.check_clients --python .venv-clients/bin/python --only openai,curl
+
+Each is a program of its own under tests/clients that knows nothing of eagle_ray; schemathesis, last, sends malformed
+requests by the hundred from the served OpenAPI document. Exit code 1 where one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ROOT / "tests" / "clients"
+TOKENIZER = ROOT / "eagle_ray" / "assets" / "tiny" / "target"
+READY_WITHIN_S = 300.0
+ENDS_WITHIN_S = 90.0
+EACH_WITHIN_S = 600.0
+# Positive data may still be refused for what a schema cannot say, such as a prompt that is too long.
+SCHEMATHESIS = ["--exclude-checks", "positive_data_acceptance", "--max-examples", "100", "--phases", "coverage,fuzzing"]
+SCHEMATHESIS += ["--request-timeout", "60", "--seed", "1", "--generation-deterministic", "--no-color"]
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """The demo's endpoint on a free port; yields its URL and ends it in good order."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "eagle_ray.cli",
+        "serve",
+        "-c",
+        "configs/serve_demo.yaml",
+        "--port",
+        str(port),
+    ]
+    command += ["--set", "serving.ray_address=local"]
+    log, url = folder / "server.log", f"http://127.0.0.1:{port}"
+    with log.open("w") as output:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    try:
+        _until_ready(process, url, log)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(ENDS_WITHIN_S)
+        assert status == 0, f"the server ended with {status}:\n{log.read_text()}"
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(ENDS_WITHIN_S)
+
+
+def _until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < READY_WITHIN_S:
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"not ready after {READY_WITHIN_S:g} s:\n{log.read_text()}")
+
+
+def program(name: str) -> Callable[[str, str, Path], list[str]]:
+    return lambda python, url, folder: [python, str(PROGRAMS / f"{name}_client.py"), url]
+
+
+def lm_eval(python: str, url: str, folder: Path) -> list[str]:
+    subprocess.run([sys.executable, str(PROGRAMS / "reference.py"), str(folder)], check=True, capture_output=True)
+    return [*program("lm_eval")(python, url, folder), str(folder)]
+
+
+def aiperf(python: str, url: str, folder: Path) -> list[str]:
+    return [*program("aiperf")(python, url, folder), str(TOKENIZER), str(folder / "aiperf")]
+
+
+def schemathesis(python: str, url: str, folder: Path) -> list[str]:
+    return [str(Path(python).with_name("schemathesis")), "run", f"{url}/openapi.json", *SCHEMATHESIS]
+
+
+CLIENTS = {"openai": program("openai"), "litellm": program("litellm"), "curl": program("curl")}
+CLIENTS |= {"lm-eval": lm_eval, "aiperf": aiperf, "schemathesis": schemathesis}
+
+
+def check(name: str, python: str, url: str, folder: Path) -> bool:
+    """Run one client; print its line, or all it said where it failed."""
+    began = time.monotonic()
+    command = CLIENTS[name](python, url, folder)
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=EACH_WITHIN_S)
+    seconds = time.monotonic() - began
+    if ran.returncode:
+        print(f"FAIL  {name} after {seconds:.0f} s\n{ran.stdout}\n{ran.stderr}", flush=True)
+        return False
+    said = ran.stdout.strip().splitlines()
+    line = next((line.strip() for line in said if "generated" in line), said[-1])  # schemathesis has no last line
+    print(f"ok    {line if name != 'schemathesis' else f'schemathesis: {line}'} ({seconds:.0f} s)", flush=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="of an environment that has infra/clients.txt")
+    parser.add_argument("--only", default=",".join(CLIENTS), help=f"some of {','.join(CLIENTS)}")
+    options = parser.parse_args()
+    names, python = options.only.split(","), str(Path(options.python).absolute())
+    if unknown := set(names) - CLIENTS.keys():
+        parser.error(f"--only: no client {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory(prefix="eagle-ray-clients-") as folder, server(Path(folder)) as url:
+        passed = [check(name, python, url, Path(folder)) for name in names]
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            idle = "eagle_ray_num_requests_running 0\n" in answer.read().decode()
+        print("ok    every slot is free again" if idle else "FAIL  a slot is still taken")
+    return 0 if all(passed) and idle else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

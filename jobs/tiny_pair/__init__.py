@@ -1,0 +1,1 @@
+"""How the embedded pair is made: corpus, tokenizer, target, draft heads."""

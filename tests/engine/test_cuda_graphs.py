@@ -1,0 +1,186 @@
+"""What a GPU would record: nothing comes from the host while it runs, and nothing goes there.
+
+The device is the CPU a second time, with fake tensors, which know shapes and devices and no numbers: whatever asks for
+a number fails, and every tensor that is made from Python's numbers stands on the wrong device.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaForCausalLM
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.drafters.eagle import EagleDrafter
+from eagle_ray.engine.graphs import InputBuffers
+from eagle_ray.engine.verify import Verifier
+from eagle_ray.kv import kv_cache
+from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.models import target as target_module
+from eagle_ray.models.model_probe import probe
+from eagle_ray.models.target import TargetModel
+from eagle_ray.planner.planner import Allocation
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.tree import expand
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.static_tree import MC_SIM_7B_63
+from tests.engine.test_host_syncs import TO_HOST
+from tests.helpers.toy_models import head, head3, llama
+from tests.models.test_placement import fake_to, fake_zeros
+
+DEVICE = torch.device("cpu:1")
+FROM_PYTHON = {
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "from_numpy",
+    "frombuffer",
+    "scalar_tensor",
+    "new_tensor",
+    "pin_memory",
+}
+TREE = (12, 4, 4)
+
+
+class WatchDevices(TorchDispatchMode):
+    """Operations that touch a tensor of the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        if any(x.device != DEVICE for x in tensors):
+            self.seen.append(func.__name__)
+        return out
+
+
+class WatchPython(TorchFunctionMode):
+    """Calls that make a tensor from Python's numbers, or numbers from a tensor; lists as indices are the former."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        index = args[1] if name in ("__getitem__", "__setitem__") else ()
+        listed = any(isinstance(i, list) for i in (index if isinstance(index, tuple) else (index,)))
+        if name in FROM_PYTHON | TO_HOST or listed:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched:
+    """A Replay that calls each function once, as a warm-up, and then watches it."""
+
+    is_enabled = True
+
+    def __init__(self):
+        self.seen: dict[str, list[str]] = {}
+
+    def batch_size(self, num_sequences: int) -> int:
+        return num_sequences + 1
+
+    num_rows = num_nodes = batch_size
+
+    def context(self, longest: int) -> int:
+        return 64
+
+    def run(self, key: tuple, function: Callable, inputs: list) -> object:
+        tensors = InputBuffers(inputs).tensors
+        function(*tensors)
+        with WatchDevices() as devices, WatchPython() as python:
+            results = function(*tensors)
+        self.seen[key[0]] = devices.seen + python.seen
+        return results
+
+
+@contextmanager
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where whatever is sent to the device arrives there, which a CPU is spared."""
+    for module in ("async_copy", "kv.block_manager", "attention.metadata", "models.target", "drafters.eagle"):
+        monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", arrived)
+    monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
+    expand._places.cache_clear()  # fake tensors are of one mode
+    with FakeTensorMode(), torch.inference_mode():
+        yield
+    expand._places.cache_clear()
+
+
+def arrived(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def there(learning: Calibration | Coupling) -> Calibration | Coupling:
+    """On the device: torch.tensor would leave it, being fake, on the CPU that is real."""
+    for name, value in vars(learning.fit).items():
+        if isinstance(value, Tensor):
+            setattr(learning.fit, name, value.to(DEVICE))
+    return learning
+
+
+PARAMS = [
+    SamplingParams(logprobs=True, top_logprobs=2),
+    SamplingParams(temperature=0.9, top_p=0.9, top_k=5, min_p=0.01),
+    SamplingParams(temperature=1.0),
+]
+
+
+@pytest.mark.parametrize(
+    "plan", [None, DraftPlan(4, 4), DraftPlan(5, 4, static_tree=MC_SIM_7B_63)], ids=["plain", "dynamic", "static"]
+)
+@pytest.mark.parametrize("generation", [2, 3])
+def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
+    real, weights = llama(num_hidden_layers=7), head3() if generation == 3 else head()
+    layers = weights.feature_layers(7)
+    anatomy = probe(real, TargetModel(real, 1, 8).logits, 64)
+    monkeypatch.setattr(target_module, "probe", lambda *_: anatomy)  # it looks at numbers
+    with fake_device(monkeypatch):
+        model = fake_to(LlamaForCausalLM(real.config).eval().requires_grad_(False), DEVICE)
+        target = TargetModel(model, 4, 192, feature_layers=layers)
+        fake_head = (head3 if generation == 3 else head)()
+        learning = dict(calibration=there(Calibration(5)), coupling=there(Coupling(5)))
+        drafter = EagleDrafter(fake_head, target, **learning)
+        watched = Watched()
+        drafter.use_graphs(watched)
+        batch = fake_batch()
+        draft = Draft.empty(batch.roots)
+        if plan:
+            draft = drafter.draft(batch.at, batch.roots, plan, batch.sampling, ())
+        allocation = Allocation(draft.tree.valid, min(9, draft.tree.num_nodes), 17)
+        Verifier(target, watched, 5).run(drafter, batch, draft, allocation, lambda: None)
+    assert watched.seen == ({"draft": []} if plan else {}) | {"verify": []}
+
+
+def fake_batch() -> DecodeBatch:
+    at = DecodeSlots.of([0, 2, 3], [7, 9, 1], DEVICE)
+    sequences = [Sequence(str(i), [5], params) for i, params in enumerate(PARAMS)]
+    roots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    return DecodeBatch(sequences, at, roots, SamplingBatch.of(PARAMS, DEVICE), [9, 9, 9], roots, None)
+
+
+def test_the_watches_see_what_they_should():
+    with FakeTensorMode(), WatchDevices() as devices, WatchPython() as python:
+        there = torch.zeros(3, device=DEVICE)
+        assert devices.seen == []
+        torch.tensor([1.0]).to(DEVICE)
+        torch.arange(3)
+        there[[0, 1]]
+        with pytest.raises(DataDependentOutputException):
+            there.sum().item()
+    assert {"_to_copy.default", "arange.default"} <= set(devices.seen)
+    assert {"tensor", "__getitem__", "item"} <= set(python.seen)

@@ -1,0 +1,59 @@
+"""The shape annotations are true: one job of everything, with every annotated call and field checked at run time.
+
+Checking slows each call a hundredfold, so it happens once, in a process of its own, on a random Llama.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+from jaxtyping import install_import_hook
+
+names = "tree sampling kv attention core models drafters planner engine"
+packages = [f"eagle_ray.{name}" for name in names.split()]
+with install_import_hook(packages, "beartype.beartype"):
+    import eagle_ray.engine.async_engine, eagle_ray.engine.reference
+    from eagle_ray.config import SpeculativeConfig
+    from eagle_ray.drafters.experimental.rest import RestIndex
+    from eagle_ray.drafters.lookup import LookupDrafter
+    from eagle_ray.build import build_engine
+    from eagle_ray.sampling.sampler import SamplingParams
+    from eagle_ray.tree.accept import VerifyResult
+    from tests.engine.test_drafters import METHODS, engine_for
+    from tests.helpers.toy_models import head, head3, llama, llama_engine, run
+
+import torch
+
+params = [
+    SamplingParams(max_tokens=9, logprobs=True),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, max_tokens=5),
+    SamplingParams(temperature=1.0, max_tokens=7),
+]
+for tree in ((0, 0, 0), (6, 3, 3)):
+    run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)
+    long = list(range(3, 83))
+    run(llama_engine(3, *tree, kv_tokens=192, prefill_tokens=30), [long, long, [4] * 30], params)
+run(llama_engine(2, 6, 3, 3, weights=head3(), num_hidden_layers=7), [[5, 6, 7], [8]], params[:2])
+for method in METHODS:
+    run(engine_for(method, 2, max_nodes=6, max_depth=3), [[5, 6, 7], [8]], params[:2])
+every = "eagle2+ngram+suffix+recycling+lookahead"
+tree = dict(max_nodes=6, max_depth=3, top_k=3, budget="uniform")
+merged = build_engine(llama(), head(), SpeculativeConfig(method=every, **tree), 2, 128)
+run(merged, [[5, 6, 7, 5, 6], [8, 8, 8], [9, 10]], params)
+merged.drafter = LookupDrafter(RestIndex([[5, 6, 7, 8], [9, 9]]))
+run(merged, [[5, 6]], params[:1])
+two_by_three = torch.zeros(2, 3, dtype=torch.int64)
+try:
+    VerifyResult(two_by_three, num_accepted=two_by_three[0], tokens=two_by_three)
+except Exception as error:
+    print("the checker sees a wrong shape:", type(error).__name__)
+"""
+
+
+def test_every_shape_annotation_holds():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the checker sees a wrong shape: TypeCheckError" in done.stdout
