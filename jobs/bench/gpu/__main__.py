@@ -9,8 +9,8 @@ needs pydantic or Ray. On a CPU and tiny shapes, the same code: python -m jobs.b
     results.md       tables, and at the end a section for jobs/RESULTS.md, also printed last
     results.html     plots
 
-A *widened* pair is the embedded pair inside a Llama's shape (`jobs/bench/widening.py`): the tiny pair's acceptance at the
-shape's real cost. Contexts are positions that each pass reads and no query attends to (`synthetic_context.py`). A
+A *widened* pair is the embedded pair inside a Llama's shape (`jobs/bench/widening.py`): the tiny pair's acceptance at
+the shape's real cost. Contexts are positions that each pass reads and no query attends to (`synthetic_context.py`). A
 *synthetic* pair accepts with a stated probability (`jobs/bench/synthetic.py`).
 EAGLE_RAY_KERNELS=portable does it all without our Triton kernels. A part alone: --only
 checks bandwidth "8b: make" "8b: costs" "8b: batch 1,"
