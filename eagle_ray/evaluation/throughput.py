@@ -27,7 +27,7 @@ class Sample:
     num_tokens: committed; num_decoded of them by decode steps and not right after prompts. num_steps: of the engine;
     num_plain_steps of them drafted nothing. num_passes: target passes, summed over sequences. All this is counted here:
     sequences' own statistics hear of a step while the next one runs, which may be another way's.
-    foreseen_s, foreseen_plain_s: what the planner's costs say of these steps, and of as many plain ones; 0 without any.
+    predicted_s, predicted_plain_s: of these steps and of as many plain ones, by the planner's costs; 0 without costs.
     """
 
     seconds: float
@@ -40,8 +40,8 @@ class Sample:
     num_probes: int
     num_verify_rows: int
     num_passes: int
-    foreseen_s: float
-    foreseen_plain_s: float
+    predicted_s: float
+    predicted_plain_s: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,9 +63,9 @@ class Sample:
         return self.num_decoded / max(self.num_passes, 1)
 
     @property
-    def foreseen_ratio(self) -> float | None:
+    def predicted_ratio(self) -> float | None:
         """Speed over plain decoding by tau and the costs alone, prompts left out; None without costs."""
-        return self.tau * self.foreseen_plain_s / self.foreseen_s if self.foreseen_s else None
+        return self.tau * self.predicted_plain_s / self.predicted_s if self.predicted_s else None
 
     def __add__(self, other: Sample) -> Sample:
         return Sample(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -171,6 +171,6 @@ def _so_far(engine: Engine, sequences: list[Sequence], meter: ForwardMeter) -> S
         engine.counters.num_probes,
         engine.counters.num_verify_rows,
         engine.counters.num_slot_steps,
-        getattr(engine.planner, "foreseen_s", 0.0),
-        getattr(engine.planner, "foreseen_plain_s", 0.0),
+        getattr(engine.planner, "predicted_s", 0.0),
+        getattr(engine.planner, "predicted_plain_s", 0.0),
     )

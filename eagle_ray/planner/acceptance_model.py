@@ -1,5 +1,8 @@
 """AcceptanceModel: how many drafts are accepted from a tree of a given width, depth and size, by recent drafts.
 
+CalibratedAcceptance adds how accurate the model has been. AcceptanceByBatchSize keeps one for each octave of batch
+sizes.
+
 A tree drafted with width w contains the trees of every smaller width and depth: the first w' parents of each level and
 their children. So one wide draft shows what all narrower ones would have proposed.
 """
@@ -7,6 +10,7 @@ their children. So one wide draft shows what all narrower ones would have propos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -15,14 +19,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eagle_ray.async_copy import DeviceToHost, copy_to_device, to_device
+from eagle_ray.planner.probe_schedule import MEMORY
 
 # Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is interpolated linearly.
 SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
 SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
-EMA_RATE = 0.2  # weight of an observation of FULL_SAMPLE sequences or more; of fewer, times the root of their share
-FULL_SAMPLE = 8  # sequences
-PRIOR_COUNT = 4.0  # sequences: the weight of the level above as a prior
-SMALLEST = 1e-30
+EMA_RATE = 0.04  # weight of one sequence's draft in a moving average
+PRIOR_COUNT = 4.0  # observations that a prior counts as: the level above for a level, 1 for the accuracy
+TINY = 1e-30  # avoids a division by 0
 
 
 class AcceptanceModel:
@@ -36,20 +40,20 @@ class AcceptanceModel:
     def __init__(self, widths: tuple[int, ...], max_depth: int):
         self.widths, self.max_depth = widths, max_depth
         shape = len(widths), max_depth, len(SIZES)
-        self._own, self._beside = torch.zeros(shape), torch.zeros(shape)  # decaying sums over drafts
+        self._sums, self._base = torch.zeros(shape), torch.zeros(shape)  # decaying sums over drafts
         self._values = np.zeros((*shape[:2], 1 + len(SIZES)))  # the first size is 0 nodes
-        self._masses: list[list[float]] = []  # by level: the parents' probability, then the children's by rank
-        self._times_seen: list[int] = []  # of each level
+        self._level_masses: list[list[float]] = []  # by level: the parents' probability, then the children's by rank
+        self._num_observations: list[int] = []  # of each level
         self._children: list[list[float]] = []  # by level, recomputed after each observation
-        self._known: list[float] = []  # by level: decaying count of observed sequences
-        self._news: tuple[DeviceToHost, int, int] | None = None  # the last draft's values, its members, its widths
+        self._counts: list[float] = []  # by level: decaying count of observed sequences
+        self._pending: tuple[DeviceToHost, int, int] | None = None  # the last draft's values, its members, its widths
 
     def expected(self, sizes: Sequence[float]) -> np.ndarray:
         """Return [widths, depths, sizes]: accepted drafts per sequence by verified nodes per sequence.
 
         For widths or depths never drafted, the value of the largest one seen is used.
         """
-        self.settle()
+        self.sync()
         known = (0.0, *SIZES)
         place = np.interp(sizes, known, range(len(known)))
         below = np.minimum(place.astype(int), len(SIZES) - 1)
@@ -61,102 +65,104 @@ class AcceptanceModel:
 
         A level with few or old observations is shrunk towards the level above it.
         """
-        self.settle()
+        self.sync()
         if not self._children:
             self._children = [self._ratios(1)]
-            for level in range(2, len(self._masses) + 1):
-                known = self._known[level - 1]
+            for level in range(2, len(self._level_masses) + 1):
+                known = self._counts[level - 1]
                 own = zip(self._ratios(level), self._children[-1], strict=True)
                 self._children.append([(known * x + PRIOR_COUNT * above) / (known + PRIOR_COUNT) for x, above in own])
         return self._children[min(depth, len(self._children)) - 1]
 
     def _ratios(self, depth: int) -> list[float]:
-        parents, *children = self._masses[depth - 1]
-        return [mass / max(parents, SMALLEST) for mass in children]
+        parents, *children = self._level_masses[depth - 1]
+        return [mass / max(parents, TINY) for mass in children]
 
     def observe(
         self,
         levels: list[Float[Tensor, "M _ K"]],
         width: int,
-        beside: Sequence[Float[Tensor, "M _"]] = (),
-        rooms: Int[Tensor, " M"] | None = None,
+        extra_log_values: Sequence[Float[Tensor, "M _"]] = (),
+        remaining: Int[Tensor, " M"] | None = None,
     ) -> None:
         """Observe one draft. Its values are copied to the host and used at the next query.
 
         Args:
             levels: log values of the candidates, level by level.
             width: of the draft.
-            beside: log values of candidates that do not depend on the width, by depth.
-            rooms: remaining tokens of each sequence; deeper nodes yield nothing.
+            extra_log_values: log values of candidates that do not depend on the width, by depth.
+            remaining: remaining tokens of each sequence; deeper nodes yield nothing.
         """
-        self.settle()
+        self.sync()
         widths = [w for w in self.widths if w <= width]
-        curves = _curves(_within(rooms, levels), widths, _within(rooms, beside))
-        self._news = DeviceToHost(curves, _masses(levels)), len(levels[0]), len(widths)
+        curves = _curves(_mask_too_deep(remaining, levels), widths, _mask_too_deep(remaining, extra_log_values))
+        self._pending = DeviceToHost(curves, _level_masses(levels)), len(levels[0]), len(widths)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Include the last observed draft. Its copy was started during its step and has arrived by now."""
-        if self._news is None:
+        if self._pending is None:
             return
-        (copy, num_members, num_widths), self._news = self._news, None
+        (copy, num_members, num_widths), self._pending = self._pending, None
         curves, masses = copy.read()
         self._children.clear()
-        rate = EMA_RATE * min(num_members / FULL_SAMPLE, 1) ** 0.5
-        self._known = [known * (1 - rate) for known in self._known]
+        rate = 1 - (1 - EMA_RATE) ** num_members
+        self._counts = [known * (1 - rate) for known in self._counts]
         for level, fresh in enumerate(masses):
-            self._move_masses(level, fresh, rate)
-            self._known[level] += num_members
-        self._move(torch.tensor(curves).view(num_widths, len(masses), -1), rate)
+            self._update_level_masses(level, fresh, rate)
+            self._counts[level] += num_members
+        self._update_values(torch.tensor(curves).view(num_widths, len(masses), -1), rate)
 
-    def _move(self, fresh: Float[Tensor, "w d S"], rate: float) -> None:
+    def _update_values(self, fresh: Float[Tensor, "w d S"], rate: float) -> None:
         """Add one draft's values, and those of the shallower or narrower trees within it."""
-        beside = fresh[:1].expand_as(fresh).clone()
-        beside[0] = torch.cat([torch.ones_like(fresh[0, :1]), fresh[0, :-1]])
-        for sums, new in ((self._own, fresh), (self._beside, beside)):
+        base = fresh[:1].expand_as(fresh).clone()
+        base[0] = torch.cat([torch.ones_like(fresh[0, :1]), fresh[0, :-1]])
+        for sums, new in ((self._sums, fresh), (self._base, base)):
             seen = sums[: new.shape[0], : new.shape[1]]
             seen *= 1 - rate
             seen += new
-        ratios = torch.where(self._beside > SMALLEST, self._own / self._beside.clamp(min=SMALLEST), 1.0)
+        ratios = torch.where(self._base > TINY, self._sums / self._base.clamp(min=TINY), 1.0)
         narrowest = ratios[:1].cumprod(1)
         self._values[:, :, 1:] = torch.cat([narrowest, narrowest * ratios[1:]]).numpy()
 
     def _rate_at(self, depth: int, rate: float) -> float:
         """Return the weight of an observation: 1 for a level's first, then at least 1 / their number."""
-        return max(rate, 1 / self._times_seen[depth - 1])
+        return max(rate, 1 / self._num_observations[depth - 1])
 
-    def _move_masses(self, depth: int, fresh: list[float], rate: float) -> None:
-        if depth == len(self._masses):
-            self._masses.append([0.0] * (1 + max(self.widths)))
-            self._times_seen.append(0)
-            self._known.append(0.0)
-        self._times_seen[depth] += 1
-        old = self._masses[depth]
-        old[: len(fresh)] = _moved(old[: len(fresh)], fresh, self._rate_at(depth + 1, rate))
+    def _update_level_masses(self, depth: int, fresh: list[float], rate: float) -> None:
+        if depth == len(self._level_masses):
+            self._level_masses.append([0.0] * (1 + max(self.widths)))
+            self._num_observations.append(0)
+            self._counts.append(0.0)
+        self._num_observations[depth] += 1
+        old = self._level_masses[depth]
+        old[: len(fresh)] = _ema(old[: len(fresh)], fresh, self._rate_at(depth + 1, rate))
 
 
-def _moved(old: list[float], fresh: list[float], rate: float) -> list[float]:
+def _ema(old: list[float], fresh: list[float], rate: float) -> list[float]:
     return [x + rate * (y - x) for x, y in zip(old, fresh, strict=True)]
 
 
-def _within(rooms: Int[Tensor, " M"] | None, levels: Sequence[Float[Tensor, "M ..."]]) -> list[Float[Tensor, "M ..."]]:
-    """Return log values without nodes too deep: one needs room for itself and the target's token after it."""
-    if rooms is None:
+def _mask_too_deep(
+    remaining: Int[Tensor, " M"] | None, levels: Sequence[Float[Tensor, "M ..."]]
+) -> list[Float[Tensor, "M ..."]]:
+    """Return log values without nodes too deep: a node needs a remaining token, and so does the target's after it."""
+    if remaining is None:
         return list(levels)
-    too_deep = [(rooms <= depth).view(-1, *[1] * (level.dim() - 1)) for depth, level in enumerate(levels, 1)]
+    too_deep = [(remaining <= depth).view(-1, *[1] * (level.dim() - 1)) for depth, level in enumerate(levels, 1)]
     return [level.masked_fill(deep, -torch.inf) for level, deep in zip(levels, too_deep, strict=True)]
 
 
 def _curves(
-    levels: list[Float[Tensor, "M _ K"]], widths: list[int], beside: Sequence[Float[Tensor, "M _"]]
+    levels: list[Float[Tensor, "M _ K"]], widths: list[int], extra_log_values: Sequence[Float[Tensor, "M _"]]
 ) -> Float[Tensor, "C S"]:
     """Return accepted drafts per sequence at each of SIZES, the batch's best nodes first, for every width and depth.
 
     All nodes are sorted once; nodes outside a width and depth are neither added nor counted there.
     """
     num_members, device = len(levels[0]), levels[0].device
-    nodes = [*levels, *(x[:, None] for x in beside[: len(levels)])]
+    nodes = [*levels, *(x[:, None] for x in extra_log_values[: len(levels)])]
     values, order = torch.cat([x.flatten() for x in nodes]).sort(descending=True, stable=True)
-    has = _held(levels, nodes, widths)[:, order]
+    has = _membership(levels, nodes, widths)[:, order]
     counts, totals = has.cumsum(1, dtype=torch.int32), pad((has * values.exp()).cumsum(1), (1, 0)) / num_members
     places = to_device([size * num_members for size in SIZES], device, torch.float32)
     below = places.floor()
@@ -169,7 +175,7 @@ def _curves(
     return lower + (places - below) * (total(below + 1) - lower)
 
 
-def _held(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[Tensor, "C N"]:
+def _membership(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[Tensor, "C N"]:
     """Return which nodes a draft of each width and depth contains."""
     device, held = levels[0].device, []
     width = torch.tensor(widths).repeat_interleave(len(levels))
@@ -183,7 +189,7 @@ def _held(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[
     return torch.cat(held, 1)
 
 
-def _masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]:
+def _level_masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]:
     """Return, by level, the mean probability of the expanded nodes, then of their children by rank."""
     rows = []
     for depth, level in enumerate(levels):
@@ -192,3 +198,49 @@ def _masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]:
             parents = levels[depth - 1].flatten(1).topk(level.shape[1], dim=1).values.exp()
         rows.append(torch.cat([parents.sum()[None], level.exp().sum((0, 1))]) / len(level))
     return torch.stack(rows)
+
+
+class CalibratedAcceptance:
+    """An acceptance model, and how accurate it has been: accepted over expected drafts, averaged over MEMORY steps."""
+
+    def __init__(self, model: AcceptanceModel):
+        self.model = model
+        self._accepted = self._expected = PRIOR_COUNT
+
+    @property
+    def accuracy(self) -> float:
+        return (self._accepted + PRIOR_COUNT) / (self._expected + PRIOR_COUNT)
+
+    def update(self, num_accepted: float, num_expected: float) -> None:
+        """Observe the drafts of one step."""
+        decay = 1 - 1 / MEMORY
+        self._accepted = decay * self._accepted + num_accepted
+        self._expected = decay * self._expected + num_expected
+
+    def copy(self) -> CalibratedAcceptance:
+        """Return a copy that is updated separately."""
+        self.model.sync()
+        return deepcopy(self)
+
+
+class AcceptanceByBatchSize:
+    """One CalibratedAcceptance for 1, 2, 3 to 4, 5 to 8, ... sequences.
+
+    The last sequences of a job differ from its first ones: long answers, hard texts and high temperatures are left.
+    Their acceptance says little about the full batch of the next job. A new octave starts with a copy of the last one.
+
+    Attributes:
+        last: the one used last; at first one that belongs to no size.
+    """
+
+    def __init__(self, model: AcceptanceModel):
+        self.last = CalibratedAcceptance(model)
+        self._by_octave: dict[int, CalibratedAcceptance] = {}
+
+    def of(self, size: int) -> CalibratedAcceptance:
+        """Return the one for a batch size, the same object every time."""
+        octave = (size - 1).bit_length()
+        if octave not in self._by_octave:
+            self._by_octave[octave] = self.last.copy()
+        self.last = self._by_octave[octave]
+        return self.last

@@ -1,6 +1,8 @@
 """StepCosts: the seconds of the parts of a step, by the rows that they run.
 
-Measured before the first request (`engine/calibrate.py`) and corrected by observed steps (`cost_filter.py`).
+Measured before the first request (`engine/calibrate.py`) and corrected by every step. What slows a machine down slows
+all sizes, so most of a surprise corrects the whole curve and a small part only the sizes that were run: a few slow
+passes at the start, attributed to their size alone, once kept drafts off for a whole job.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from eagle_ray.core.step_timer import StepTimes
-from eagle_ray.planner.cost_filter import CurveFilter
 from eagle_ray.planner.planner import StepOutcome
 
 # Rows of a pass that are measured, and between which a budget on a GPU chooses.
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-NEARBY = 0.25  # share of a number of rows
-NEW_SIZE = 1.2  # times the largest measured size: from there on a pass becomes a size of its own
+COST_RATE = 0.2  # weight of one time for all sizes; of the first ones more
+SIZE_RATE = 0.05  # weight of one time for the sizes that were run
+MAX_RATIO = 2.0  # a longer or shorter time counts as this times the predicted one: other work on the machine
 
 
 @dataclass(slots=True)
@@ -35,11 +37,11 @@ class CostCurve:
     rows: list[int]
     seconds: list[float]
     _rising: list[float] = field(init=False)
-    _doubt: CurveFilter = field(init=False, repr=False, compare=False)
+    _num_times: int = field(init=False, default=1, compare=False)  # observed times; the measurement counts as one
+    _num_times_of_new: dict[int, int] = field(init=False, default_factory=dict, compare=False)  # by index
 
     def __post_init__(self) -> None:
         self._rising = isotonic(self.seconds)
-        self._doubt = CurveFilter(self.rows)
 
     def __call__(self, rows: float) -> float:
         """Return the seconds at `rows`; past the last measured number extrapolate at least the average slope."""
@@ -57,8 +59,9 @@ class CostCurve:
         return np.interp(rows, self.rows, self._rising) + self._slope_beyond * beyond
 
     def slope(self, rows: float) -> float:
-        """Return the seconds of one more row, averaged within a quarter of `rows`."""
-        return (self(rows * (1 + NEARBY)) - self(rows * (1 - NEARBY))) / (2 * NEARBY * rows)
+        """Return the seconds of one more row, averaged over the octave around `rows`."""
+        low, high = rows / math.sqrt(2), rows * math.sqrt(2)
+        return (self(high) - self(low)) / (high - low)
 
     @property
     def per_row(self) -> float:
@@ -79,17 +82,35 @@ class CostCurve:
     def correct(self, rows: float, ratio: float) -> None:
         """Correct the curve by a pass of `rows` that took `ratio` times its prediction.
 
-        A pass larger than any before includes one-time work, so only half of its excess counts, in logarithms; the next
-        such pass corrects it.
+        A pass larger than any before by an eighth becomes a size of its own. Its time includes one-time work, so only
+        half of its excess counts, in logarithms; the next such pass corrects it.
         """
-        if rows > NEW_SIZE * self.rows[-1]:
+        if rows > self.rows[-1] * 9 / 8:
             self.seconds = [*self.seconds, self(rows) * min(ratio, math.sqrt(ratio))]
             self.rows = [*self.rows, round(rows)]
-            self._doubt.add(self.rows[-1])
+            self._num_times_of_new[len(self.rows) - 1] = 0
         else:
-            factors = self._doubt.factors(self._shares(rows), ratio)
-            self.seconds = [s * factor for s, factor in zip(self._rising, factors, strict=True)]
+            surprise = math.log(min(max(ratio, 1 / MAX_RATIO), MAX_RATIO))
+            self.seconds = [
+                s * math.exp(gain * surprise) for s, gain in zip(self._rising, self._gains(rows), strict=True)
+            ]
         self._rising = isotonic(self.seconds)
+
+    def _gains(self, rows: float) -> list[float]:
+        """Return the share of a surprise at `rows` by which to correct each size.
+
+        A new size first takes the surprise as its own, since its time was only seen once.
+        """
+        own = {index: share * self._size_rate(index) for index, share in self._shares(rows).items()}
+        self._num_times += 1
+        common = max(1 / self._num_times, COST_RATE) * (1 - sum(own.values()))
+        return [common + own.get(index, 0.0) for index in range(len(self.rows))]
+
+    def _size_rate(self, index: int) -> float:
+        if index not in self._num_times_of_new:
+            return SIZE_RATE
+        self._num_times_of_new[index] += 1
+        return max(1 / self._num_times_of_new[index], SIZE_RATE)
 
     def _shares(self, rows: float) -> dict[int, float]:
         """Return the indices of the measured numbers next to `rows` and their interpolation weights."""
@@ -188,20 +209,20 @@ class StepCosts:
         """Return the seconds of the prompt rows in the step's pass."""
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
-    def learn(self, outcome: StepOutcome, foreseen: StepTimes, usual: bool = True) -> None:
+    def learn(self, outcome: StepOutcome, predicted: StepTimes, usual: bool = True) -> None:
         """Correct the curves by an observed step.
 
         Args:
-            foreseen: its predicted seconds.
+            predicted: its predicted seconds.
             usual: its overhead is typical; otherwise it only lowers the overhead curves.
         """
         seconds = outcome.seconds
-        self.verify.correct(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / foreseen.verify)
+        self.verify.correct(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
         if outcome.plan.is_drafting:
-            ratio = seconds.draft / foreseen.draft
+            ratio = seconds.draft / predicted.draft
             self.read.correct(outcome.num_caught_up, ratio)
             if outcome.depth > 1:
                 self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
-        if usual or seconds.rest < foreseen.rest:
+        if usual or seconds.rest < predicted.rest:
             rest = self.draft_rest if outcome.depth else self.plain_rest
-            rest.correct(outcome.batch_size, seconds.rest / foreseen.rest)
+            rest.correct(outcome.batch_size, seconds.rest / predicted.rest)

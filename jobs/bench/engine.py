@@ -79,7 +79,7 @@ HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
     "random": random_head,
 }
 COLUMNS = ("head", "mode", "batch", "way", "tokens/s", "over plain", "95 %", "at least", "over published", "over best")
-COLUMNS += ("all", "tau", "foreseen", "rows/pass", "off", "probes", "outside", "same")
+COLUMNS += ("all", "tau", "predicted", "rows/pass", "off", "probes", "outside", "same")
 Count = Callable[[Sample], Counted]  # tokens and seconds
 WAYS = ("plain", "chain", "eagle2", "published", "best", "adaptive", "ours")
 FIXED = ("published", "best")  # among them: the best fixed tree, ranked as EAGLE-2 does and as we do
@@ -307,7 +307,7 @@ def figures(
         "rows_per_pass": total.num_verify_rows / total.num_steps,
         "off_share": total.num_plain_steps / total.num_steps,
         "probes": total.num_probes,
-        "foreseen_ratio": total.foreseen_ratio,
+        "predicted_ratio": total.predicted_ratio,
         "outside_share": 1 - total.forward_s / total.seconds if device == "cpu" else None,
         "identity": asdict(identity),
         "samples": [asdict(sample) for sample in samples],
@@ -319,9 +319,9 @@ def line(cell: dict[str, object]) -> str:
     ratio, same, outside = cell["over_plain"], cell["identity"], cell["outside_share"]
     parts = [cell["head"], cell["mode"], cell["batch"], cell["way"], f"{cell['tokens_per_second']:.1f}"]
     parts += [f"{ratio['mean']:.3f}x", f"[{ratio['low']:.3f}, {ratio['high']:.3f}]", f"{ratio['bound']:.3f}x"]
-    rivals, foreseen = [cell.get(f"over_{name}") for name in FIXED], cell["foreseen_ratio"]
+    rivals, predicted = [cell.get(f"over_{name}") for name in FIXED], cell["predicted_ratio"]
     parts += ["-" if over is None else f"{over['mean']:.3f}x, at least {over['bound']:.3f}x" for over in rivals]
-    parts += [f"{cell['all']:.3f}x", f"{cell['tau']:.2f}", "-" if foreseen is None else f"{foreseen:.2f}x"]
+    parts += [f"{cell['all']:.3f}x", f"{cell['tau']:.2f}", "-" if predicted is None else f"{predicted:.2f}x"]
     parts += [f"{cell['rows_per_pass']:.1f}", f"{cell['off_share']:.0%}", cell["probes"]]
     parts += ["-" if outside is None else f"{outside:.0%}", f"{same['num_equal']}/{same['num_compared']}"]
     ties = f" ({same['num_near_ties']} ties)" if same["num_near_ties"] else ""

@@ -1,9 +1,9 @@
-"""Where the planner stands beside every fixed tree, in made-up seconds: python -m jobs.bench.planner
+"""Compare the planner with every fixed tree in simulated seconds: python -m jobs.bench.planner
 
-The engine and the embedded pair are real, and so is what is accepted; what a step takes comes from a table of costs
-(jobs/bench/simulated_costs.py). So the figures are the same on every machine. Every
-method answers the same prompts. --noise and --mistaken show what the planner does if clocks and costs are wrong; the
-reported seconds are never wrong.
+The engine, the embedded pair and the acceptance are real; the seconds of a step come from a table of costs
+(jobs/bench/simulated_costs.py). So the figures are the same on every machine. Every method answers the same prompts.
+--noise and --mistaken make the planner observe wrong times and start from wrong costs; the reported seconds are exact.
+--set MEMORY=25 runs the planner with another value of one of its constants.
 
     steady   a queue that is always full, after --warm tokens that do not count
     drain    --drain rounds of 1.5 rows a slot, of mixed lengths, to the last one's end, on --drain-slots, after one
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,8 @@ class NoMeter:
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
+    for setting in args.set:
+        set_constant(*setting.split("="))
     drain_slots = args.drain_slots if args.drain else []
     most = max([*args.batches, *drain_slots, 1])
     made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), most)
@@ -58,6 +61,15 @@ def main() -> None:
     for slots in drain_slots:
         name = f"{slots}, draining"
         print(line(args, name, slots, lambda p, n=slots: drain(made.engine, p, prompts, n, args)), flush=True)
+
+
+def set_constant(name: str, value: str) -> None:
+    """Set a constant of the planner in every module that imports it."""
+    modules = [m for key, m in sys.modules.items() if key.startswith("eagle_ray.planner.") and hasattr(m, name)]
+    if not modules:
+        raise SystemExit(f"--set: the planner has no constant {name}")
+    for module in modules:
+        setattr(module, name, type(getattr(module, name))(float(value)))
 
 
 def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[SimulatedPlanner], None]) -> str:
@@ -125,6 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-each", type=int, default=96)
     parser.add_argument("--noise", type=float, default=0.0, help="of what is heard of a step: 0.1 is 10 %%")
     parser.add_argument("--mistaken", type=float, default=0.0, help="costs at the start are off by this: 0.1 is 10 %%")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a constant of the planner")
     parser.add_argument("--noise-seed", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

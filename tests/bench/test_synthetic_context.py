@@ -53,13 +53,13 @@ WAYS = [Way("plain"), Way("tree", LARGEST), Way("ours", LARGEST, "global")]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_every_way_has_its_steps_foreseen_and_corrects_its_own_costs(pair, way):
+def test_every_way_has_its_steps_predicted_and_corrects_its_own_costs(pair, way):
     rig = rig_of(pair)
     rig.costs = flat()
     engine = rig.engine(way, 0, 3)
     drained(engine, 0)
     watch = engine.planner
-    assert watch.foreseen_s > 0 and watch.foreseen_plain_s > 0 and min(watch.parts[1:]) > 0
+    assert watch.predicted_s > 0 and watch.predicted_plain_s > 0 and min(watch.parts[1:]) > 0
     assert rig.costs == flat() and watch._costs != flat()
 
 

@@ -39,7 +39,7 @@ def merged(sequences: list[Sequence]) -> AcceptanceStats:
 
 
 def test_a_drafter_that_equals_the_target_is_always_accepted():
-    """A chain of one guess a level, with weights that trust both logits and noise: every pick is foreseen, at every
+    """A chain of one guess a level, with weights that trust both logits and noise: every pick is predicted, at every
     level, for every temperature and cut. Noise of any other position, seed or token would miss almost every time."""
     exact = Coupling(DEPTH)
     exact.fit.parameters[:] = torch.tensor([20.0, 20.0, 0.0, -1e4])

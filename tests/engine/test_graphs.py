@@ -16,7 +16,7 @@ from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.graph_protocol import PaddedInput
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.planner.budget_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.sampling.sampler import SamplingParams
@@ -179,7 +179,7 @@ def test_the_global_budget_fills_the_passes_that_there_are():
     ours.planner.observe = watched
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
     assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
-    assert ours.planner._num_offers > FIRST_PROBES and max(rows) > SLOTS
+    assert ours.planner.mode is not Mode.WARM_UP and max(rows) > SLOTS
     assert all(n == ours.graphs.num_rows(n) or n == SLOTS for n in rows)
 
 

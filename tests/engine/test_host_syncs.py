@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
-from eagle_ray.planner.budget_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
 from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.sampler import SamplingParams
@@ -88,17 +88,17 @@ def test_a_step_under_the_global_budget_asks_once_more():
     """For the candidates' values; every few steps a second time, for what other trees would have been worth."""
     engine = llama_engine(3, 12, 4, 4)
     engine.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False)
-    engine.planner._now.curves.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
-    engine.planner._num_offers = FIRST_PROBES
-    engine.planner._num_drafts, engine.planner._probe_balance = 1, 1.0
+    engine.planner._by_size.last.model.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
+    engine.planner._num_offers, engine.planner._num_drafts = NUM_PROBES, 1
+    engine.planner._probes.charge(1.0)
     assert watched_step(engine) == ([], ["tolist"] * 2)
 
 
 def test_a_step_that_the_global_planner_leaves_plain_copies_once():
     engine = llama_engine(3, 12, 4, 4)
     engine.planner = BudgetPlanner(12, 4, 4, flat(head_share=5.0), can_sync=False)
-    engine.planner._num_offers = FIRST_PROBES
-    engine.planner._probe_balance = 1.0
+    engine.planner._num_offers = NUM_PROBES
+    engine.planner._probes.charge(1.0)
     assert watched_step(engine) == ([], ["tolist"])
 
 

@@ -16,8 +16,9 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.planner.budget_planner import FIRST_PROBES, BudgetPlanner
+from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
+from eagle_ray.planner.probe_schedule import REVIEW_EVERY
 from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
@@ -135,13 +136,13 @@ def test_the_global_budget_hears_of_every_step_one_step_late():
     planner.observe = watched
     sequences = run(engine, *jobs(24, most=60))
     assert_plain(sequences)
-    assert planner._num_offers > FIRST_PROBES and engine.counters.num_ahead > engine.counters.num_steps / 3
+    assert planner.mode is not Mode.WARM_UP and engine.counters.num_ahead > engine.counters.num_steps / 3
     drafted = [outcome for outcome in heard if outcome.depth]
     assert all(outcome.num_caught_up > 0 for outcome in drafted)
     assert len(heard) == engine.counters.num_steps and sum(o.num_expected for o in drafted) > 0
 
 
-def test_a_probe_is_not_followed_by_another_before_it_is_paid_for():
+def test_probes_are_apart_although_their_cost_is_observed_late():
     planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False)
     engine = overlapped()
     engine.planner, plans = planner, []
@@ -153,10 +154,11 @@ def test_a_probe_is_not_followed_by_another_before_it_is_paid_for():
 
     planner.plan = watched
     params = [replace(p, ignore_eos=True) for p in some_params(SLOTS, max_tokens=100)]
-    planner._num_offers = FIRST_PROBES
     run(engine, some_prompts(SLOTS), params)
-    probes = [i for i, plan in enumerate(plans) if plan.probe]
-    assert probes and all(later > earlier + 1 for earlier, later in pairwise(probes))
+    warm_up = next(i for i, plan in enumerate(plans) if not plan.probe)
+    probes = [i for i, plan in enumerate(plans) if plan.probe and i > warm_up]
+    starts = [i for i in probes if i - 1 not in probes]  # a trial is several steps
+    assert starts and all(later >= earlier + REVIEW_EVERY for earlier, later in pairwise(starts))
 
 
 def test_sequences_that_come_and_go_at_any_moment():

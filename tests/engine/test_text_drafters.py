@@ -14,7 +14,8 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.drafters.lookup import LookupDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.planner.budget_planner import FIRST_DRAFTS, BudgetPlanner
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
@@ -127,8 +128,8 @@ def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_eng
     priced = engine.planner = Roomy(BudgetPlanner(8, 5, 3, flat()), flat())
     check(engine, oracle, times=1)
     looks = [o.plan.is_drafting for o in priced.with_room]
-    later = looks[FIRST_DRAFTS:]
-    assert all(looks[:FIRST_DRAFTS]) and len(later) > 20 and sum(later) <= 0.1 * len(later)
+    later = looks[MEMORY:]
+    assert all(looks[:MEMORY]) and len(later) > 20 and sum(later) <= 1 + len(later) / REVIEW_EVERY
     assert {(o.depth, o.num_rows == o.batch_size) for o in priced.outcomes} == {(0, True)}
     assert engine.counters.num_plain_steps == engine.counters.num_steps
 

@@ -3,21 +3,20 @@
 import pytest
 import torch
 
-from eagle_ray.planner.acceptance_by_batch_size import AcceptanceByBatchSize, ExpectationsBySize
-from eagle_ray.planner.acceptance_model import AcceptanceModel
+from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel, CalibratedAcceptance
 
 
-def made() -> ExpectationsBySize:
-    return ExpectationsBySize(AcceptanceModel((1,), 1))
+def made() -> AcceptanceByBatchSize:
+    return AcceptanceByBatchSize(AcceptanceModel((1,), 1))
 
 
-def observe(expectations: AcceptanceByBatchSize, num_sequences: int, probability: float) -> None:
-    expectations.curves.observe([torch.full((num_sequences, 1, 1), probability).log()], width=1)
+def observe(acceptance: CalibratedAcceptance, num_sequences: int, probability: float) -> None:
+    acceptance.model.observe([torch.full((num_sequences, 1, 1), probability).log()], width=1)
 
 
-def worth(expectations: AcceptanceByBatchSize) -> float:
+def worth(acceptance: CalibratedAcceptance) -> float:
     """Draft tokens of a sequence with one node."""
-    return expectations.curves.expected([1])[0, 0, 0]
+    return acceptance.model.expected([1])[0, 0, 0]
 
 
 def test_sizes_of_one_octave_share_what_is_known():

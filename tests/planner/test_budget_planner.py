@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from eagle_ray.build import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.step_timer import StepTimes
-from eagle_ray.planner.budget_planner import FIRST_PROBES, RETRY_AFTER, TRIAL_STEPS, BudgetPlanner
+from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
+from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
+from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
 from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat
 from tests.helpers.toy_models import Roomy, run
@@ -61,7 +64,7 @@ def test_it_costs_next_to_nothing_where_drafts_cannot_pay(pair):
     ours, priced = seconds_per_token(pair, BudgetPlanner(60, 6, 10, dear), 8, costs=dear)
     probes = sum(o.plan.probe for o in priced.outcomes)
     assert sum(o.depth == 0 for o in priced.outcomes) == len(priced.outcomes) - probes
-    assert probes <= FIRST_PROBES + 0.1 * len(priced.outcomes)
+    assert probes <= NUM_PROBES + 0.1 * len(priced.outcomes)
     steady = priced.outcomes[len(priced.outcomes) // 2 :]
     assert sum(o.plan.probe for o in steady) <= 2
     assert ours > 0.9 * plain  # made-up seconds of plain steps are the floor
@@ -94,7 +97,9 @@ def test_turning_on_again_catches_up(pair):
         finished += made.engine.step()
         if len(priced.outcomes) == 30:
             assert not priced.planner.will_draft
-            priced.costs = priced.planner.costs = cheap
+            priced.costs = cheap
+            for name in CURVES:
+                setattr(priced.planner.costs, name, getattr(cheap, name))
     assert [s.output_ids for s in sorted(finished, key=lambda s: s.request_id)] == oracle
     late = [o for o in priced.outcomes[30:] if o.depth]
     assert len(late) > 5 and max(o.num_caught_up for o in late) > 4 * 10  # pairs of many plain steps at once
@@ -110,11 +115,11 @@ def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
     priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, believed), cpu())
     run(made.engine, prompts * 10, [SamplingParams(max_tokens=48)] * 80)
     tried = [o.plan.probe and o.depth > 0 for o in priced.outcomes]
-    taken_up = next(i for i, o in enumerate(priced.outcomes) if i > TRIAL_STEPS and o.depth and not o.plan.probe)
+    taken_up = next(i for i, o in enumerate(priced.outcomes) if i > REVIEW_EVERY and o.depth and not o.plan.probe)
     assert sum(not o.depth for o in priced.outcomes[:taken_up]) > 20
-    assert sum(tried[:taken_up]) >= FIRST_PROBES + TRIAL_STEPS
+    assert sum(tried[:taken_up]) > NUM_PROBES
     after = priced.outcomes[taken_up:]
-    assert len(after) > 40 and sum(not o.depth for o in after) < 0.1 * len(after)
+    assert len(after) > 40 and sum(not o.depth for o in after) < 0.25 * len(after)
 
 
 def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
@@ -125,13 +130,13 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     priced = made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
     assert planner.will_draft
-    planner._probe_balance = 1000 * believed.plain_step(8, 0)
+    planner._probes.charge(1000 * believed.plain_step(8, 0))
     believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
     priced.outcomes.clear()
     run(made.engine, prompts, [LONG] * 8)
     given_up = next(i for i, o in enumerate(priced.outcomes) if not o.depth)
     again = next(i for i, o in enumerate(priced.outcomes) if i > given_up and o.plan.probe)
-    assert RETRY_AFTER // 2 < again - given_up < RETRY_AFTER * 2
+    assert MEMORY // 2 < again - given_up < MEMORY * 2
 
 
 class Crowd(list):
@@ -150,13 +155,38 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     planner = BudgetPlanner(60, 6, 10, believed)
     made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
-    best, plain = planner._search_plans(crowd), planner._plain_rate(8, crowd.num_cached)
+    best = planner._search.best(crowd, planner._acceptance, 0.0)
+    plain = planner._search.plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
     believed.draft_rest = CostCurve([8], [believed.draft_rest(8) + more])
-    planner._decided = (0, 0)
-    planner._decide(crowd)
+    planner._review_step = 0
+    planner._review(crowd)
     assert planner._best.rate < plain
     assert planner.will_draft == goes_on
+
+
+def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
+    """Each trial takes REVIEW_EVERY steps; if drafts still do not pay after it, plain steps follow."""
+    made, prompts = pair
+    costs = cpu()
+    planner = BudgetPlanner(60, 6, 10, costs)
+    priced = made.engine.planner = SimulatedPlanner(planner, costs)
+    run(made.engine, prompts, [LONG] * 8)
+    best, plain = (
+        planner._search.best(Crowd(range(8)), planner._by_size.of(8), 0.0),
+        planner._search.plain_rate(8, 1000),
+    )
+    costs.draft_rest = CostCurve([8], [costs.draft_rest(8) + 8 * best.tau * (1 / (0.93 * plain) - 1 / best.rate)])
+    priced.outcomes.clear()
+    modes: list[Mode] = []
+    observe = planner.observe
+    planner.observe = lambda outcome: (modes.append(planner.mode), observe(outcome))
+    for _ in range(4):
+        run(made.engine, prompts, [LONG] * 8)
+    trials = [list(steps) for mode, steps in groupby(range(len(modes)), modes.__getitem__) if mode is Mode.PROBING]
+    assert trials and {len(steps) for steps in trials[:-1]} <= {REVIEW_EVERY}
+    assert all(priced.outcomes[i].plan.probe and priced.outcomes[i].plan.members is None for i in trials[0])
+    assert modes.count(Mode.PROBING) < 0.2 * len(modes) < 0.5 * len(modes) < modes.count(Mode.OFF)
 
 
 class Teaching(SimulatedPlanner):
@@ -202,7 +232,7 @@ def test_a_trial_goes_on_when_more_sequences_come(pair):
     made.engine.add(waiting.pop(0))
     while made.engine.has_work:
         finished += made.engine.step()
-        if waiting and any(o.plan.probe and o.depth for o in priced.outcomes[FIRST_PROBES:]):
+        if waiting and any(o.plan.probe and o.depth for o in priced.outcomes[NUM_PROBES:]):
             while waiting:
                 made.engine.add(waiting.pop())
     assert [s.output_ids for s in sorted(finished, key=lambda s: s.request_id)] == oracle
@@ -214,7 +244,7 @@ class Disappointed(Roomy):
     """Whose first probes bring in nothing of all that was expected of them."""
 
     def observe(self, outcome):
-        if len(self.outcomes) < FIRST_PROBES:
+        if len(self.outcomes) < NUM_PROBES:
             outcome = replace(outcome, num_accepted=0, num_expected=50.0)
         super().observe(outcome)
 
@@ -224,8 +254,8 @@ def test_what_was_expected_before_anything_was_known_is_not_held_against_drafts(
     made.engine.drafter.reset_learning()
     priced = made.engine.planner = Disappointed(BudgetPlanner(60, 6, 10, flat()), flat())
     run(made.engine, prompts[:8], [SamplingParams(max_tokens=30)] * 8)
-    assert all(o.plan.probe for o in priced.outcomes[:FIRST_PROBES])
-    assert all(o.depth for o in priced.with_room[FIRST_PROBES:] if not o.plan.probe)
+    assert all(o.plan.probe for o in priced.outcomes[:NUM_PROBES])
+    assert all(o.depth for o in priced.with_room[NUM_PROBES:] if not o.plan.probe)
 
 
 def verify_costs(costs):
@@ -263,11 +293,11 @@ def test_short_answers_promise_what_they_have_room_for(pair):
     made.engine.planner = SimulatedPlanner(planner, flat())
     for _ in range(4):
         run(made.engine, prompts, [SamplingParams(max_tokens=3, ignore_eos=True)] * 8)
-    promised = planner._by_size.of(8).curves.expected([8.0])
+    promised = planner._by_size.of(8).model.expected([8.0])
     assert 0.5 < promised.max() <= 1
 
 
 def test_a_plain_step_is_priced_in_the_pass_that_there_is():
     even, padded = (BudgetPlanner(60, 6, 10, cpu(), padded=pad) for pad in (int, lambda n: 48 if n == 33 else n))
-    assert padded._plain_rate(33, 0) < even._plain_rate(33, 0)
-    assert padded._plain_rate(32, 0) == even._plain_rate(32, 0)
+    assert padded._search.plain_rate(33, 0) < even._search.plain_rate(33, 0)
+    assert padded._search.plain_rate(32, 0) == even._search.plain_rate(32, 0)

@@ -156,7 +156,7 @@ def figures(taken: Taken, plain: Taken) -> dict[str, Any]:
         "tokens_per_second": statistics.median(mine),
         "over_plain": asdict(ratio_interval([a / b for a, b in zip(mine, theirs, strict=True)])),
         "tau": total.tau,
-        "foreseen_ratio": total.foreseen_ratio,
+        "predicted_ratio": total.predicted_ratio,
         "rows_per_pass": total.num_verify_rows / steps,
         "off_share": total.num_plain_steps / steps,
         "probes": total.num_probes,

@@ -63,13 +63,13 @@ class PlannerProbe:
     """A planner, with what its steps took by the device's clock, and what the costs say that they take.
 
     draft_s, verify_s, rest_s: as Seconds has them. Steps in which a graph was recorded are left out. costs: None where
-    nothing is foreseen.
+    nothing is predicted.
     """
 
     def __init__(self, planner: Planner, costs: StepCosts | None):
         self._planner, self._costs = planner, costs
         self.draft_s = self.verify_s = self.rest_s = 0.0
-        self.foreseen_s = self.foreseen_plain_s = 0.0
+        self.predicted_s = self.predicted_plain_s = 0.0
 
     @property
     def parts(self) -> tuple[float, float, float]:
@@ -84,15 +84,15 @@ class PlannerProbe:
             self.verify_s += outcome.seconds.verify
             self.rest_s += outcome.seconds.rest
             if self._costs is not None:
-                self._foresee(outcome)
+                self._predict(outcome)
         self._planner.observe(outcome)
 
-    def _foresee(self, outcome: StepOutcome) -> None:
-        foreseen = self._costs.predict(outcome)
-        self.foreseen_s += foreseen.total - self._costs.beside(outcome)
-        self.foreseen_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
+    def _predict(self, outcome: StepOutcome) -> None:
+        predicted = self._costs.predict(outcome)
+        self.predicted_s += predicted.total - self._costs.beside(outcome)
+        self.predicted_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
         if getattr(self._planner, "costs", None) is not self._costs:
-            self._costs.learn(outcome, foreseen)
+            self._costs.learn(outcome, predicted)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from eagle_ray.report.svg import Axis, Plot
 
 Found = dict[str, Any]
 ACCEPTANCE = "acceptance is the embedded toy pair's own, costs are the shape's"
-CELL_COLUMNS = ("shape", "context", "batch", "way", "tree", "tokens/s", "over plain", "95 %", "at least", "foreseen")
+CELL_COLUMNS = ("shape", "context", "batch", "way", "tree", "tokens/s", "over plain", "95 %", "at least", "predicted")
 CELL_COLUMNS += ("tau", "rows", "step ms", "draft", "verify", "rest", "host", "same")
 
 
@@ -102,7 +102,7 @@ def _cell(cell: Found) -> list[str]:
         *(cell[key] for key in ("shape", "context", "batch", "way", "tree")),
         f"{cell['tokens_per_second']:.1f}",
         *_ratio(ratio),
-        _times(cell["foreseen_ratio"]),
+        _times(cell["predicted_ratio"]),
         f"{cell['tau']:.2f}",
         f"{cell['rows_per_pass']:.1f}",
         f"{cell['step_ms']:.2f}",
@@ -112,7 +112,7 @@ def _cell(cell: Found) -> list[str]:
 
 
 def _drains(found: Found) -> str:
-    columns = ("job", "way", "seconds", "tokens/s", "over plain", "foreseen", "tau", "same")
+    columns = ("job", "way", "seconds", "tokens/s", "over plain", "predicted", "tau", "same")
     rows = [
         [
             f"{d['shape']}, {d['rows']} rows, {d['batch']} slots, context {d['context']}",
@@ -120,7 +120,7 @@ def _drains(found: Found) -> str:
             f"{d['seconds']:.1f}",
             f"{d['tokens_per_second']:.1f}",
             _times(d["over_plain"]),
-            _times(d["foreseen_ratio"]),
+            _times(d["predicted_ratio"]),
             f"{d['tau']:.2f}",
             f"{d['identity']['num_equal']}/{d['identity']['num_compared']}",
         ]
@@ -137,7 +137,7 @@ def _synthetic(found: Found) -> str:
         "over plain",
         "95 %",
         "at least",
-        "foreseen",
+        "predicted",
         "tau",
     )
     rows = [
@@ -146,7 +146,7 @@ def _synthetic(found: Found) -> str:
             s["batch"],
             f"{s['tokens_per_second']:.1f}",
             *_ratio(s["over_plain"]),
-            _times(s["foreseen_ratio"]),
+            _times(s["predicted_ratio"]),
             f"{s['tau']:.2f}",
         ]
         for s in found["synthetic"]
@@ -193,11 +193,11 @@ def _over_batches(found: Found, shape: str, context: int) -> str:
         way: sorted((math.log2(c["batch"]), c["over_plain"]["mean"]) for c in here if c["way"] == way)
         for way in ("ours", "fixed", "eagle2")
     }
-    foreseen = sorted(
-        (math.log2(c["batch"]), c["foreseen_ratio"]) for c in here if c["way"] == "ours" and c["foreseen_ratio"]
+    predicted = sorted(
+        (math.log2(c["batch"]), c["predicted_ratio"]) for c in here if c["way"] == "ours" and c["predicted_ratio"]
     )
-    plot = _plot([y for points in (*series.values(), foreseen) for _, y in points], here)
-    marks = [plot.level(1), plot.line(foreseen, "even") if foreseen else "", plot.line(series["ours"])]
+    plot = _plot([y for points in (*series.values(), predicted) for _, y in points], here)
+    marks = [plot.level(1), plot.line(predicted, "even") if predicted else "", plot.line(series["ours"])]
     marks += [
         plot.dots((x, y, 3) for x, y in series["ours"]),
         plot.dots(((x, y, 4) for x, y in series["fixed"]), "two"),

@@ -36,8 +36,8 @@ def measure_synthetic(
     found = figures(taken["ours"], taken["plain"])
     about = {"shape": name, "batch": batch, "context": s.contexts[0], "acceptance": acceptance, "right": right}
     agenda.results.synthetic.append(about | found)
-    ratio, wanted = found["over_plain"]["mean"], found["foreseen_ratio"]
-    agenda.say(f"   batch {batch}: {ratio:.2f}x, foreseen {wanted:.2f}x, walk {'kept' if right else 'LEFT'}")
+    ratio, wanted = found["over_plain"]["mean"], found["predicted_ratio"]
+    agenda.say(f"   batch {batch}: {ratio:.2f}x, predicted {wanted:.2f}x, walk {'kept' if right else 'LEFT'}")
 
 
 def is_walk(ids: list[int], vocab_size: int) -> bool:

@@ -81,7 +81,7 @@ class WideCells:
             about |= {"tree": way.tree, "rows": s.drain_rows, "seconds": sample.seconds}
             about |= {"tokens_per_second": sample.tokens_per_second, "tau": sample.tau}
             about |= {"over_plain": sample.tokens_per_second / plain.tokens_per_second}
-            about |= {"foreseen_ratio": sample.foreseen_ratio, "identity": asdict(same)}
+            about |= {"predicted_ratio": sample.predicted_ratio, "identity": asdict(same)}
             self.agenda.results.drains.append(about)
             self.agenda.say(f"   {way.name}: {sample.seconds:.1f} s, {about['over_plain']:.2f}x plain")
 
@@ -146,10 +146,10 @@ class WideCells:
 def told_of(row: dict[str, Any]) -> str:
     """A way's row of a cell in one line."""
     ratio, same, parts = row["over_plain"], row["identity"], row["parts_ms"]
-    foreseen = "" if row["foreseen_ratio"] is None else f", foreseen {row['foreseen_ratio']:.2f}x"
+    predicted = "" if row["predicted_ratio"] is None else f", predicted {row['predicted_ratio']:.2f}x"
     spent = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())
     return (
         f"   {row['way']:11} {row['tree']:16} {row['tokens_per_second']:9.1f} tokens/s {ratio['mean']:.3f}x "
-        f"[{ratio['low']:.3f}, {ratio['high']:.3f}]{foreseen}, tau {row['tau']:.2f}, step {row['step_ms']:.2f} ms "
+        f"[{ratio['low']:.3f}, {ratio['high']:.3f}]{predicted}, tau {row['tau']:.2f}, step {row['step_ms']:.2f} ms "
         f"({spent}), same {same['num_equal']}+{same['num_near_ties']}/{same['num_compared']}"
     )

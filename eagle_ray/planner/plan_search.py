@@ -1,0 +1,96 @@
+"""PlanSearch: the expected rate of every width, depth and number of rows, and the best of them.
+
+    rate = (sequences + drafts expected to be accepted) / (seconds to draft + to verify + overhead)
+
+Drafts come from the acceptance model, seconds from the cost model. Both are by batch size, so the rates are too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.planner.acceptance_model import CalibratedAcceptance
+from eagle_ray.planner.cost_model import BUCKETS, StepCosts
+
+FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEstimate:
+    """A width and depth, and what a step with them is expected to yield.
+
+    Attributes:
+        rate: tokens per second.
+        num_rows: rows of the verify pass.
+        tau: tokens per sequence.
+    """
+
+    rate: float
+    width: int = 0
+    depth: int = 0
+    num_rows: int = 0
+    tau: float = 1.0
+
+
+class PlanSearch:
+    """Rates of plans by the current costs.
+
+    Args:
+        max_nodes, max_depth: upper bounds of each sequence's tree.
+        costs: seconds of the parts of a step; the planner updates them.
+        fine: a pass may have any number of rows of FINE_BUCKETS; otherwise of BUCKETS, as on a GPU.
+        padded: the rows of the pass that is run for a number of rows.
+    """
+
+    def __init__(self, max_nodes: int, max_depth: int, costs: StepCosts, fine: bool, padded: Callable[[int], int]):
+        self.costs = costs
+        self._max_nodes, self._max_depth = max_nodes, max_depth
+        self._buckets = FINE_BUCKETS if fine else BUCKETS
+        self._padded = padded
+
+    def plain_seconds(self, size: int, num_cached: int) -> float:
+        """Return the seconds of a plain step, in the pass that is run for that many rows."""
+        return self.costs.plain_step(size, num_cached, self._padded(size))
+
+    def plain_rate(self, size: int, num_cached: int) -> float:
+        """Return plain decoding's tokens per second."""
+        return size / self.plain_seconds(size, num_cached)
+
+    def row_counts(self, size: int, num_candidates: int) -> list[int]:
+        """Return the numbers of rows to choose from: the roots alone, some candidates, all candidates."""
+        return self.padded([size, *self._between(size, num_candidates)])
+
+    def padded(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows of the passes that are run for these numbers of rows."""
+        return sorted({self._padded(n) for n in rows})
+
+    def best(self, batch: DecodeBatch, acceptance: CalibratedAcceptance, num_prompt_tokens: float) -> PlanEstimate:
+        """Return the width, depth and number of rows with the best rate.
+
+        Args:
+            num_prompt_tokens: new prompt tokens per step; a draft head reads them too.
+        """
+        size, costs, widths = len(batch), self.costs, acceptance.model.widths
+        rows = [n for n in self.padded(self._between(size, size * self._max_nodes)) if n > size]
+        gains = acceptance.accuracy * size * acceptance.model.expected([n / size - 1 for n in rows])
+
+        prompts = num_prompt_tokens * costs.read.per_row
+        levels = costs.further_levels(size, widths, self._max_depth)
+        drafted = costs.read.at(size + gains) + levels[:, :, None]  # it reads the tokens of the previous step
+        spent = prompts + costs.draft_rest(size) + drafted + costs.passes(rows, batch.num_cached, size)
+
+        rates = (size + gains) / spent
+        rates[1:, 0] = 0.0  # a single level has one parent, however wide the draft
+        width, depth, n = np.unravel_index(rates.argmax(), rates.shape)
+        tau = 1 + float(gains[width, depth, n]) / size
+        return PlanEstimate(float(rates[width, depth, n]), widths[width], int(depth) + 1, rows[n], tau)
+
+    def _between(self, size: int, num_candidates: int) -> list[int]:
+        """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
+        most = size + num_candidates
+        return [*(n for n in self._buckets if size < n < most), most]
