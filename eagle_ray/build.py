@@ -1,7 +1,7 @@
 """From a configuration to an engine and its text: the one place that builds them.
 
     pair = build_engine_from_config(config.model, config.speculative, slots=4)
-    pair.engine.add(Sequence("a", pair.text.encode_chat([{"role": "user", "content": "Hi"}]), SamplingParams()))
+    pair.engine.add(Sequence("a", pair.tokenizer.encode_chat([{"role": "user", "content": "Hi"}]), SamplingParams()))
 
 Knows where models live and how large their caches must be.
 """
@@ -72,7 +72,7 @@ IGNORE_PATTERNS = [
 ]  # the same weights
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 RECORDING = "recording steps as CUDA graphs"
-LEAST_HUGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
+MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
 
@@ -93,7 +93,7 @@ class EngineBundle:
     """A target and its drafter, ready to step. text: None where the target has no tokenizer."""
 
     engine: Engine
-    text: Tokenizer | None
+    tokenizer: Tokenizer | None
     target_name: str
     draft_name: str | None
 
@@ -213,7 +213,7 @@ def build_engine(
         tune_malloc()
         most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
         with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
-            _make_kernels([causal_lm, weights], most_rows)
+            _warm_up_kernels([causal_lm, weights], most_rows)
     drafter = NullDrafter() if plain else make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
@@ -257,15 +257,15 @@ def _place_in_huge_pages(models: list[nn.Module | None]) -> None:
     """Do so if the linear layers are so large that a pass is bound by reading them."""
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
     num_bytes = sum(layer.in_features * layer.out_features * layer.weight.dtype.itemsize for layer in layers)
-    if num_bytes >= LEAST_HUGE_BYTES:
+    if num_bytes >= MIN_HUGE_PAGE_BYTES:
         use_huge_pages()
 
 
-def _make_kernels(models: list[nn.Module | None], most_rows: int) -> None:
+def _warm_up_kernels(models: list[nn.Module | None], max_rows: int) -> None:
     """For the passes of a step, of up to most_rows rows; prompts are of any length."""
     for model in models:
         if model is not None:
-            warm_up_kernels(model, most_rows)
+            warm_up_kernels(model, max_rows)
 
 
 def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
@@ -294,7 +294,7 @@ def model_limits(model: ModelConfig) -> ModelLimits:
     if own is not None and model.max_model_len > own:
         raise ConfigError(
             f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
-            f"for{_before_scaling(config)}; set it to {own} or less"
+            f"for{_context_before_scaling(config)}; set it to {own} or less"
         )
     return ModelLimits(model.max_model_len, config.vocab_size)
 
@@ -365,7 +365,7 @@ def download_metadata(name: str, part: str) -> Path:
     return _find(name, part, IGNORE_PATTERNS + WEIGHTS)
 
 
-def _find(name: str, part: str, left_out: list[str]) -> Path:
+def _find(name: str, part: str, ignored: list[str]) -> Path:
     if name.startswith(EMBEDDED):
         path = ASSETS / name.removeprefix(EMBEDDED) / part
         if not path.is_dir():
@@ -374,7 +374,7 @@ def _find(name: str, part: str, left_out: list[str]) -> Path:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return Path(snapshot_download(name, ignore_patterns=left_out))
+        return Path(snapshot_download(name, ignore_patterns=ignored))
     except LocalEntryNotFoundError as error:
         raise ModelUnavailable(
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
@@ -400,7 +400,7 @@ def _target_config(model: ModelConfig) -> Any:
         raise ConfigError(f"model.target: {error}") from error
 
 
-def _before_scaling(config: Any) -> str:
+def _context_before_scaling(config: Any) -> str:
     return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
 
 

@@ -23,6 +23,6 @@ class EngineError(Exception):
     """The engine can no longer answer anything: its process should end."""
 
 
-def in_one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return another library's error message in one line."""
     return " ".join(str(error).split())

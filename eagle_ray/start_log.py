@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 log = logging.getLogger("eagle_ray")
 LONG_S = 1.0  # a part that takes longer is told of; a small model's start stays silent
-SHOWN_S = 0.05  # shorter parts are left out of the last line
+MIN_SHOWN_S = 0.05  # shorter parts are left out of the last line
 
 
 class StartLog:
@@ -52,5 +52,5 @@ class StartLog:
         seconds = time.monotonic() - self._started
         if seconds < self._long_s:
             return
-        parts = [f"{name} {s:.1f}" for name, s in self._parts.items() if s >= SHOWN_S]
+        parts = [f"{name} {s:.1f}" for name, s in self._parts.items() if s >= MIN_SHOWN_S]
         log.info("ready after %.1f s%s", seconds, f": {', '.join(parts)}" if parts else "")

@@ -15,12 +15,14 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_ray.chat_templates import NAMES, template_path
-from eagle_ray.errors import EngineError, RequestError, in_one_line
+from eagle_ray.errors import EngineError, RequestError, one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
-LONG_TOKEN = 8  # characters; a text of more than so many for each token that there is room for is looked at first
-LOST_AT_A_CUT = 64  # tokens: a text's beginning has at most so many more than it has within the whole text
+MAX_CHARS_PER_TOKEN = (
+    8  # characters; a text of more than so many for each token that there is room for is looked at first
+)
+MAX_TOKENS_LOST_AT_CUT = 64  # tokens: a text's beginning has at most so many more than it has within the whole text
 
 
 class Tokenizer:
@@ -52,7 +54,7 @@ class Tokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise EngineError(f"the tokenizer in {directory} cannot be read: {in_one_line(error)}") from error
+            raise EngineError(f"the tokenizer in {directory} cannot be read: {one_line(error)}") from error
         return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory), max_model_len)
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
@@ -60,20 +62,23 @@ class Tokenizer:
 
         Of a hundred megabytes a tokenizer makes gigabytes, which ends the process: their beginning is enough to refuse.
         """
-        if self._max_model_len is not None and len(prompt) > LONG_TOKEN * self._max_model_len:
+        if self._max_model_len is not None and len(prompt) > MAX_CHARS_PER_TOKEN * self._max_model_len:
             self._check_beginning(prompt, self._max_model_len)
         return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
 
     def _check_beginning(self, prompt: str, most: int) -> None:
-        beginning = prompt[: LONG_TOKEN * most]
-        if len(self._tokenizer.encode(beginning, add_special_tokens=False, verbose=False)) > most + LOST_AT_A_CUT:
+        beginning = prompt[: MAX_CHARS_PER_TOKEN * most]
+        if (
+            len(self._tokenizer.encode(beginning, add_special_tokens=False, verbose=False))
+            > most + MAX_TOKENS_LOST_AT_CUT
+        ):
             raise RequestError(
                 "prompt_too_long",
                 f"the prompt of {len(prompt)} characters has more tokens than there is room for: shorten it to fewer "
                 f"than {most} (model.max_model_len is {most})",
             )
 
-    def described(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """The tokenizer's class, its special tokens by role and the chat template in force, as JSON."""
         special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
         return {"tokenizer_class": type(self._tokenizer).__name__, **special, "chat_template": self._chat_template}
@@ -102,13 +107,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
-        return self._spelled(ids, skip_special_tokens=True)
+        return self._decode(ids, skip_special_tokens=True)
 
-    def spell(self, ids: Sequence[int]) -> str:
+    def decode_with_special(self, ids: Sequence[int]) -> str:
         """Text of ids as the model sees it, special tokens spelled out."""
-        return self._spelled(ids, skip_special_tokens=False)
+        return self._decode(ids, skip_special_tokens=False)
 
-    def _spelled(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
             self._tokenizer.decode(
                 list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -119,11 +124,11 @@ class Tokenizer:
         """A fresh check for one output; None where there is nothing to look for."""
         return StopCheck(self, stops) if stops else None
 
-    def growing(self, stops: Sequence[str]) -> DecodeStream:
+    def decode_stream(self, stops: Sequence[str]) -> DecodeStream:
         """A fresh reader of one output that is still being made."""
         return DecodeStream(self, stops)
 
-    def text_of(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
+    def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """An output's text without EOS, and without the stop string that ended it and what follows."""
         ids = output_ids[:-1] if output_ids and output_ids[-1] in self._eos_ids else output_ids
         text = self.decode(ids)
@@ -198,7 +203,7 @@ class DecodeStream:
 
     def end(self, output_ids: Sequence[int]) -> str:
         """The rest, once all ids of the output are known."""
-        whole = self._text.text_of(output_ids, self._stops)
+        whole = self._text.final_text(output_ids, self._stops)
         return whole[len(self._told) :]
 
 

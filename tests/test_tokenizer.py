@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.tokenizer import LONG_TOKEN, REPLACEMENT_CHAR, Tokenizer
+from eagle_ray.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, Tokenizer
 from tests.helpers.tokenizers import write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
@@ -63,7 +63,7 @@ def test_a_prompt_gets_the_tokenizers_special_tokens(text):
 def test_a_conversation_gets_what_the_template_writes_and_nothing_more(text):
     assert text.render_chat(HI) == "<|bos|><|user|>Hi<|end|><|assistant|>"
     assert text.encode_chat(HI) == [BOS, USER, *ids_of(text, "Hi"), END, ASSISTANT]
-    assert text.spell(text.encode_chat(HI)) == text.render_chat(HI)
+    assert text.decode_with_special(text.encode_chat(HI)) == text.render_chat(HI)
 
 
 def test_a_target_without_a_template_refuses_messages(tmp_path, directory):
@@ -131,7 +131,7 @@ SPELLED = {
 def test_templates_by_name_say_what_their_targets_were_trained_on(directory, name, messages, spelled):
     text = Tokenizer.load(directory, name)
     assert text.render_chat(messages) == spelled
-    assert text.spell(text.encode_chat(messages)) == spelled
+    assert text.decode_with_special(text.encode_chat(messages)) == spelled
     assert text.encode_chat(messages).count(BOS) == spelled.count("<|bos|>")  # as tokens, and no further one
 
 
@@ -249,17 +249,17 @@ def test_a_tokenizer_that_drops_the_first_space_still_shows_the_others():
 
 
 def test_an_outputs_text_has_neither_eos_nor_stop(text):
-    assert text.text_of([*ids_of(text, "the cat"), END], []) == "the cat"
-    assert text.text_of(ids_of(text, "the cat sat"), [" sat"]) == "the cat"
-    assert text.text_of(ids_of(text, "the cat sat"), ["sat", "cat"]) == "the "
-    assert text.text_of(ids_of(text, "the cat"), ["dog"]) == "the cat"
-    assert text.text_of([], ["x"]) == ""
+    assert text.final_text([*ids_of(text, "the cat"), END], []) == "the cat"
+    assert text.final_text(ids_of(text, "the cat sat"), [" sat"]) == "the cat"
+    assert text.final_text(ids_of(text, "the cat sat"), ["sat", "cat"]) == "the "
+    assert text.final_text(ids_of(text, "the cat"), ["dog"]) == "the cat"
+    assert text.final_text([], ["x"]) == ""
 
 
 def test_of_two_stops_in_one_token_the_one_that_ends_first_cuts(text):
     ids = ids_of(text, "hello there")
-    assert text.text_of(ids, ["llo t", "l"]) == "he"
-    assert text.text_of(ids, ["ello", "hello"]) == ""
+    assert text.final_text(ids, ["llo t", "l"]) == "he"
+    assert text.final_text(ids, ["ello", "hello"]) == ""
 
 
 def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatch):
@@ -270,14 +270,14 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatc
     for ask in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}])):
         with pytest.raises(RequestError, match=r"of 1\d+ characters .*model\.max_model_len is 50") as error:
             ask("é日" * 50_000)
-        assert error.value.code == "prompt_too_long" and max(seen) == LONG_TOKEN * 50
+        assert error.value.code == "prompt_too_long" and max(seen) == MAX_CHARS_PER_TOKEN * 50
 
 
 def test_long_words_of_few_tokens_are_looked_at_whole(directory):
     """Many characters a token in the beginning: the number of tokens decides, not that of characters."""
     text, free = Tokenizer.load(directory, max_model_len=3), Tokenizer.load(directory)
     words = "the " * 12
-    assert len(words) > LONG_TOKEN * 3 and text.encode(words) == free.encode(words)
+    assert len(words) > MAX_CHARS_PER_TOKEN * 3 and text.encode(words) == free.encode(words)
 
 
 def test_an_eos_that_is_no_special_token_is_left_out_too(tmp_path):
@@ -285,7 +285,7 @@ def test_an_eos_that_is_no_special_token_is_left_out_too(tmp_path):
     plain_id = Tokenizer.load(target).encode("the")[-1]
     (target / "generation_config.json").write_text(f'{{"eos_token_id": {plain_id}}}')
     text = Tokenizer.load(target)
-    assert text.text_of([*ids_of(text, "cat"), plain_id], []) == "cat"
+    assert text.final_text([*ids_of(text, "cat"), plain_id], []) == "cat"
 
 
 def test_the_config_names_the_eos_where_the_generation_config_does_not(tmp_path):
@@ -293,7 +293,7 @@ def test_the_config_names_the_eos_where_the_generation_config_does_not(tmp_path)
     (target / "generation_config.json").unlink()
     (target / "config.json").write_text('{"eos_token_id": 7}')
     text = Tokenizer.load(target)
-    assert text.text_of([*ids_of(text, "cat"), 7], []) == "cat"
+    assert text.final_text([*ids_of(text, "cat"), 7], []) == "cat"
 
 
 @settings(deadline=None, max_examples=300)
@@ -305,7 +305,12 @@ def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, da
     starts = data.draw(st.lists(st.integers(0, max(0, len(spelled) - 1)), max_size=2))
     stops = [stop for at in starts if (stop := spelled[at : at + data.draw(st.integers(1, 5))].strip(REPLACEMENT_CHAR))]
     output = ids[: kept(text, ids, stops)] if stops else ids
-    whole, growing, told, per_step = text.text_of(output, stops), text.growing(stops), "", data.draw(st.integers(1, 6))
+    whole, growing, told, per_step = (
+        text.final_text(output, stops),
+        text.decode_stream(stops),
+        "",
+        data.draw(st.integers(1, 6)),
+    )
     for start in range(0, len(output) - per_step, per_step):
         told += growing.grow(output[start : start + per_step])
         assert whole.startswith(told)
@@ -313,6 +318,6 @@ def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, da
 
 
 def test_a_growing_text_holds_back_no_more_than_it_must(text):
-    growing = text.growing(["END", "ENOUGH"])
+    growing = text.decode_stream(["END", "ENOUGH"])
     assert [growing.grow(ids_of(text, part)) for part in ("a E", "N", "T", "EN")] == ["a ", "", "ENT", ""]
     assert growing.end(ids_of(text, "a ENTEN")) == "EN"

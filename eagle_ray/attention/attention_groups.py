@@ -1,6 +1,6 @@
 """AttentionGroup: sequences of a batch that attend in one call, padded to the longest and the largest tree.
 
-What a call takes goes with sequences times columns times (PER_COLUMN + rows of a tree): keys and values are gathered,
+What a call takes goes with sequences times columns times (READ_COST + rows of a tree): keys and values are gathered,
 and each row meets each of them.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-PER_COLUMN = 5  # rows: reading a column takes as long as that many rows that meet it
-CALL_COLUMNS = 200  # one more call in a layer takes as long as reading so many columns for nothing: measured at 16
-GROUP_COLUMNS = 700  # likewise of what is made for each group once for all layers
+READ_COST = 5  # rows: reading a column takes as long as that many rows that meet it
+CALL_COST = 200  # one more call in a layer takes as long as reading so many columns for nothing: measured at 16
+GROUP_COST = 700  # likewise of what is made for each group once for all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ def group_sequences(lengths: Sequence[int], sizes: Sequence[int], num_layers: in
     A batch is split where that saves most, by length or by size, as long as it saves more than it takes; then its parts
     are.
     """
-    least = CALL_COLUMNS + GROUP_COLUMNS / num_layers
+    least = CALL_COST + GROUP_COST / num_layers
     parts = _split(list(range(len(lengths))), lengths, sizes, least)
     return [AttentionGroup(part, max(sizes[i] for i in part)) for part in parts]
 
 
 def _split(members: list[int], lengths: Sequence[int], sizes: Sequence[int], least: float) -> list[list[int]]:
-    together = _work(len(members), max(lengths[i] for i in members), max(sizes[i] for i in members))
-    if together - sum(_work(1, lengths[i], sizes[i]) for i in members) < least:  # not even all apart
+    together = _cost(len(members), max(lengths[i] for i in members), max(sizes[i] for i in members))
+    if together - sum(_cost(1, lengths[i], sizes[i]) for i in members) < least:  # not even all apart
         return [members]
     cuts = [_best_cut(sorted(members, key=by.__getitem__), lengths, sizes) for by in (lengths, sizes)]
     apart, place, order = min(cuts)
@@ -47,18 +47,18 @@ def _split(members: list[int], lengths: Sequence[int], sizes: Sequence[int], lea
 
 def _best_cut(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[float, int, list[int]]:
     """The least work with this order cut in two, after how many, and the order."""
-    below, above = _works(order, lengths, sizes), _works(order[::-1], lengths, sizes)[::-1]
+    below, above = _costs(order, lengths, sizes), _costs(order[::-1], lengths, sizes)[::-1]
     both = [x + y for x, y in zip(below[:-1], above[1:], strict=True)]
     least = min(both)
     return least, 1 + both.index(least), order
 
 
-def _works(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> list[float]:
+def _costs(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> list[float]:
     """Of the first one, the first two, ... together."""
     longest, largest = (accumulate(map(of.__getitem__, order), max) for of in (lengths, sizes))
-    return [_work(n, x, y) for n, (x, y) in enumerate(zip(longest, largest, strict=True), 1)]
+    return [_cost(n, x, y) for n, (x, y) in enumerate(zip(longest, largest, strict=True), 1)]
 
 
-def _work(number: int, longest: int, largest: int) -> float:
+def _cost(number: int, longest: int, largest: int) -> float:
     """Of one call, in columns that a single row meets."""
-    return number * longest * (PER_COLUMN + largest) / (PER_COLUMN + 1)
+    return number * longest * (READ_COST + largest) / (READ_COST + 1)

@@ -81,7 +81,7 @@ class CpuMetadata:
         nothing = torch.zeros(len(columns), 0, dtype=torch.int64)
         return cls(
             cache=cache,
-            cells=cache.cells(chunks[0], columns),
+            cells=cache.slot_mapping(chunks[0], columns),
             slots=chunks[0].contiguous(),
             begin=chunks[1].contiguous(),
             end=columns + 1,

@@ -49,7 +49,7 @@ class GQAPacking:
             there.append((rows[:, None, None, : company.size] * heads + head).flatten())
             shapes.append((len(company.members), kv_heads, group * company.size))
         tree, node = unpack // num_nodes, unpack % num_nodes
-        begins, sizes = _places(companies, heads, device)
+        begins, sizes = _gather_index(companies, heads, device)
         member = torch.arange(group, device=device)
         within = (member * sizes[tree][:, None] + node[:, None]) * kv_heads
         back = begins[tree][:, None, None] + torch.arange(kv_heads, device=device)[:, None] + within[:, None]
@@ -67,7 +67,7 @@ class GQAPacking:
         return together.index_select(0, self.scatter_index).unflatten(0, (-1, heads)).transpose(0, 1)[None]
 
 
-def _places(
+def _gather_index(
     companies: list[AttentionGroup], heads: int, device: torch.device
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """Where each tree's rows begin among those of all groups, and how many rows a tree of its group has."""

@@ -135,8 +135,8 @@ class PrefillMetadata(Projected):
         device = self.cache.keys.device
         columns = [torch.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
-        self.cells = self.cache.cells(copy_to_device(slots, device), copy_to_device(torch.cat(columns), device))
-        self._where = [self._found(i) for i in range(len(self.slots))]
+        self.cells = self.cache.slot_mapping(copy_to_device(slots, device), copy_to_device(torch.cat(columns), device))
+        self._where = [self._block_index(i) for i in range(len(self.slots))]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
@@ -149,12 +149,12 @@ class PrefillMetadata(Projected):
             key, value = (x[:, :, self.firsts[i] :] for x in columns)
         return causal_attention(query, key, value, attention)
 
-    def _found(self, i: int) -> slice | Tensor | None:
+    def _block_index(self, i: int) -> slice | Tensor | None:
         """Where the cache holds what chunk i sees; None where that is its own rows alone."""
         if self.starts[i] == self.firsts[i]:
             return None
         batch = DecodeSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
-        return self.cache.where(batch, self.lengths[i])
+        return self.cache.block_index(batch, self.lengths[i])
 
 
 @dataclass(slots=True)
@@ -200,11 +200,11 @@ class TreeMetadata(Projected):
         if self.row_of is None and len(self._groups) == 1:
             folded = fold_rectangle(query, len(self.ancestors), kv_heads)
             return unfold_rectangle(self._groups[0].attend(folded, attention), heads)
-        folding = self._folding(heads, kv_heads)
+        folding = self._gqa_packing(heads, kv_heads)
         parts = zip(self._groups, folding.fold(query), strict=True)
         return folding.unfold([group.attend(rows, attention) for group, rows in parts], heads)
 
-    def _folding(self, heads: int, kv_heads: int) -> GQAPacking:
+    def _gqa_packing(self, heads: int, kv_heads: int) -> GQAPacking:
         """Made once per pass."""
         if (heads, kv_heads) not in self._foldings:
             row_of, unpack = self.row_of, self.unpack
@@ -214,15 +214,15 @@ class TreeMetadata(Projected):
             self._foldings[heads, kv_heads] = GQAPacking.of(row_of, unpack, heads, kv_heads, self._companies)
         return self._foldings[heads, kv_heads]
 
-    def _group(self, company: AttentionGroup) -> TreeGroup:
+    def _group(self, group: AttentionGroup) -> TreeGroup:
         batch, parts = self.batch, (self.ancestors, self.depths, self.column_depths, self.first)
         if len(self._companies) > 1:
-            index = to_device(company.members, self.depths.device)
-            batch = self.batch.select(company.members)
+            index = to_device(group.members, self.depths.device)
+            batch = self.batch.select(group.members)
             parts = (None if x is None else x.index_select(0, index) for x in parts)
         ancestors, depths, column_depths, first = parts
         if self.sizes is not None:
-            size = company.size
+            size = group.size
             ancestors, depths, column_depths = ancestors[:, :size, :size], depths[:, :size], column_depths[:, :size]
         return TreeGroup(self.cache, batch, ancestors, depths, column_depths, first)
 
@@ -261,8 +261,8 @@ class TreeGroup:
 
     def __post_init__(self) -> None:
         num_tree_columns = self.ancestors.shape[2]
-        self.num_columns = self.cache.seen(self.batch, num_tree_columns)
-        self._where = self.cache.where(self.batch, num_tree_columns)
+        self.num_columns = self.cache.num_positions(self.batch, num_tree_columns)
+        self._where = self.cache.block_index(self.batch, num_tree_columns)
 
     def attend(
         self, rows: Float[Tensor, "B kv_heads GN d"], attention: AttentionParams
@@ -274,18 +274,16 @@ class TreeGroup:
     def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"] | None:
         """Additive mask for folded query heads, made once per pass and window; None where every row sees everything."""
         if (groups, window) not in self._masks:
-            self._masks[groups, window] = (
-                None if self._hides_nothing(window) else self._made_mask(groups, window, dtype)
-            )
+            self._masks[groups, window] = None if self._is_full(window) else self._build_mask(groups, window, dtype)
         return self._masks[groups, window]
 
-    def _hides_nothing(self, window: int | None) -> bool:
+    def _is_full(self, window: int | None) -> bool:
         """Plain decoding of sequences of one length needs no mask."""
         one_length = self.first is None and self.batch.min_length == self.batch.max_length
         return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
 
-    def _made_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
-        return _additive(self._visible(window), dtype).repeat(1, groups, 1)[:, None]
+    def _build_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
+        return _additive_mask(self._visible(window), dtype).repeat(1, groups, 1)[:, None]
 
     def _visible(self, window: int | None) -> Bool[Tensor, "B N T"]:
         lengths = self.batch.lengths[:, None]
@@ -316,7 +314,7 @@ def attention_function(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Float[Tensor, "B R heads value_dim"], None]:
-    """transformers' attention signature; `rows` is our keyword, the others are the model's own (see anatomy.py)."""
+    """Run a layer as transformers calls it; `rows` is our keyword, the others come from the model."""
     home = query.device if rows is None else rows.cache.keys.device
     sinks = None if s_aux is None else s_aux.to(home)
     attention = AttentionParams(module.layer_idx, scaling, sliding_window, softcap, sinks)
@@ -346,13 +344,13 @@ def causal_attention(
     position = torch.arange(length, device=query.device)
     distance = position[length - num_rows :, None] - position
     seen = (distance >= 0) & (distance < (attention.window or length))
-    mask = _additive(seen, query.dtype).repeat(query.shape[1] // key.shape[1], 1)
+    mask = _additive_mask(seen, query.dtype).repeat(query.shape[1] // key.shape[1], 1)
     folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     out = masked_attention(folded, key, value, mask[None, None], attention)
     return out.reshape(*query.shape[:3], value.shape[3])
 
 
-def _additive(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+def _additive_mask(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
     """0 where seen, and where not what no score can make up for."""
     return torch.zeros((), dtype=dtype, device=seen.device).where(seen, torch.finfo(dtype).min)
 
@@ -367,12 +365,12 @@ def masked_attention(
     """Attention under an additive mask (None: nothing is hidden), query heads folded onto their key/value head."""
     if attention.softcap is not None or attention.sinks is not None:
         return _explicit_attention(folded, keys, values, mask, attention)
-    rows = _in_company(folded)
+    rows = _pad_single_row(folded)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=attention.scaling)
     return out[:, :, : folded.shape[2]]
 
 
-def _in_company(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_heads N2 d"]:
+def _pad_single_row(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_heads N2 d"]:
     """A single bf16 row twice: on a CPU torch's attention takes five to ten times as long over one as over two."""
     alone = query.shape[2] == 1 and query.dtype == torch.bfloat16 and query.device.type == "cpu"
     return query.expand(-1, -1, 2, -1) if alone else query

@@ -63,7 +63,7 @@ class BaselineComparison:
 
     def __init__(self, config: JobConfig, threads: int):
         bundle = build_engine_bundle(config, threads)
-        self._config, self._tokenizer, self._target = config, bundle.text, bundle.engine.target
+        self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
         self._draft_engine = bundle.engine
         graphs = None if bundle.engine.graphs is None else CudaGraphRunner.of(self._target)
         no_draft_planner = UniformPlanner(0, 0, 0)

@@ -43,12 +43,12 @@ class Worker:
     def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
         bundle = build_engine_bundle(config, threads)
         self.worker_id = process_name(os.getpid())
-        self._config, self._tokenizer = config, bundle.text
+        self._config, self._tokenizer = config, bundle.tokenizer
         self._engine = AsyncEngine(bundle.engine)
         self._schema = output_schema(passthrough)
         constants = _constants(config, run, bundle) | {"worker_id": self.worker_id}
         names = [field.name for field in passthrough]
-        self._rows = OutputRows(config, bundle.text, constants, names, time.time() - time.monotonic())
+        self._rows = OutputRows(config, bundle.tokenizer, constants, names, time.time() - time.monotonic())
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """A row for each sample of each request, in order. Raises EngineError once the engine is dead."""

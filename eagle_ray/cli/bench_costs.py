@@ -19,10 +19,10 @@ from eagle_ray.planner.cost_model import CostCurve, StepCosts
 BAR = 48  # characters of the longest
 TITLES = {
     "verify": "verify: a pass of the target, by rows",
-    "read": "read: the head's first pass of a step with its level 1, by pairs",
-    "level": "level: one further level of drafts, by rows",
-    "plain_rest": "all else of a step without drafts, by sequences",
-    "draft_rest": "all else of a step with drafts, by sequences",
+    "catch_up": "catch up: the draft head's first pass of a step, with level 1, by tokens",
+    "expand": "expand: one further level of drafts, by rows",
+    "plain_overhead": "overhead of a step without drafts, by sequences",
+    "draft_overhead": "overhead of a step with drafts, by sequences",
 }
 
 
@@ -47,10 +47,10 @@ def costs_text(costs: StepCosts) -> str:
     """Every curve, as the planner reads it: made monotone."""
     parts = [f"{title}\n{_bars(getattr(costs, name))}" for name, title in TITLES.items()]
     context = (
-        f"context: {costs.attend * 1e6:.3f} us more for each cached token, and {costs.attend_row * 1e6:.3f} us with "
-        "each row of its sequence beyond the first"
+        f"context: {costs.attention_per_token * 1e6:.3f} us more for each cached token, and "
+        f"{costs.attention_per_row * 1e6:.3f} us with each row of its sequence beyond the first"
     )
-    each = f"sequences: {costs.each * 1e6:.1f} us more for each of them"
+    each = f"sequences: {costs.per_sequence * 1e6:.1f} us more for each of them"
     return "\n\n".join([*parts, f"{each}\n{context}"])
 
 

@@ -28,9 +28,16 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.sequence import check_length
 from eagle_ray.errors import RequestError
-from eagle_ray.evaluation.draft_methods import PLAIN, PUBLISHED, DraftMethod, default_names, ways_of, weights_of
-from eagle_ray.evaluation.equivalence import Identity, compare
-from eagle_ray.evaluation.method_comparison import FEWEST, BenchmarkPrompt, Round, figures, rounds
+from eagle_ray.evaluation.draft_methods import (
+    PLAIN,
+    PUBLISHED,
+    DraftMethod,
+    default_names,
+    load_method_weights,
+    parse_methods,
+)
+from eagle_ray.evaluation.equivalence import Equivalence, compare
+from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Round, figures, rounds
 from eagle_ray.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -46,7 +53,9 @@ def evaluate(
     names: of methods; None is all that the configured pair allows. batch: sequences that decode together. per_task:
     most questions of a task. Raises ConfigError for names, rows or models that cannot work.
     """
-    ways = ways_of(default_names(config.speculative) if names is None else names, config.model, config.speculative)
+    ways = parse_methods(
+        default_names(config.speculative) if names is None else names, config.model, config.speculative
+    )
     for way in ways:
         check_models(config.model.model_copy(update={"draft": way.draft}), way.speculative)
     questions = list(_questions(config, per_task))
@@ -55,7 +64,7 @@ def evaluate(
     log.info("loading %s", config.model.target)
     max_model_len = _longest(questions)
     causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
-    weights = weights_of(ways, config.model, causal_lm)
+    weights = load_method_weights(ways, config.model, causal_lm)
     turns: list[Round] = []
     for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
         engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
@@ -114,7 +123,7 @@ def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Mo
     for temperature in dict.fromkeys(turn.temperature for turn in turns):
         here = [turn for turn in turns if turn.temperature == temperature]
         for way in ways:
-            beside = next((name for name in (way.beside, PUBLISHED) if name in names - {way.name, PLAIN}), None)
+            beside = next((name for name in (way.reference, PUBLISHED) if name in names - {way.name, PLAIN}), None)
             for task in [*dict.fromkeys(turn.task for turn in here), None]:
                 of_task = [turn for turn in here if task in (turn.task, None)]
                 numbers = figures(of_task, way.name, PLAIN, beside, partial(_identity, causal_lm))
@@ -123,7 +132,7 @@ def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Mo
 
 def _identity(
     causal_lm: nn.Module, answers: Sequence[engine_sequence.Sequence], plain: Sequence[engine_sequence.Sequence]
-) -> Identity:
+) -> Equivalence:
     """Whole outputs, however they were sampled."""
     return compare(
         causal_lm,
@@ -144,7 +153,7 @@ def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal
         "dtype": str(causal_lm.dtype).removeprefix("torch."),
         "target": config.model.target,
         "batch": batch,
-        "interval_takes": FEWEST * batch,  # questions
+        "interval_takes": MIN_ROUNDS * batch,  # questions
         "input": config.input.path,
         "methods": {way.name: {"draft": way.draft, **way.speculative.model_dump()} for way in ways},
     }

@@ -112,7 +112,7 @@ def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str
         return "prompt   there is no row"
     if seen is None:
         return f"prompt   the first, {row.request_id!r}, not looked at: it takes the target's tokenizer"
-    shown = f"token ids {row.prompt_ids}" if seen.text is None else seen.text.spell(row.prompt_ids)
+    shown = f"token ids {row.prompt_ids}" if seen.text is None else seen.text.decode_with_special(row.prompt_ids)
     lines = "\n".join(f"         | {line}" for line in shown.split("\n"))
     return f"prompt   the first, {row.request_id!r}, {len(row.prompt_ids)} tokens, as the model will see it:\n{lines}"
 

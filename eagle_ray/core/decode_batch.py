@@ -55,7 +55,7 @@ class DecodeBatch:
     roots: Int[Tensor, " B"]
     sampling: SamplingBatch
     remaining_tokens: list[int]
-    remaining_at: Int[Tensor, " B"]
+    remaining_on_device: Int[Tensor, " B"]
     can_draft: tuple[int, ...] | None
     num_prefill_rows: int = 0
 

@@ -19,11 +19,11 @@ class StepTimes:
 
     draft: float
     verify: float
-    rest: float
+    overhead: float
 
     @property
     def total(self) -> float:
-        return self.draft + self.verify + self.rest
+        return self.draft + self.verify + self.overhead
 
 
 class StepTimer:

@@ -42,8 +42,8 @@ class Draft:
     tree: DraftTree
     levels: list[Float[Tensor, "M _ K"]]
     num_passes: int
-    num_caught_up: int
-    is_all: bool = False
+    num_catch_up: int
+    is_exhausted: bool = False
     extra_log_values: list[Float[Tensor, "M _"]] = field(default_factory=list)
 
     @classmethod

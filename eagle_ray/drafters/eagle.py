@@ -101,15 +101,15 @@ class EagleDrafter:
         self._graphs: GraphRunner | None = None
         self._forward = head_forward(self.head)
         self._embed = head.embed_tokens or target.embed_tokens
-        anatomy, num_slots = head.anatomy, target.cache.num_slots
+        kv_spec, num_slots = head.kv_spec, target.cache.num_slots
         self.cache = KVCache(
             target.cache.blocks,
-            anatomy.num_layers,
-            anatomy.num_kv_heads,
-            anatomy.key_dim,
+            kv_spec.num_layers,
+            kv_spec.num_kv_heads,
+            kv_spec.key_dim,
             target.dtype,
             target.device,
-            anatomy.value_dim,
+            kv_spec.value_dim,
         )
         self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         self._first = [head.first_column] * num_slots  # the first column that each slot's sequence sees
@@ -219,7 +219,7 @@ class EagleDrafter:
         ) -> Grown:
             sampling = SamplingBatch.bound(kind, *chosen)
             self.ranking.start(sampling, lengths)
-            at, backlog = DecodeSlots.bounded(slots, lengths, bound), PendingPairs(first, starts, [], longest)
+            at, backlog = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
             return self._grown(at, roots, sampling.ends, plan, backlog)
 
         grown = replay.run(key, grow, inputs + sampling.padded(size))
@@ -227,7 +227,7 @@ class EagleDrafter:
             return None
         self.ranking.lesson = replace(grown.lesson, sampling=sampling)
         num = len(roots)
-        return Grown(grown.tree.first(num), [level[:num] for level in grown.levels], grown.lesson)
+        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
 
     def _grown(
         self,
@@ -241,7 +241,7 @@ class EagleDrafter:
         builder = self.builder(roots, plan.width, plan.static_tree, ends)
         features = self._catch_up(at, backlog)[:, None]
         self._grow(builder, features, None, plan.children)
-        at, seen = at.advanced(1), None
+        at, seen = at.shifted(1), None
         while builder.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(builder)):
             frontier = builder.frontier()
             seen = _descend(seen, frontier, builder.depth - 1)
@@ -323,7 +323,8 @@ class EagleDrafter:
         slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
         layout = prefill_metadata(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        self._run(tokens, self.head.reduce(features), copy_to_device(torch.cat(places), tokens.device), layout)
+        features = self.head.project_features(features)
+        self._run(tokens, features, copy_to_device(torch.cat(places), tokens.device), layout)
         for slot, column, count in spans:
             self._end[slot] = column + count
 
@@ -368,7 +369,7 @@ class EagleDrafter:
         real = index < counts[:, None]
         columns = backlog.starts[:, None] + index
         slots = at.slots[:, None].expand_as(columns)
-        cells = self.cache.cells(slots, torch.where(real, columns, self.cache.blocks.null_position))
+        cells = self.cache.slot_mapping(slots, torch.where(real, columns, self.cache.blocks.null_position))
         packed = slots.flatten(), columns.flatten(), cells.flatten()
         if unpack is None:
             row = longest * torch.arange(len(counts), device=device)
@@ -385,7 +386,7 @@ class EagleDrafter:
             row_of=None if unpack is None else torch.where(real, row[:, None] + index, 0),
             unpack=unpack,
         )
-        hidden = self._run(tokens, self.head.reduce(features), packed[1], layout)
+        hidden = self._run(tokens, self.head.project_features(features), packed[1], layout)
         return hidden[row + counts - 1]
 
     def _level(
@@ -402,7 +403,7 @@ class EagleDrafter:
         places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
         layout = self._layout(
             batch,
-            cells=self.cache.cells(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            cells=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
             ancestors=seen.ancestors,
             column_depths=seen.depths.expand(len(batch.slots), -1),
             first=first,

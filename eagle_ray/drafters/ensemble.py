@@ -101,19 +101,19 @@ class EnsembleDrafter:
         plans = [plan, *[replace(plan, should_stop=None)] * (len(self._parts) - 1)]
         drafts = [part.draft(batch, roots, p, sampling, texts) for part, p in zip(self._parts, plans, strict=True)]
         depth = max(draft.depth for draft in drafts)
-        first, is_all = drafts[0], all(draft.is_all for draft in drafts)
+        first, is_all = drafts[0], all(draft.is_exhausted for draft in drafts)
         if not depth:
-            return replace(first, is_all=is_all)
+            return replace(first, is_exhausted=is_all)
         merged, kinds = merge([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
-        tree = merged.valued(self._blend.apply(merged.tree.depths, kinds, merged.said), depth)
+        tree = merged.with_log_probs(self._blend.apply(merged.tree.depths, kinds, merged.log_probs_by_drafter), depth)
         self._drafted = _Drafted(merged, kinds, depth)
         return Draft(
             tree,
             first.levels or [tree.log_values.new_full((plan.num_members(len(roots)), 1, plan.children), -torch.inf)],
             sum(draft.num_passes for draft in drafts),
-            first.num_caught_up,
+            first.num_catch_up,
             is_all,
-            beside(merged.said[..., 0], tree, depth, plan),
+            beside(merged.log_probs_by_drafter[..., 0], tree, depth, plan),
         )
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
@@ -135,7 +135,7 @@ class EnsembleDrafter:
 
     def _learn(self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]) -> None:
         """Down the offered nodes along the target's picks."""
-        tree, said = drafted.merged.tree, drafted.merged.said
+        tree, said = drafted.merged.tree, drafted.merged.log_probs_by_drafter
         self._num_taught += 1
         taught = levels_in_turn(self._num_taught, min(drafted.depth, picks.shape[1]))
         node = torch.zeros_like(num_accepted)

@@ -38,7 +38,7 @@ class LoopMailbox:
         self._sent: deque[Callable[[], None]] = deque()
         self._is_waking = False
 
-    def send(self, note: Callable[[], None]) -> None:
+    def post(self, note: Callable[[], None]) -> None:
         """The loop will call it; a loop that is gone wants no notes."""
         self._sent.append(note)
         if not self._is_waking:
@@ -63,9 +63,9 @@ class PendingRequest:
 
     def finish(self, error: Exception | None = None) -> None:
         """Answer from the engine's thread."""
-        self.post.send(partial(self._settle, error))
+        self.post.post(partial(self._resolve, error))
 
-    def _settle(self, error: Exception | None) -> None:
+    def _resolve(self, error: Exception | None) -> None:
         if self.future.done():
             return
         if error is None:
@@ -96,7 +96,7 @@ class AsyncEngine:
         self._calls: dict[Sequence, PendingRequest] = {}
         self._post: LoopMailbox | None = None
         self._error: EngineError | None = None
-        self._alive = threading.Lock()  # held to put a call in while the thread is sure to see it
+        self._lock = threading.Lock()  # held to put a call in while the thread is sure to see it
         self._thread = threading.Thread(target=self._run, name="eagle-ray-engine", daemon=True)
         self._thread.start()
 
@@ -113,8 +113,8 @@ class AsyncEngine:
         Raises as generate does. Closing the iterator early frees the slot at the next step; a slow reader
         delays no other request.
         """
-        post, counts = self._post_here(), asyncio.Queue()
-        listener = lambda: post.send(partial(counts.put_nowait, len(sequence.output_ids)))  # noqa: E731
+        post, counts = self._mailbox(), asyncio.Queue()
+        listener = lambda: post.post(partial(counts.put_nowait, len(sequence.output_ids)))  # noqa: E731
         answer = asyncio.ensure_future(self._answer(sequence, listener))
         answer.add_done_callback(lambda _: counts.put_nowait(None))
         try:
@@ -145,19 +145,19 @@ class AsyncEngine:
         self._thread.join()
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
-        post = self._post_here()
+        post = self._mailbox()
         call = PendingRequest(sequence, post.loop.create_future(), post, listener)
-        with self._alive:
+        with self._lock:
             if self._error is not None:
                 raise self._error
             self._inbox.put((self._add, call))
         try:
             return await call.future
         except asyncio.CancelledError:
-            self._inbox.put((self._drop, call))
+            self._inbox.put((self._abort, call))
             raise
 
-    def _post_here(self) -> LoopMailbox:
+    def _mailbox(self) -> LoopMailbox:
         """The running loop's; as a rule there is but one loop."""
         loop = asyncio.get_running_loop()
         if self._post is None or self._post.loop is not loop:
@@ -174,7 +174,7 @@ class AsyncEngine:
         except Exception as fault:  # whatever broke a step breaks every sequence in flight
             error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
-        with self._alive:
+        with self._lock:
             self._error = error
         self._fail_all(error)
 
@@ -199,7 +199,7 @@ class AsyncEngine:
             call.sequence.listener = call.listener
             self._calls[call.sequence] = call
 
-    def _drop(self, call: PendingRequest) -> None:
+    def _abort(self, call: PendingRequest) -> None:
         """Unless it is answered, or was never taken because another call brought the same sequence."""
         if self._calls.get(call.sequence) is call:
             del self._calls[call.sequence]

@@ -45,15 +45,15 @@ CONTEXT_S = 0.25  # replays of a step behind a long prompt: as many as fit, 2 to
 SMALL_TREE = 4  # nodes of each sequence, root included
 TREES = (4, 6, 8, 16, 32)  # nodes of one sequence's trees that are taken first
 BATCH_STEP = 8  # from one batch size that is taken first to the next
-BACKLOG_TURNS = 3
+CATCH_UP_TURNS = 3
 ROWS_PER_SLOT = 4  # larger passes are not measured where there are many slots: the curve's last line goes on
-BACKLOG = 7  # plain steps before a draft whose first pass is measured with much to catch up
+CATCH_UP_STEPS = 7  # plain steps before a draft whose first pass is measured with much to catch up
 SHORT_PROMPT, LONG_PROMPT = 2, 512  # tokens
 SHARED_PROMPT = 8 * BLOCK_SIZE + 1  # tokens: all but the last are in blocks that sequences share
-MOST_SHARED = 32  # sequences behind it: of 8 what a longer context costs once is a third of what is measured
+MAX_SHARED = 32  # sequences behind it: of 8 what a longer context costs once is a third of what is measured
 SHORT_OUTPUT = 48  # tokens of sequences that all slots must hold at once
-MOST_APART = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
-LEAST_S = 1e-6
+MAX_DISTINCT = 32  # sequences whose long prompts are computed one by one: the first of them has not ended by then
+MIN_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def calibrate_costs(
     """
     device = engine.target.device.type
     budget = budget or TimeBudget(BUDGET_S[device])
-    with calibration_mode(engine, as_replayed(engine, top_k), apart=device == "cuda") as bench:
-        sizes = Sizes(bench.num_slots, max_nodes, max_depth, top_k, device)
+    with calibration_mode(engine, scripted_planner(engine, top_k), distinct_prompts=device == "cuda") as bench:
+        sizes = CalibrationSizes(bench.num_slots, max_nodes, max_depth, top_k, device)
         bench.run(sizes.needed())
         batches = sizes.batches()
         bench.run([*sizes.trees(), *chain(*batches[:2])], budget)
@@ -150,19 +150,21 @@ def calibrate_costs(
 
 def warm_up(engine: Engine, top_k: int) -> None:
     """Take an idle engine's first steps, plain and with drafts, so that one-time work precedes requests."""
-    with calibration_mode(engine, as_replayed(engine, top_k)) as bench:
-        bench.take(CalibrationSetting(1, 1, 0, 0))
+    with calibration_mode(engine, scripted_planner(engine, top_k)) as bench:
+        bench.run_step(CalibrationSetting(1, 1, 0, 0))
         if engine.num_spec_tokens:
-            bench.take(CalibrationSetting(1, 2, 1, 1))
+            bench.run_step(CalibrationSetting(1, 2, 1, 1))
 
 
-def as_replayed(engine: Engine, top_k: int) -> ScriptedPlanner:
+def scripted_planner(engine: Engine, top_k: int) -> ScriptedPlanner:
     """Where drafts are replayed they are recorded as they will be asked for: with top_k children of a node."""
     return ScriptedPlanner(top_k if engine.graphs else None)
 
 
 @contextmanager
-def calibration_mode(engine: Engine, set_planner: ScriptedPlanner, apart: bool = False) -> Iterator[CalibrationRun]:
+def calibration_mode(
+    engine: Engine, set_planner: ScriptedPlanner, distinct_prompts: bool = False
+) -> Iterator[CalibrationRun]:
     """An idle engine that takes made-up steps, one by one; it is left idle and uncounted, and has learnt nothing.
 
     apart: as for Bench.
@@ -170,7 +172,7 @@ def calibration_mode(engine: Engine, set_planner: ScriptedPlanner, apart: bool =
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, counters, overlap = engine.planner, engine.counters, engine.overlap
     engine.planner, engine.counters, engine.overlap = set_planner, EngineCounters(counters.num_slots), False
-    bench = CalibrationRun(engine, apart)
+    bench = CalibrationRun(engine, distinct_prompts)
     yield bench
     bench.clear()
     engine.drafter.reset_learning()
@@ -178,7 +180,7 @@ def calibration_mode(engine: Engine, set_planner: ScriptedPlanner, apart: bool =
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CalibrationSizes:
     """The settings that are measured of an engine with num_slots slots and trees within the other three bounds."""
 
     num_slots: int
@@ -225,8 +227,8 @@ class Sizes:
             most_rows = max(most_rows, *(step.batch_size * step.num_nodes for step in steps))
             for turn in range(REPLAYS):
                 yield from steps
-                if turn < BACKLOG_TURNS:
-                    yield from [steps[0]] * backlog(size, self.device)
+                if turn < CATCH_UP_TURNS:
+                    yield from [steps[0]] * catch_up_steps(size, self.device)
                     yield steps[1]
 
     @property
@@ -245,7 +247,7 @@ class Sizes:
 
     def _nodes_of(self, size: int) -> list[int]:
         """Nodes that the tree of each of so many sequences may have, root included."""
-        limit = most_rows_of(self.num_slots, self.max_nodes)
+        limit = max_rows(self.num_slots, self.max_nodes)
         nodes = [n for n in BUCKETS if 1 < n <= 1 + self.max_nodes and self._width_of(n)]
         return [n for n in nodes if n == SMALL_TREE or n * size <= limit]
 
@@ -258,16 +260,16 @@ class Sizes:
         return next((w for w in range(1, self.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0)
 
 
-def most_rows_of(num_slots: int, max_nodes: int) -> int:
+def max_rows(num_slots: int, max_nodes: int) -> int:
     """The largest pass that is measured."""
     return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
 
 
-def backlog(batch_size: int, device: str) -> int:
+def catch_up_steps(batch_size: int, device: str) -> int:
     """Plain steps before a draft that catches up. A CPU would compile a kernel for a pass of more than WARM_ROWS, and
     its time say little: what the steps leave, and the draft before them, has to fit.
     """
-    return max(min(BACKLOG, WARM_ROWS // batch_size - 2), 1) if device == "cpu" else BACKLOG
+    return max(min(CATCH_UP_STEPS, WARM_ROWS // batch_size - 2), 1) if device == "cpu" else CATCH_UP_STEPS
 
 
 class CalibrationRun:
@@ -277,10 +279,10 @@ class CalibrationRun:
     num_slots: how many of them can run at once, behind short prompts.
     """
 
-    def __init__(self, engine: Engine, apart: bool = False):
-        self._engine, self._planner, self._apart = engine, engine.planner, apart
+    def __init__(self, engine: Engine, distinct_prompts: bool = False):
+        self._engine, self._planner, self._distinct_prompts = engine, engine.planner, distinct_prompts
         self._num_added, self.temperature = 0, 0.0
-        self.num_slots = self.num_together(SHORT_PROMPT)
+        self.num_slots = self.max_concurrent(SHORT_PROMPT)
         self._running: list[Sequence] = []
         self._context_steps: list[CalibrationSetting] = []  # a plain step and one with trees
         self._shallow: dict[CalibrationSetting, list[StepOutcome]] = defaultdict(
@@ -290,9 +292,9 @@ class CalibrationRun:
         self._verify: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and sequences
         self._read: dict[int, list[StepOutcome]] = defaultdict(list)
         self._level: dict[int, list[StepOutcome]] = defaultdict(list)
-        self._rest: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
+        self._overhead: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
 
-    def num_together(self, length: int) -> int:
+    def max_concurrent(self, length: int) -> int:
         """How many sequences can run at once behind prompts of this length, whose blocks are each one's own."""
         return max(self._engine.scheduler.max_concurrent(length + SHORT_OUTPUT), 1)
 
@@ -301,7 +303,7 @@ class CalibrationRun:
         for setting in settings:
             if budget is not None and budget.is_spent:
                 return
-            self._note(setting, self.take(setting))
+            self._record(setting, self.run_step(setting))
 
     def run_contexts(self, tree: CalibrationSetting, budget: TimeBudget) -> None:
         """Take steps behind a long prompt, those of more than one row for each sequence unless the budget is spent.
@@ -312,47 +314,47 @@ class CalibrationRun:
         itself. A GPU would find the blocks in its cache: there each sequence has its own, and there are fewer of them
         if they do not fit.
         """
-        wanted = LONG_PROMPT if self._apart else SHARED_PROMPT
+        wanted = LONG_PROMPT if self._distinct_prompts else SHARED_PROMPT
         length = max(min(wanted, self._engine.scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
-        most = MOST_APART if self._apart else MOST_SHARED
-        batch_size = min(tree.batch_size, self.num_together(length), most)
+        most = MAX_DISTINCT if self._distinct_prompts else MAX_SHARED
+        batch_size = min(tree.batch_size, self.max_concurrent(length), most)
         self._context_steps = [CalibrationSetting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
         plain, tree = self._context_steps
         for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
-            for outcome in self._replayed(step, SHORT_PROMPT, budget):
-                self._note(step, outcome)
+            for outcome in self._repeat(step, SHORT_PROMPT, budget):
+                self._record(step, outcome)
         self.clear()
-        self.take(CalibrationSetting(1, 1, 0, 0), length)
+        self.run_step(CalibrationSetting(1, 1, 0, 0), length)
         for step in self._context_steps:
-            self._deep[step] = self._replayed(step, length, budget)
+            self._deep[step] = self._repeat(step, length, budget)
         self.clear()
 
-    def _replayed(self, step: CalibrationSetting, length: int, budget: TimeBudget) -> list[StepOutcome]:
+    def _repeat(self, step: CalibrationSetting, length: int, budget: TimeBudget) -> list[StepOutcome]:
         """Take the step as often as fits into CONTEXT_S, once if the budget is spent; a tree not at all then."""
         outcomes: list[StepOutcome] = []
         replays = 1
         while len(outcomes) < replays:
             if budget.is_spent and (outcomes or step.num_nodes > 1):
                 break
-            outcomes.append(self.take(step, length))
+            outcomes.append(self.run_step(step, length))
             replays = min(max(int(CONTEXT_S / outcomes[0].seconds.total), 2), REPLAYS)
         return outcomes
 
-    def _note(self, setting: CalibrationSetting, outcome: StepOutcome) -> None:
+    def _record(self, setting: CalibrationSetting, outcome: StepOutcome) -> None:
         self._shallow[setting].append(outcome)
         self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
-        self._rest[setting.depth > 0][setting.batch_size].append(outcome.seconds.rest)
+        self._overhead[setting.depth > 0][setting.batch_size].append(outcome.seconds.overhead)
         if outcome.depth > 1:
             self._level[setting.batch_size * setting.width].append(outcome)
         elif setting.depth:  # one level was asked for, or no more was offered
-            self._read[bisect_left(BUCKETS, outcome.num_caught_up)].append(outcome)
+            self._read[bisect_left(BUCKETS, outcome.num_catch_up)].append(outcome)
 
     def costs(self) -> StepCosts:
         """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""
         attend, attend_row = self._contexts()
-        each = added_by_each(self._verify)
+        each = seconds_per_sequence(self._verify)
         read = self._read_curve()
-        plain_rest, draft_rest = (_curve(self._rest[drafted]) for drafted in (False, True))
+        plain_rest, draft_rest = (_curve(self._overhead[drafted]) for drafted in (False, True))
         verify = self._verify_curve(each)
         level = self._level_curve(read)
         return StepCosts(verify, attend, read, level, plain_rest, draft_rest, attend_row, each)
@@ -361,7 +363,7 @@ class CalibrationRun:
         """What is left of a draft's time after its first pass. Drafts of one level have no further ones to price."""
         level = {}
         for rows, outcomes in self._level.items():
-            level[rows] = [(o.seconds.draft - read(o.num_caught_up)) / (o.depth - 1) for o in outcomes]
+            level[rows] = [(o.seconds.draft - read(o.num_catch_up)) / (o.depth - 1) for o in outcomes]
         return _curve(level) if level else read
 
     def _verify_curve(self, each: float) -> CostCurve:
@@ -375,7 +377,7 @@ class CalibrationRun:
         """Caught-up pairs vary from step to step: bucket by bucket, at their mean number."""
         seconds = {}
         for outcomes in self._read.values():
-            rows = round(mean(o.num_caught_up for o in outcomes))
+            rows = round(mean(o.num_catch_up for o in outcomes))
             seconds[rows] = [o.seconds.draft for o in outcomes]
         return _curve(seconds)
 
@@ -399,11 +401,11 @@ class CalibrationRun:
         seconds = []
         num_cached = []
         for outcomes in (self._deep[step], self._shallow[step]):
-            seconds.append(_typical([o.seconds.verify for o in outcomes]))
+            seconds.append(_lower_quartile([o.seconds.verify for o in outcomes]))
             num_cached.append(mean(o.num_cached for o in outcomes))
         return max(seconds[0] - seconds[1], 0.0) / max(num_cached[0] - num_cached[1], 1)
 
-    def take(self, setting: CalibrationSetting, length: int = SHORT_PROMPT) -> StepOutcome:
+    def run_step(self, setting: CalibrationSetting, length: int = SHORT_PROMPT) -> StepOutcome:
         """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""
         while True:
             self._running = [s for s in self._running if s.finish_reason is None]
@@ -422,7 +424,7 @@ class CalibrationRun:
         self._num_added += 1
         most = self._engine.max_model_len
         length = max(min(length, max(most // 2, most - SHORT_OUTPUT)), 1)
-        first = self._num_added if self._apart else 0
+        first = self._num_added if self._distinct_prompts else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
         params = SamplingParams(self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
@@ -432,16 +434,16 @@ class CalibrationRun:
 
 def _curve(seconds: dict[int, list[float]]) -> CostCurve:
     rows = sorted(seconds)
-    return CostCurve(rows, [max(_typical(seconds[n]), LEAST_S) for n in rows])
+    return CostCurve(rows, [max(_lower_quartile(seconds[n]), MIN_S) for n in rows])
 
 
-def added_by_each(seconds: dict[tuple[int, int], list[float]]) -> float:
+def seconds_per_sequence(seconds: dict[tuple[int, int], list[float]]) -> float:
     """What a sequence more adds to a pass of the same rows: least squares over all pairs of batch sizes."""
-    typical = {size: _typical(times) for size, times in seconds.items()}
+    typical = {size: _lower_quartile(times) for size, times in seconds.items()}
     pairs = [(b - a, typical[n, b] - typical[n, a]) for n, a in typical for other, b in typical if other == n and b > a]
     return max(sum(more * s for more, s in pairs) / max(sum(more**2 for more, _ in pairs), 1), 0.0)
 
 
-def _typical(seconds: list[float]) -> float:
+def _lower_quartile(seconds: list[float]) -> float:
     """The lower quartile: other work on the machine only ever makes a step longer."""
     return sorted(seconds)[len(seconds) // 4]

@@ -30,7 +30,7 @@ class DraftPrefixState:
             self._last_features = features.new_empty(self._blocks.num_blocks, features.shape[1])
         rows, blocks, first = [], [], 0
         for chunk in chunks:
-            for index in self._ended(chunk):
+            for index in self._completed_blocks(chunk):
                 rows.append(first + (index + 1) * self._blocks.size - 1 - chunk.start)
                 blocks.append(self._blocks.block(chunk.sequence.slot, index))
             first += chunk.num_tokens
@@ -48,7 +48,7 @@ class DraftPrefixState:
                 self._reads_all[slot] = all(self._is_read[self._blocks.block(slot, i)] for i in range(reused))
             firsts.append(0 if self._reads_all[slot] else chunk.num_reused)
             self._reads_all[slot] &= drafting
-            for index in self._ended(chunk):
+            for index in self._completed_blocks(chunk):
                 self._is_read[self._blocks.block(slot, index)] = self._reads_all[slot]
         return firsts
 
@@ -57,7 +57,7 @@ class DraftPrefixState:
         before = [self._blocks.block(c.sequence.slot, c.start // self._blocks.size - 1) for c in chunks]
         return self._last_features[self._tensor(before)]
 
-    def _ended(self, chunk: PrefillChunk) -> range:
+    def _completed_blocks(self, chunk: PrefillChunk) -> range:
         """Which of the slot's blocks are full after the chunk and were not before."""
         return range(chunk.start // self._blocks.size, chunk.end // self._blocks.size)
 

@@ -287,7 +287,7 @@ class Engine:
             return
         sequences = [s for s in pending.batch.sequences if s.status is SequenceStatus.RUNNING]
         num_pairs = self.drafter.mark_consumed([s.slot for s in sequences], [s.num_cached for s in sequences])
-        pending.draft = replace(pending.draft, num_caught_up=num_pairs)
+        pending.draft = replace(pending.draft, num_catch_up=num_pairs)
 
     def _finish_prefill(self, prefill: PendingPrefill | None) -> None:
         """Append the first token of each sequence whose prompt has ended."""

@@ -22,9 +22,9 @@ from eagle_ray.engine.calibrate import (
     CalibrationSetting,
     ProxyPlanner,
     ScriptedPlanner,
-    as_replayed,
     calibration_mode,
-    most_rows_of,
+    max_rows,
+    scripted_planner,
 )
 from eagle_ray.engine.engine import Engine
 from eagle_ray.planner.budget_planner import WIDTHS
@@ -33,7 +33,7 @@ from eagle_ray.planner.cost_model import BUCKETS
 log = logging.getLogger("eagle_ray")
 
 CAPTURE_S = 60.0  # seconds of a start-up that may go into recording
-TELL_S = 5.0  # seconds between two lines of progress
+LOG_EVERY_S = 5.0  # seconds between two lines of progress
 TEMPERATURES = 0.0, 1.0
 
 SettingsOf = Callable[[int], Iterable[CalibrationSetting]]
@@ -42,7 +42,7 @@ SettingsOf = Callable[[int], Iterable[CalibrationSetting]]
 
 def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
     """Of an engine with graphs. Leaves it idle and uncounted; once they do not work there is nothing to do."""
-    _record(engine, as_replayed(engine, top_k), lambda most: _trees(most, max_nodes, max_depth, top_k))
+    _record(engine, scripted_planner(engine, top_k), lambda most: _trees(most, max_nodes, max_depth, top_k))
 
 
 def capture_fixed(engine: Engine) -> None:
@@ -62,13 +62,13 @@ def _record(engine: Engine, planner: ScriptedPlanner, settings_of: SettingsOf) -
             if not graphs.is_enabled or now - started > CAPTURE_S:
                 log.info("recording ahead ends after %d of %d steps", i, len(steps))
                 break
-            if now - told > TELL_S:
+            if now - told > LOG_EVERY_S:
                 log.info("recording ahead: %d of %d steps, %s", i, len(steps), graphs.summary)
                 told = now
             if i and (length, temperature) != steps[i - 1][:2]:
                 bench.clear()
             bench.temperature = temperature
-            bench.take(setting, length)
+            bench.run_step(setting, length)
     log.info("recorded ahead in %.1f s: %s", time.monotonic() - started, graphs.summary)
 
 
@@ -81,13 +81,13 @@ def _steps(
         if length > SHORT_PROMPT and length + SHORT_OUTPUT > engine.max_model_len:
             break
         for temperature in TEMPERATURES:
-            for setting in settings_of(bench.num_together(length)):
+            for setting in settings_of(bench.max_concurrent(length)):
                 yield length, temperature, setting
 
 
 def _trees(most: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[CalibrationSetting]:
     """Of at most so many sequences."""
-    limit, widths = most_rows_of(most, max_nodes), (*(w for w in WIDTHS if w < top_k), top_k)
+    limit, widths = max_rows(most, max_nodes), (*(w for w in WIDTHS if w < top_k), top_k)
     drafts = [(w, d) for w in widths for d in range(min(w, 2), max_depth + 1)]  # one level is of one node's children
     for batch_size in _batch_sizes(most):
         num_rows = min(batch_size * (1 + max_nodes), limit)

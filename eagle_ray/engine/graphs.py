@@ -34,7 +34,7 @@ log = logging.getLogger("eagle_ray")
 
 LARGE_ROWS = 512  # past the last bucket, rows are padded to a multiple of this
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
-SHORTEST_CONTEXT = {"cpu": 64, "cuda": 1024}
+MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
 POISON = 0x7F  # in every byte: large integers, and floats that no result would hold
 MIB = 2**20
@@ -80,7 +80,7 @@ class CudaGraphRunner:
             graph.inputs.fill(inputs)
             return graph.replay()
         buffers = InputBuffers(inputs)
-        graph = self._captured(key, function, buffers) if self.is_enabled else None
+        graph = self._capture(key, function, buffers) if self.is_enabled else None
         buffers.fill(inputs)
         return function(*buffers.tensors) if graph is None else graph.replay()
 
@@ -90,11 +90,11 @@ class CudaGraphRunner:
         made = f"{self.num_captured} graphs in {self.seconds:.1f} s, {self.bytes / MIB:.0f} MiB"
         return f"{made}; {self.num_replayed} replays"
 
-    def _captured(
+    def _capture(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
         """None where recording fails, now and from here on."""
-        started, before = time.monotonic(), self._reserved()
+        started, before = time.monotonic(), self._reserved_bytes()
         try:
             graph = CudaGraph(function, inputs, self._pool(key[0])) if self._on_cuda else EagerGraph(function, inputs)
         except RuntimeError as error:  # of CUDA, its memory included
@@ -105,7 +105,7 @@ class CudaGraphRunner:
             log.warning("CUDA graphs are off from here on: recording %s failed (%s)", key, reason)
             return None
         self._graphs[key] = graph
-        seconds, size = time.monotonic() - started, self._reserved() - before
+        seconds, size = time.monotonic() - started, self._reserved_bytes() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph
@@ -119,7 +119,7 @@ class CudaGraphRunner:
             self._pools[kind] = CudaPool()
         return self._pools[kind]
 
-    def _reserved(self) -> int:
+    def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._on_cuda else 0
 
 
@@ -159,14 +159,14 @@ class EagerGraph:
         again = self._function(*self.inputs.tensors)
         for result, fresh in zip(tensors_of(self._results), tensors_of(again), strict=True):
             result.copy_(fresh)
-        lasting = {_memory(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))}
+        lasting = {_num_bytes(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))}
         for fresh in tensors_of(again):
-            if _memory(fresh) not in lasting:
+            if _num_bytes(fresh) not in lasting:
                 fresh.untyped_storage().fill_(POISON)
         return self._results
 
 
-def _memory(tensor: Tensor) -> int:
+def _num_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -225,7 +225,7 @@ def tensors_of(results: Any) -> Iterator[Tensor]:
 
 
 def _contexts(device: str, capacity: int) -> list[int]:
-    bounds = [min(SHORTEST_CONTEXT[device], capacity)]
+    bounds = [min(MIN_CONTEXT[device], capacity)]
     while bounds[-1] < capacity:
         bounds.append(min(bounds[-1] * CONTEXT_GROWTH[device], capacity))
     return bounds

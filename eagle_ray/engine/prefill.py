@@ -84,11 +84,11 @@ class Prefiller:
         after = [ids + [0] * (c.num_tokens - len(ids)) for ids, c in zip(known, chunks, strict=True)]
         next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[picking], picks)
         self._blocks.fill(chunks, features)
-        self._resume(chunks, self._blocks.read(chunks, drafting))
+        self._attach_prefixes(chunks, self._blocks.read(chunks, drafting))
         (self._drafter.prefill if drafting else self._drafter.prefill_deferred)(prompts, next_tokens, features)
-        return _prompted(chunks, logits[picking], picks)
+        return _sample_first(chunks, logits[picking], picks)
 
-    def given(self, chunks: list[PrefillChunk], features: Float[Tensor, "R H"]) -> None:
+    def mark_prefilled(self, chunks: list[PrefillChunk], features: Float[Tensor, "R H"]) -> None:
         """Note that all caches, the drafter's too, already hold the keys and values of these chunks."""
         self._blocks.fill(chunks, features)
         self._blocks.read(chunks, drafting=True)
@@ -99,7 +99,7 @@ class Prefiller:
             if chunk.sequence.sampling.prompt_logprobs:
                 record_prompts(chunk.sequence, chunk.start, self._target.logits(rows))
 
-    def _resume(self, chunks: list[PrefillChunk], firsts: list[int]) -> None:
+    def _attach_prefixes(self, chunks: list[PrefillChunk], firsts: list[int]) -> None:
         """Attach cached prefixes in the drafter, with the pair after each of them."""
         reusing = [c for c in chunks if c.num_reused]
         if reusing:
@@ -115,7 +115,7 @@ class Prefiller:
         return to_device(values, self._device)
 
 
-def _prompted(chunks: list[PrefillChunk], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]) -> PendingPrefill:
+def _sample_first(chunks: list[PrefillChunk], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]) -> PendingPrefill:
     """Start the copy of first tokens. logits, picks: of the chunks whose prompt ends."""
     sequences = [c.sequence for c in chunks if c.needs_sample]
     asked = any(s.sampling.logprobs for s in sequences)

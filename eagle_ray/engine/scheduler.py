@@ -151,7 +151,7 @@ class Scheduler:
             result.tokens[rows, accepted],
             self._sampling_of(sequences),
             [s.remaining_tokens - most_tokens for s in sequences],
-            (batch.remaining_at[rows] - accepted - 1).clamp(min=1),
+            (batch.remaining_on_device[rows] - accepted - 1).clamp(min=1),
             None,
         )
 

@@ -176,7 +176,10 @@ class Verifier:
         split = len(chosen)
 
         def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> VerifyStepOutput:
-            at, sampling = DecodeSlots.bounded(slots, lengths, bound), SamplingBatch.bound(kind, *tensors[:split])
+            at, sampling = (
+                DecodeSlots.with_max_length(slots, lengths, bound),
+                SamplingBatch.bound(kind, *tensors[:split]),
+            )
             tree, keep = _trees(*tensors[split:])
             return verify_step(target, drafter, at, sampling, tree, keep, shape)
 
@@ -195,7 +198,7 @@ def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShap
 def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:
     """Pad with trees and nodes that are not kept, not even their roots."""
     fills = (0, -1, 0, -torch.inf, -torch.inf, False)
-    columns = (PaddedInput(column, shape, fill) for column, fill in zip(tree.columns, fills, strict=True))
+    columns = (PaddedInput(column, shape, fill) for column, fill in zip(tree.tensors, fills, strict=True))
     return [*columns, PaddedInput(keep, shape, False)]
 
 

@@ -43,7 +43,7 @@ class DraftMethod:
     name: str
     speculative: SpeculativeConfig
     draft: str | None
-    beside: str
+    reference: str
     adjust: Adjust | None = None
 
     def engine(self, causal_lm: nn.Module, weights: nn.Module | None, slots: int, max_model_len: int) -> Engine:
@@ -61,15 +61,15 @@ def default_names(speculative: SpeculativeConfig) -> list[str]:
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
     names = [*FIXED_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
-    return list(dict.fromkeys(name for way in names for name in (way, _beside(way, speculative))))
+    return list(dict.fromkeys(name for way in names for name in (way, _reference_method(way, speculative))))
 
 
-def ways_of(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[DraftMethod]:
+def parse_methods(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[DraftMethod]:
     """Plain decoding first, then each of names once. Raises ConfigError for a name that is none."""
-    return [_way(name, model, speculative) for name in dict.fromkeys([PLAIN, *names])]
+    return [_parse_method(name, model, speculative) for name in dict.fromkeys([PLAIN, *names])]
 
 
-def _way(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> DraftMethod:
+def _parse_method(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> DraftMethod:
     way, _, draft = name.partition("=")
     method, _, nodes = way.partition(":")
     settings, adjust = SPECIAL.get(method, (AS_PUBLISHED | {"method": method}, None))
@@ -78,10 +78,10 @@ def _way(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> Draft
     needed, draft = draft_requirement(chosen.method), draft or model.draft
     if needed is not None and draft is None:
         raise ConfigError(f"--methods: {method} needs {needed}: set model.draft, or give {method}=DIRECTORY")
-    return DraftMethod(name, chosen, None if needed is None else draft, _beside(method, speculative), adjust)
+    return DraftMethod(name, chosen, None if needed is None else draft, _reference_method(method, speculative), adjust)
 
 
-def _beside(method: str, speculative: SpeculativeConfig) -> str:
+def _reference_method(method: str, speculative: SpeculativeConfig) -> str:
     """The full method, with as many nodes where this one always verifies fewer."""
     counts = {
         "eagle1": len(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k).paths),
@@ -105,7 +105,9 @@ def _nodes(name: str, text: str) -> int:
     return int(text)
 
 
-def weights_of(ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: nn.Module) -> dict[str, nn.Module | None]:
+def load_method_weights(
+    ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: nn.Module
+) -> dict[str, nn.Module | None]:
     """What each way reads from its draft, loaded once for all that read the same."""
     loaded: dict[tuple[str | None, str | None], nn.Module | None] = {(None, None): None}
     found = {}

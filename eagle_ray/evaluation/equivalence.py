@@ -16,7 +16,7 @@ GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Equivalence:
     """How many outputs were compared, and why the others differ.
 
     Attributes:
@@ -29,8 +29,8 @@ class Identity:
     num_near_ties: int = 0
     num_edges: int = 0
 
-    def __add__(self, other: Identity) -> Identity:
-        return Identity(
+    def __add__(self, other: Equivalence) -> Equivalence:
+        return Equivalence(
             self.num_compared + other.num_compared,
             self.num_equal + other.num_equal,
             self.num_near_ties + other.num_near_ties,
@@ -50,21 +50,21 @@ def compare(
     plain: list[list[int]],
     params: list[SamplingParams] | None = None,
     near_tie: float = NEAR_TIE[torch.float32],
-) -> Identity:
+) -> Equivalence:
     """Each prompt's output beside plain decoding's, as far as both go; empty ones are not compared.
 
     params: how each was sampled; None is greedily. near_tie: what one row against many moves logits by.
     """
-    identity = Identity()
+    identity = Equivalence()
     for prompt, ids, wanted, sampling in zip(prompts, outputs, plain, params or repeat(GREEDY), strict=False):
         place = first_difference(ids, wanted)
         if place is not None:
             logits = next_logits(model, prompt + wanted[:place])
             tokens = wanted[place], ids[place]
             cause = rounding_cause(logits[0], sampling, len(prompt) + place, *tokens, near_tie)
-            identity += Identity(1, 0, cause == "tie", cause == "cut")
+            identity += Equivalence(1, 0, cause == "tie", cause == "cut")
         elif ids and wanted:
-            identity += Identity(1, 1)
+            identity += Equivalence(1, 1)
     return identity
 
 

@@ -1,6 +1,6 @@
-"""ForwardMeter: the seconds that the host spends inside the forward passes of some modules.
+"""ForwardTimer: the seconds that the host spends inside the forward passes of some modules.
 
-    meter = ForwardMeter(*linear_layers(model), *linear_layers(head))
+    meter = ForwardTimer(*linear_layers(model), *linear_layers(head))
     ...
     meter.seconds
 
@@ -15,7 +15,7 @@ import time
 from torch import nn
 
 
-class ForwardMeter:
+class ForwardTimer:
     """modules: none of them inside another."""
 
     def __init__(self, *modules: nn.Module):

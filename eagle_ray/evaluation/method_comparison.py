@@ -18,15 +18,15 @@ from typing import Any
 
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import Identity
-from eagle_ray.evaluation.forward_timer import ForwardMeter
+from eagle_ray.evaluation.equivalence import Equivalence
+from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.statistics import DifferenceInterval, Interval, difference_interval, ratio_interval
 from eagle_ray.evaluation.throughput import Sample, run_to_completion
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 WARM_UP_TOKENS = 16
-FEWEST = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods
-Compare = Callable[[list[engine_sequence.Sequence], list[engine_sequence.Sequence]], Identity]
+MIN_ROUNDS = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods
+Compare = Callable[[list[engine_sequence.Sequence], list[engine_sequence.Sequence]], Equivalence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,16 @@ def rounds(
     engines: Mapping[str, Engine], questions: Sequence[BenchmarkPrompt], temperature: float, seed: int = 0
 ) -> Iterator[Round]:
     """Every question once, by tasks. engines: new ones, that know no answers yet, of equally many slots."""
-    shuffle, meter = random.Random(seed), ForwardMeter()
+    shuffle, meter = random.Random(seed), ForwardTimer()
     slots = min(engine.counters.num_slots for engine in engines.values())
     for engine in engines.values():
-        _answer(engine, [_short(questions[0].at(temperature))], meter)  # the first steps pay for what is made once
+        _run(engine, [_shortened(questions[0].at(temperature))], meter)  # the first steps pay for what is made once
         engine.drafter.reset_learning()
     for task, group in _groups(questions, slots):
         samples, answers = {}, {}
         for name in shuffle.sample(list(engines), len(engines)):
             answers[name] = [question.at(temperature) for question in group]
-            samples[name] = _answer(engines[name], answers[name], meter)
+            samples[name] = _run(engines[name], answers[name], meter)
         yield Round(temperature, task, samples, answers)
 
 
@@ -77,23 +77,23 @@ def _groups(questions: Sequence[BenchmarkPrompt], size: int) -> Iterator[tuple[s
             yield task, of_task[start : start + size]
 
 
-def _answer(engine: Engine, sequences: list[engine_sequence.Sequence], meter: ForwardMeter) -> Sample:
+def _run(engine: Engine, sequences: list[engine_sequence.Sequence], meter: ForwardTimer) -> Sample:
     """No prompt is found in the cache that an earlier round has left."""
     engine.target.cache.blocks.reset_prefix_cache()
     return run_to_completion(engine, sequences, meter)
 
 
-def _short(sequence: engine_sequence.Sequence) -> engine_sequence.Sequence:
+def _shortened(sequence: engine_sequence.Sequence) -> engine_sequence.Sequence:
     sequence.sampling = replace(sequence.sampling, max_tokens=WARM_UP_TOKENS)
     return sequence
 
 
-def figures(turns: Sequence[Round], name: str, plain: str, beside: str | None, compare: Compare) -> dict[str, Any]:
+def figures(turns: Sequence[Round], name: str, plain: str, reference: str | None, compare: Compare) -> dict[str, Any]:
     """One method's numbers over some rounds, as JSON. beside: the method whose tau it is held against, None for none.
 
     compare: one's answers with plain decoding's.
     """
-    answers = answers_of(turns, name)
+    answers = outputs_of(turns, name)
     stats = _pooled(answers)
     sample = sum((turn.samples[name] for turn in turns[1:]), turns[0].samples[name])
     speeds = [turn.samples[name].tokens_per_second / turn.samples[plain].tokens_per_second for turn in turns]
@@ -104,7 +104,9 @@ def figures(turns: Sequence[Round], name: str, plain: str, beside: str | None, c
         "tokens_per_s": sample.tokens_per_second,
         "speed_up": _speed_up(speeds),
         "tau": stats.mean_acceptance_length,
-        "tau_less": None if beside is None else {"of": beside, **_tau_less(answers, answers_of(turns, beside))},
+        "tau_less": None
+        if reference is None
+        else {"of": reference, **_tau_difference(answers, outputs_of(turns, reference))},
         "steps": steps,
         "nodes_per_step": stats.num_draft_tokens / steps if steps else None,
         "accepted_by_depth": [count / steps for count in stats.accepted_by_depth] if steps else [],
@@ -114,7 +116,7 @@ def figures(turns: Sequence[Round], name: str, plain: str, beside: str | None, c
             "calibrated": stats.calibrated.calibration_error,
         },
         "confidences": asdict(stats.drafted),
-        "identity": asdict(compare(answers, answers_of(turns, plain))),
+        "identity": asdict(compare(answers, outputs_of(turns, plain))),
     }
 
 
@@ -123,7 +125,7 @@ def _speed_up(ratios: list[float]) -> dict[str, float | None]:
     return _if_enough(ratio_interval(ratios), len(ratios))
 
 
-def answers_of(turns: Sequence[Round], name: str) -> list[engine_sequence.Sequence]:
+def outputs_of(turns: Sequence[Round], name: str) -> list[engine_sequence.Sequence]:
     """What one method answered, in the order of the questions."""
     return list(itertools.chain.from_iterable(turn.answers[name] for turn in turns))
 
@@ -135,7 +137,7 @@ def _pooled(answers: Sequence[engine_sequence.Sequence]) -> AcceptanceStats:
     return total
 
 
-def _tau_less(
+def _tau_difference(
     answers: Sequence[engine_sequence.Sequence], others: Sequence[engine_sequence.Sequence]
 ) -> dict[str, float | None]:
     """The difference of pooled taus, with its interval over questions."""
@@ -148,5 +150,5 @@ def _tau_less(
 
 def _if_enough(interval: Interval | DifferenceInterval, number: int) -> dict[str, float | None]:
     """The mean with low and high, which are None of fewer than FEWEST."""
-    low, high = (interval.low, interval.high) if number >= FEWEST else (None, None)
+    low, high = (interval.low, interval.high) if number >= MIN_ROUNDS else (None, None)
     return {"mean": interval.mean, "low": low, "high": high}

@@ -14,7 +14,7 @@ from itertools import islice
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.forward_timer import ForwardMeter
+from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.planner.planner import Planner
 
 AHEAD = 2  # requests that wait while the slots are full
@@ -83,7 +83,7 @@ class SteadyQueue:
     are of the same number of tokens. in_flight: sequences at once, where the engine has more slots than that.
     """
 
-    def __init__(self, engine: Engine, requests: Iterator[Sequence], meter: ForwardMeter, in_flight: int | None = None):
+    def __init__(self, engine: Engine, requests: Iterator[Sequence], meter: ForwardTimer, in_flight: int | None = None):
         self._engine, self._requests, self._meter = engine, requests, meter
         self._size = in_flight or engine.counters.num_slots
         self._most = in_flight or engine.counters.num_slots + AHEAD
@@ -109,11 +109,11 @@ class SteadyQueue:
         wanted = self._num_tokens + num_tokens
         if first is not None:
             self._step_as(first)
-        before = self._so_far()
+        before = self._totals()
         while True:
             self._step()
             if self._num_tokens >= wanted or time.perf_counter() >= before.seconds + most_seconds:
-                return self._so_far() - before
+                return self._totals() - before
 
     def end(self) -> None:
         """Drop what is not finished; the engine is idle."""
@@ -137,15 +137,15 @@ class SteadyQueue:
     def _num_tokens(self) -> int:
         return sum(len(s.output_ids) for s in self._added)
 
-    def _so_far(self) -> Sample:
-        return _so_far(self._engine, self._added, self._meter)
+    def _totals(self) -> Sample:
+        return _totals(self._engine, self._added, self._meter)
 
 
 def run_to_completion(
-    engine: Engine, requests: list[Sequence], meter: ForwardMeter, in_flight: int | None = None
+    engine: Engine, requests: list[Sequence], meter: ForwardTimer, in_flight: int | None = None
 ) -> Sample:
     """All of them, from the first one's prompt to the last one's end. in_flight: at most so many at once."""
-    before = _so_far(engine, [], meter)
+    before = _totals(engine, [], meter)
     waiting, running = iter(requests), 0
     while True:
         for sequence in islice(waiting, (in_flight or len(requests)) - running):
@@ -154,10 +154,10 @@ def run_to_completion(
         if not running:
             break
         running -= len(engine.step())
-    return _so_far(engine, requests, meter) - before
+    return _totals(engine, requests, meter) - before
 
 
-def _so_far(engine: Engine, sequences: list[Sequence], meter: ForwardMeter) -> Sample:
+def _totals(engine: Engine, sequences: list[Sequence], meter: ForwardTimer) -> Sample:
     """Sums since the engine was made, of these sequences; only differences mean anything."""
     lengths = [len(s.output_ids) for s in sequences]
     return Sample(

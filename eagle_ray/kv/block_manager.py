@@ -76,7 +76,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Return how many blocks `reserve` can allocate: free ones, and cached ones that no slot holds."""
-        return len(self._free) + self._prefixes.num_idle
+        return len(self._free) + self._prefixes.num_evictable
 
     def blocks_for(self, columns: int) -> int:
         return -(-columns // self.size)
@@ -85,7 +85,7 @@ class BlockManager:
         """Return the block of the slot's positions from index * size on, which must be reserved."""
         return self._held[slot][index]
 
-    def first_of_run(self, slot: int, width: int) -> int | None:
+    def contiguous_start(self, slot: int, width: int) -> int | None:
         """Return the slot's first block if its first `width` blocks are contiguous in the pool, else None."""
         held = self._held[slot][:width]
         return held[0] if held and held == list(range(held[0], held[0] + width)) else None
@@ -99,7 +99,7 @@ class BlockManager:
         missing = self.blocks_needed(slot, columns)
         if missing > self.num_available:
             return False
-        self._extend(slot, [self._take() for _ in range(missing)])
+        self._extend(slot, [self._allocate() for _ in range(missing)])
         return True
 
     def trim(self, slot: int, columns: int) -> None:
@@ -135,7 +135,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Evict all cached blocks that no slot holds."""
-        while self._prefixes.num_idle:
+        while self._prefixes.num_evictable:
             heapq.heappush(self._free, self._prefixes.evict())
 
     def check_integrity(self) -> None:
@@ -148,7 +148,7 @@ class BlockManager:
             for block in held:
                 counts[block] += 1
         assert counts == self._references, "reference counts"
-        idle = [block for block in range(self.num_blocks) if self._prefixes.is_idle(block)]
+        idle = [block for block in range(self.num_blocks) if self._prefixes.is_evictable(block)]
         unused = [block for block, count in enumerate(counts) if count == 0]
         assert sorted([*self._free, *idle]) == unused, f"free {self._free}, idle {idle}, unused {unused}"
         assert self.block_table[self.null_slot].eq(self.num_blocks).all(), "the slot that never holds anything"
@@ -162,7 +162,7 @@ class BlockManager:
         self._is_stale = True
         held += blocks
 
-    def _take(self) -> int:
+    def _allocate(self) -> int:
         block = heapq.heappop(self._free) if self._free else self._prefixes.evict()
         self._references[block] = 1
         return block

@@ -43,7 +43,7 @@ class DecodeSlots:
         return cls(both[0], both[1], slots, lengths)
 
     @classmethod
-    def bounded(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> DecodeSlots:
+    def with_max_length(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> DecodeSlots:
         """Return slots for a captured pass: any lengths up to `bound`, which is at least 1."""
         return cls(slots, lengths, [], [], bound)
 
@@ -60,7 +60,7 @@ class DecodeSlots:
     def max_length(self) -> int:
         return self.bound if self.bound is not None else max(self.host_lengths)
 
-    def advanced(self, columns: int) -> DecodeSlots:
+    def shifted(self, columns: int) -> DecodeSlots:
         """Return the same slots with `columns` more tokens in each."""
         bound = None if self.bound is None else self.bound + columns
         return DecodeSlots(
@@ -111,7 +111,7 @@ class KVCache:
         """Return a layer's keys and values by cell: views."""
         return self._flat_of[layer]
 
-    def cells(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    def slot_mapping(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the slot mapping of (slot, position) pairs, broadcast: the index at which `write` stores each row."""
         size = self.blocks.size
         block = self.blocks.block_table[slots, torch.div(columns, size, rounding_mode="floor")]
@@ -129,19 +129,19 @@ class KVCache:
         flat_keys.index_copy_(0, cells, keys.transpose(0, 1))
         flat_values.index_copy_(0, cells, values.transpose(0, 1))
 
-    def seen(self, batch: DecodeSlots, more: int) -> int:
+    def num_positions(self, batch: DecodeSlots, more: int) -> int:
         """Return the positions that a read of all sequences has: the longest length plus `more`."""
         return min(batch.max_length + more, self.blocks.null_position)
 
-    def where(self, batch: DecodeSlots, more: int) -> slice | Int[Tensor, "B W"]:
+    def block_index(self, batch: DecodeSlots, more: int) -> slice | Int[Tensor, "B W"]:
         """Return the blocks of each sequence's positions and `more` after them, for `read`; the same for all layers.
 
         One sequence in contiguous blocks gets a slice, whose read is a view. Shorter sequences of a batch are padded
         with the null block, which stays in the CPU's cache (1 % of a plain step of 16 sequences).
         """
-        num_columns, size = self.seen(batch, more), self.blocks.size
+        num_columns, size = self.num_positions(batch, more), self.blocks.size
         width = self.blocks.blocks_for(num_columns)
-        first = self.blocks.first_of_run(batch.host_slots[0], width) if len(batch.host_slots) == 1 else None
+        first = self.blocks.contiguous_start(batch.host_slots[0], width) if len(batch.host_slots) == 1 else None
         if first is not None:
             return slice(first * size, first * size + num_columns)
         begins = torch.arange(0, width * size, size, device=batch.lengths.device)
@@ -175,7 +175,7 @@ class KVCache:
         accepted = result.accepted_nodes[:, 1:]
         moved = torch.where(accepted >= 0, accepted, offset)
         slots, first = batch.slots[:, None], batch.lengths[:, None]
-        source, target = (self.cells(slots, first + columns).flatten() for columns in (moved, offset))
+        source, target = (self.slot_mapping(slots, first + columns).flatten() for columns in (moved, offset))
         for flat in self._flat:
             flat.index_copy_(1, target, flat.index_select(1, source))
 

@@ -1,7 +1,7 @@
 """DraftModel: an independent causal LM in a draft head's clothes, for speculative sampling (arXiv 2211.17192).
 
     draft = DraftModel(load_draft_model(path, target.config))
-    hidden = draft(embeddings, draft.reduce(features), positions, rows)     # reads the tokens, not the features
+    hidden = draft(embeddings, draft.project_features(features), positions, rows)  # reads the tokens, not the features
 
 It reads every token from the first one on, so its column j holds token j at position j. Whatever transformers runs as a
 target runs as a drafter too, in its own shape, as long as both speak of the same tokens.
@@ -35,7 +35,7 @@ class DraftModel(nn.Module):
         super().__init__()
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self._finished = logits_postprocessor(self.config)
-        self.anatomy = probe(model, partial(self.logits, target_logits=None), self.config.max_position_embeddings)
+        self.kv_spec = probe(model, partial(self.logits, target_logits=None), self.config.max_position_embeddings)
 
     @property
     def embed_tokens(self) -> nn.Embedding:
@@ -44,7 +44,7 @@ class DraftModel(nn.Module):
     def feature_layers(self, num_layers: int) -> None:
         return None
 
-    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows F"]:
+    def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows F"]:
         return features
 
     def forward(

@@ -1,6 +1,6 @@
 """Draft heads: one transformer layer over (next token, target feature) pairs, in both published generations.
 
-    hidden = head(embeddings, head.reduce(features), positions)      # one pair per position
+    hidden = head(embeddings, head.project_features(features), positions)      # one pair per position
     logits = head.logits(hidden, target.logits)                      # over token_ids, or the whole vocabulary
     hidden = head(embeddings_of_children, hidden, positions + 1)     # the head's own output stands in for the feature
 
@@ -31,7 +31,7 @@ from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata
 from eagle_ray.models.model_probe import KVSpec
 
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
-LEAST_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
+MIN_TARGET_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
 
 
 @runtime_checkable
@@ -47,13 +47,13 @@ class DraftHead(Protocol):
     first_column: int
 
     @property
-    def anatomy(self) -> KVSpec:
+    def kv_spec(self) -> KVSpec:
         """What it keeps of each token that it reads."""
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """Layers of the target whose inputs, one after the other, are its feature; None is what its lm_head reads."""
 
-    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+    def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
         """The target's features as the head reads them: as wide as its own outputs."""
 
     def __call__(
@@ -94,13 +94,13 @@ class EagleHead(nn.Module):
         self.rotary = _rotary(config)
 
     @property
-    def anatomy(self) -> KVSpec:
-        return _anatomy(self.config)
+    def kv_spec(self) -> KVSpec:
+        return _kv_spec(self.config)
 
     def feature_layers(self, num_layers: int) -> None:
         return None
 
-    def reduce(self, features: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
+    def project_features(self, features: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
         return features
 
     def forward(
@@ -158,13 +158,13 @@ class Eagle3Head(nn.Module):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @property
-    def anatomy(self) -> KVSpec:
-        return _anatomy(self.config)
+    def kv_spec(self) -> KVSpec:
+        return _kv_spec(self.config)
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
         return self._feature_layers or (2, num_layers // 2, num_layers - 3)
 
-    def reduce(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+    def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
         return self.fc(features)
 
     def forward(
@@ -214,7 +214,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-def _anatomy(config: LlamaConfig) -> KVSpec:
+def _kv_spec(config: LlamaConfig) -> KVSpec:
     """Of one layer, whatever the config says of their number."""
     return KVSpec(1, config.num_key_value_heads, config.head_dim, config.head_dim)
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from eagle_ray.errors import EngineError, in_one_line
+from eagle_ray.errors import EngineError, one_line
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.head_spec import Shape, build_head, normalize_names
 
@@ -63,7 +63,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((path / "config.json").read_text("utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise EngineError(f"the head's config in {path} cannot be read: {in_one_line(error)}") from error
+        raise EngineError(f"the head's config in {path} cannot be read: {one_line(error)}") from error
 
 
 def read_shapes(path: Path) -> dict[str, Shape]:
@@ -96,7 +96,7 @@ def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping
         ) from error
     except UNREADABLE as error:
         remedy = "" if isinstance(error, ValueError) else "; if it was cut off, fetch it again"
-        reason = in_one_line(error) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         raise EngineError(f"the head's weights in {file} cannot be read: {reason}{remedy}") from error
 
 
@@ -110,7 +110,7 @@ def _files(path: Path, name: str) -> list[Path]:
         if all(Path(shard).name == shard for shard in shards):
             return [path / shard for shard in shards]
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise EngineError(f"{index} is no index of weights: {in_one_line(error)}") from error
+        raise EngineError(f"{index} is no index of weights: {one_line(error)}") from error
     raise EngineError(f"{index} names shards that do not stand beside it")
 
 

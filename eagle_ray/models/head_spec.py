@@ -20,8 +20,8 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from eagle_ray.errors import in_one_line
-from eagle_ray.models.eagle_heads import LEAST_LAYERS, Eagle3Head, EagleHead
+from eagle_ray.errors import one_line
+from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
 
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
@@ -35,7 +35,7 @@ ROPES = {  # what each way of stretching positions must say
 }
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
 UNSUPPORTED = ("norm_output", "fc_norm", "norm_before_fc")  # switches of EAGLE-3.1 that change what a head computes
-MOST_NAMED = 8  # tensors of each fault
+MAX_NAMED = 8  # tensors of each fault
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
 Named = TypeVar("Named")
 Shape = tuple[int, ...]
@@ -56,7 +56,7 @@ def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pret
     except ValueError:
         raise
     except Exception as error:  # whatever transformers' own classes make of values that they were not made for
-        raise ValueError(f"its config.json makes no head: {in_one_line(error)}") from error
+        raise ValueError(f"its config.json makes no head: {one_line(error)}") from error
     _check_shapes(head, normalize_names(shapes))
     return head
 
@@ -172,9 +172,9 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
         raise ValueError(
             f"it reads layers {list(layers)} of its target ({key}), and the target has {num_layers} layers"
         )
-    if not layers and num_layers < LEAST_LAYERS:
+    if not layers and num_layers < MIN_TARGET_LAYERS:
         raise ValueError(
-            f"an EAGLE-3 head reads a target of {LEAST_LAYERS} layers or more, and the target has {num_layers}"
+            f"an EAGLE-3 head reads a target of {MIN_TARGET_LAYERS} layers or more, and the target has {num_layers}"
         )
     return layers or None
 
@@ -202,7 +202,7 @@ def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfi
         raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
 
 
-def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], spare: Collection[str] = ()) -> None:
+def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
     """Every tensor of the module, none other, and each in its shape. spare: those that may be left out.
 
     Raises ValueError that names the first few of each fault.
@@ -210,7 +210,7 @@ def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], spar
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
     faults = [
-        *_first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(spare))]),
+        *_first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(optional))]),
         *_first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
         *_first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
     ]
@@ -227,5 +227,5 @@ def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> N
 
 def _first_few(faults: list[str]) -> list[str]:
     """The first few: a whole language model in a head's place has hundreds."""
-    more = len(faults) - MOST_NAMED
-    return faults if more <= 0 else [*faults[:MOST_NAMED], f"and {more} more such"]
+    more = len(faults) - MAX_NAMED
+    return faults if more <= 0 else [*faults[:MAX_NAMED], f"and {more} more such"]

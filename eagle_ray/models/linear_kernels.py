@@ -26,8 +26,8 @@ from torch import Tensor, nn
 log = logging.getLogger("eagle_ray")
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows are slower than that for four, and round apart
 SAMPLE_BYTES = 256 << 20  # of weights that a trial reads; more than any cache holds
-MOST_PLAIN_BYTES = 4 << 30  # of weights that may be kept twice
-WORTH = 1.1  # times faster than FILLED that another kernel must be
+MAX_PLAIN_BYTES = 4 << 30  # of weights that may be kept twice
+MIN_SPEEDUP = 1.1  # times faster than FILLED that another kernel must be
 TURNS = 5
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
 
@@ -71,7 +71,7 @@ def choose_kernels(linears: Sequence[nn.Linear]) -> dict[int, Kernel]:
     if size < SAMPLE_BYTES:
         return FILLED_ONLY
     kernels = [Kernel.FILLED, Kernel.PACKED]
-    if sum(linear.weight.nbytes for linear in linears) <= MOST_PLAIN_BYTES:
+    if sum(linear.weight.nbytes for linear in linears) <= MAX_PLAIN_BYTES:
         kernels.append(Kernel.PLAIN)
     chosen = {num_rows: _fastest(sample, num_rows, kernels) for num_rows in range(1, MIN_PACKED_ROWS)}
     named = ", ".join(f"{num_rows}: {kernel.value}" for num_rows, kernel in chosen.items())
@@ -91,7 +91,7 @@ def _fastest(sample: list[tuple[nn.Linear, Tensor]], num_rows: int, kernels: lis
                 _run(kernel, rows, linear, packed)
             seconds[kernel] = min(seconds[kernel], time.perf_counter() - started)
     best = min(kernels, key=seconds.__getitem__)
-    return best if seconds[best] * WORTH < seconds[Kernel.FILLED] else Kernel.FILLED
+    return best if seconds[best] * MIN_SPEEDUP < seconds[Kernel.FILLED] else Kernel.FILLED
 
 
 def _run(kernel: Kernel, rows: Tensor, linear: nn.Linear, packed: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
-from eagle_ray.errors import EngineError, in_one_line
+from eagle_ray.errors import EngineError, one_line
 from eagle_ray.models.supported_models import check_config
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
@@ -48,10 +48,10 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
         with _no_progress_bars():
             model, found = AutoModelForCausalLM.from_pretrained(path, **asked)
     except UNREADABLE as error:
-        raise EngineError(f"the target in {path} cannot be loaded: {in_one_line(error)}") from error
+        raise EngineError(f"the target in {path} cannot be loaded: {one_line(error)}") from error
     _check_complete(path, found)
     model = model if quantisation_of(config) is not None else model.to(device)
-    return _finished(model.eval().requires_grad_(False))
+    return _freeze(model.eval().requires_grad_(False))
 
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -64,7 +64,7 @@ def _read_config(path: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # whatever the family's own class makes of values that it was not made for
-        raise EngineError(f"the config in {path} cannot be read: {in_one_line(error)}") from error
+        raise EngineError(f"the config in {path} cannot be read: {one_line(error)}") from error
 
 
 def _check_quantiser(config: PretrainedConfig) -> None:
@@ -88,7 +88,7 @@ def _check_quantiser(config: PretrainedConfig) -> None:
     except RuntimeError:
         return
     except (ValueError, TypeError, ImportError) as error:
-        raise EngineError(f"the target is quantised ({method}) and cannot be run here: {in_one_line(error)}") from error
+        raise EngineError(f"the target is quantised ({method}) and cannot be run here: {one_line(error)}") from error
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -101,7 +101,7 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 @torch.no_grad()
-def _finished(model: PreTrainedModel) -> PreTrainedModel:
+def _freeze(model: PreTrainedModel) -> PreTrainedModel:
     """After a token: some quantisers make their layers at the first call of the whole model, which is never ours."""
     if model._forward_pre_hooks:
         model(torch.ones(1, 1, dtype=torch.int64, device=model.device), use_cache=False)

@@ -19,8 +19,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of linux/mman.h
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGE = 2 << 20  # bytes
-LEAST_REGION = 16 << 20  # bytes: weights and caches, and not the stacks of threads
-LARGEST = 1 << 30  # bytes; what is larger still comes from the system and goes back to it
+MIN_REGION = 16 << 20  # bytes: weights and caches, and not the stacks of threads
+MAX_HEAP_BLOCK = 1 << 30  # bytes; what is larger still comes from the system and goes back to it
 
 
 @cache
@@ -29,7 +29,7 @@ def tune_malloc() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(M_MMAP_THRESHOLD, LARGEST), mallopt(M_TRIM_THRESHOLD, 2 * LARGEST - 1)])
+    return all([mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK), mallopt(M_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK - 1)])
 
 
 def use_huge_pages() -> int:
@@ -53,13 +53,13 @@ def use_huge_pages() -> int:
 
 
 def _large_regions() -> list[tuple[int, int]]:
-    """Return the addresses of private memory, in whole huge pages, of LEAST_REGION bytes or more."""
+    """Return the addresses of private memory, in whole huge pages, of MIN_REGION bytes or more."""
     regions = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, inode, *name = line.split()
         begin, end = (int(address, 16) for address in addresses.split("-"))
         begin, end = -(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
         is_heap = inode == "0" and name in ([], ["[heap]"])
-        if access == "rw-p" and is_heap and end - begin >= LEAST_REGION:
+        if access == "rw-p" and is_heap and end - begin >= MIN_REGION:
             regions.append((begin, end))
     return regions

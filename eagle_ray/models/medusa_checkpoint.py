@@ -30,12 +30,12 @@ IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which w
 
 def load_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
     """The heads in `path`, in fp32. Raises EngineError where they cannot be read or do not fit the target."""
-    return _filled(check_medusa(path, target), _tensors(path, MEDUSA))
+    return _load_into(check_medusa(path, target), _tensors(path, MEDUSA))
 
 
 def load_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     """The heads in `path`, in fp32. Raises EngineError where they cannot be read or do not fit the target."""
-    return _filled(check_hydra(path, target), _tensors(path, HYDRA))
+    return _load_into(check_hydra(path, target), _tensors(path, HYDRA))
 
 
 def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:
@@ -79,7 +79,7 @@ def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     return heads
 
 
-def _filled(heads: nn.Module, tensors: dict[str, Tensor]) -> Any:
+def _load_into(heads: nn.Module, tensors: dict[str, Tensor]) -> Any:
     heads.load_state_dict(tensors, assign=True)
     return heads.float()
 

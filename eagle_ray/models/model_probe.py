@@ -1,6 +1,6 @@
 """KVSpec: what a causal LM asks of attention and of its lm_head, seen by running two tokens through it.
 
-    anatomy = examine(model, logits_of, positions=4096)     # Anatomy(num_layers=32, num_kv_heads=8, key_dim=128, ...)
+    kv_spec = probe(model, logits_of, positions=4096)     # KVSpec(num_layers=32, num_kv_heads=8, key_dim=128, ...)
 
     what must hold                                           what would otherwise be wrong in silence
     every layer attends, once, under its own number          linear attention, state kept from row to row

@@ -109,17 +109,17 @@ class TargetModel:
         self._last_position = (max_exact_position(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        anatomy = probe(model, self.logits, capacity)
+        kv_spec = probe(model, self.logits, capacity)
         self._decoder = Decoder.of(model, feature_layers)
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE
         self.cache = KVCache(
             BlockManager(num_slots, capacity, num_blocks, weight.device),
-            anatomy.num_layers,
-            anatomy.num_kv_heads,
-            anatomy.key_dim,
+            kv_spec.num_layers,
+            kv_spec.num_kv_heads,
+            kv_spec.key_dim,
             weight.dtype,
             weight.device,
-            anatomy.value_dim,
+            kv_spec.value_dim,
         )
 
     def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
@@ -202,7 +202,7 @@ class TargetModel:
         return tree_metadata(
             self.cache,
             batch,
-            cells=self.cache.cells(batch.slots[seq], columns),
+            cells=self.cache.slot_mapping(batch.slots[seq], columns),
             ancestors=tree.ancestor_words(max_depth) if uses_triton(self.cache) else tree.ancestors(max_depth),
             depths=tree.depths,
             column_depths=tree.depths,

@@ -140,12 +140,12 @@ class BudgetPlanner:
 
     def observe(self, outcome: StepOutcome) -> None:
         predicted = self.costs.predict(outcome)
-        self.predicted_s += predicted.total - self.costs.beside(outcome)
+        self.predicted_s += predicted.total - self.costs.prefill_seconds(outcome)
         self.predicted_plain_s += self._search.plain_seconds(outcome.batch_size, outcome.num_cached)
         if outcome.is_first:
             outcome = replace(outcome, seconds=predicted)
         else:
-            self.costs.learn(outcome, predicted, self._is_usual(outcome.plan))
+            self.costs.update(outcome, predicted, self._is_usual(outcome.plan))
         self._num_steps += 1
         self._count_missed(outcome)
         self._prompt_tokens += (outcome.num_prompt_tokens - self._prompt_tokens) / MEMORY
@@ -154,7 +154,7 @@ class BudgetPlanner:
         self._probes.pay(outcome.seconds.total)
         if outcome.plan.probe:
             self._probes.charge(self._probe_cost(outcome))
-        self._by_size.of(outcome.batch_size).update(outcome.num_accepted, outcome.num_expected)
+        self._by_size.of(outcome.batch_size).update(outcome.num_accepted, outcome.num_expected_drafts)
 
     # modes
 
@@ -185,7 +185,7 @@ class BudgetPlanner:
         """Return whether the best plan's rate is above the hurdle of the current mode."""
         size, hurdle = len(batch), 1 - HYSTERESIS
         if self.mode in (Mode.OFF, Mode.PROBING):
-            catch_up_s = self.costs.read(min(self._num_missed, batch.num_cached, MEMORY * size))
+            catch_up_s = self.costs.catch_up(min(self._num_missed, batch.num_cached, MEMORY * size))
             hurdle = 1 + HYSTERESIS + catch_up_s / (MEMORY * self._search.plain_seconds(size, batch.num_cached))
         return self._best.rate > hurdle * self._search.plain_rate(size, batch.num_cached)
 
@@ -207,8 +207,8 @@ class BudgetPlanner:
             return self._plan(min(self._best.depth + more, self._max_depth), width)
         price = self._opportunity_rate(len(batch), batch.num_cached)
         num_rows = len(batch) * self._rows_per_sequence
-        row_price = price * self.costs.row(num_rows, batch.num_cached, len(batch), batch.num_prefill_rows)
-        level_price = price * self.costs.level(len(batch) * width)
+        row_price = price * self.costs.row_seconds(num_rows, batch.num_cached, len(batch), batch.num_prefill_rows)
+        level_price = price * self.costs.expand(len(batch) * width)
         unpaid = 0
 
         def should_stop(builder: TreeBuilder) -> bool:
@@ -279,12 +279,12 @@ class BudgetPlanner:
         beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
         scale = len(batch) / len(beam)
         price = self._search.plain_rate(len(batch), batch.num_cached)
-        return scale * beam.exp().sum().item() < price * self.costs.level(scale * beam.numel())
+        return scale * beam.exp().sum().item() < price * self.costs.expand(scale * beam.numel())
 
     def _probe_cost(self, probe: StepOutcome) -> float:
         """Return the seconds of a probe, without prompts, beyond those that its tokens would take otherwise."""
         worth = (probe.batch_size + probe.num_accepted) / self._opportunity_rate(probe.batch_size, probe.num_cached)
-        return probe.seconds.total - self.costs.beside(probe) - worth
+        return probe.seconds.total - self.costs.prefill_seconds(probe) - worth
 
     # budgets
 
@@ -298,12 +298,12 @@ class BudgetPlanner:
         """Return the budget: trees within their bounds, and no nodes deeper than a sequence's remaining tokens."""
         max_depths = None
         if min(batch.remaining_tokens) <= draft.depth:
-            max_depths = batch.remaining_at - 1
+            max_depths = batch.remaining_on_device - 1
         return Budget(num_rows=0, num_nodes=1 + self._max_nodes, max_depths=max_depths)
 
     def _profits(self, batch: DecodeBatch, rows: list[int], gains: list[float]) -> np.ndarray:
         """Return the tokens gained by verifying each number of rows, less the price of the seconds."""
-        seconds = self.costs.passes(rows, batch.num_cached, len(batch), batch.num_prefill_rows)
+        seconds = self.costs.verify_seconds_by_rows(rows, batch.num_cached, len(batch), batch.num_prefill_rows)
         price = self._opportunity_rate(len(batch), batch.num_cached)
         return self._acceptance.accuracy * np.asarray(gains) - price * seconds
 
@@ -344,12 +344,12 @@ class BudgetPlanner:
         if min(batch.remaining_tokens) > len(levels):
             return None
         if plan.members is None:
-            return batch.remaining_at
-        return batch.remaining_at[to_device(plan.members, batch.remaining_at.device)]
+            return batch.remaining_on_device
+        return batch.remaining_on_device[to_device(plan.members, batch.remaining_on_device.device)]
 
     def _to_full_depth(self, draft: Draft, plan: DraftPlan, size: int) -> list[Float[Tensor, "M _ K"]]:
         """Return the draft's levels, with empty ones below if the drafter had nothing more to propose."""
-        if not draft.is_all or len(draft.levels) >= self._max_depth:
+        if not draft.is_exhausted or len(draft.levels) >= self._max_depth:
             return draft.levels
         shape = plan.num_members(size), plan.width, plan.children
         nothing = torch.full(shape, -torch.inf, device=draft.tree.tokens.device)

@@ -18,9 +18,9 @@ from typing import Any
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
-VERSION = 5  # of the files; another version is measured anew. 5: fewer sizes, behind shorter prompts
-CURVES = ("verify", "read", "level", "plain_rest", "draft_rest")
-NUMBERS = ("attend", "attend_row", "each")
+VERSION = 6  # of the files; costs of another version are measured again
+CURVES = ("verify", "catch_up", "expand", "plain_overhead", "draft_overhead")
+NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")
 
 
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:

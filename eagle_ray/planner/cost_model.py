@@ -79,7 +79,7 @@ class CostCurve:
         half = self.rows[-1] / 2
         return max((self._rising[-1] - self(half)) / half, self.per_row)
 
-    def correct(self, rows: float, ratio: float) -> None:
+    def update(self, rows: float, ratio: float) -> None:
         """Correct the curve by a pass of `rows` that took `ratio` times its prediction.
 
         A pass larger than any before by an eighth becomes a size of its own. Its time includes one-time work, so only
@@ -151,65 +151,71 @@ class StepCosts:
     """
 
     verify: CostCurve
-    attend: float
-    read: CostCurve
-    level: CostCurve
-    plain_rest: CostCurve
-    draft_rest: CostCurve
-    attend_row: float = 0.0
-    each: float = 0.0
+    attention_per_token: float
+    catch_up: CostCurve
+    expand: CostCurve
+    plain_overhead: CostCurve
+    draft_overhead: CostCurve
+    attention_per_row: float = 0.0
+    per_sequence: float = 0.0
 
-    def verified(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
+    def verify_seconds(self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
         """Return the seconds of a pass.
 
         Args:
             num_cached: cached tokens of all the batch's sequences.
             num_prefill_rows: rows of prompts in the same pass.
         """
-        return self.verify(num_rows + num_prefill_rows) + self._behind(num_rows / batch_size, num_cached, batch_size)
+        return self.verify(num_rows + num_prefill_rows) + self._context_seconds(
+            num_rows / batch_size, num_cached, batch_size
+        )
 
-    def passes(
+    def verify_seconds_by_rows(
         self, num_rows: Sequence[int], num_cached: float, batch_size: int, num_prefill_rows: int = 0
     ) -> np.ndarray:
         """Return the seconds of passes of several numbers of rows."""
         rows = np.asarray(num_rows)
-        return self.verify.at(rows + num_prefill_rows) + self._behind(rows / batch_size, num_cached, batch_size)
+        return self.verify.at(rows + num_prefill_rows) + self._context_seconds(
+            rows / batch_size, num_cached, batch_size
+        )
 
-    def row(self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
+    def row_seconds(self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0) -> float:
         """Return the seconds of one more row in a pass of about num_rows rows."""
-        return self.verify.slope(num_rows + num_prefill_rows) + self.attend_row * num_cached / batch_size
+        return self.verify.slope(num_rows + num_prefill_rows) + self.attention_per_row * num_cached / batch_size
 
-    def _behind(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
+    def _context_seconds(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
         """Return what the sequences and their contexts add. rows_each: rows per sequence, one number or several."""
-        return self.each * batch_size + num_cached * (self.attend + self.attend_row * (rows_each - 1))
+        return self.per_sequence * batch_size + num_cached * (
+            self.attention_per_token + self.attention_per_row * (rows_each - 1)
+        )
 
-    def drafted(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
+    def draft_seconds(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
         """Return the seconds to read num_pairs pairs and draft `depth` levels of `width` nodes for each member."""
-        return self.read(num_pairs) + (depth - 1) * self.level(num_members * width)
+        return self.catch_up(num_pairs) + (depth - 1) * self.expand(num_members * width)
 
-    def further_levels(self, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
+    def level_seconds(self, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
         """Return [widths, max_depth]: the seconds of the levels after the first, for all depths from 1 on."""
-        return np.outer(self.level.at([num_members * width for width in widths]), range(max_depth))
+        return np.outer(self.expand.at([num_members * width for width in widths]), range(max_depth))
 
-    def plain_step(self, batch_size: int, num_cached: float, num_rows: int = 0) -> float:
+    def plain_seconds(self, batch_size: int, num_cached: float, num_rows: int = 0) -> float:
         """Return the seconds of a plain step. num_rows: rows of its pass, if it is padded."""
-        return self.verified(max(num_rows, batch_size), num_cached, batch_size) + self.plain_rest(batch_size)
+        return self.verify_seconds(max(num_rows, batch_size), num_cached, batch_size) + self.plain_overhead(batch_size)
 
     def predict(self, outcome: StepOutcome) -> StepTimes:
         """Return the predicted seconds of a step like this one."""
-        verify = self.verified(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows)
-        rest = self.draft_rest if outcome.depth else self.plain_rest
+        verify = self.verify_seconds(outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows)
+        rest = self.draft_overhead if outcome.depth else self.plain_overhead
         draft = 0.0
         if outcome.plan.is_drafting:
             members = outcome.plan.num_members(outcome.batch_size)
-            draft = self.drafted(outcome.num_caught_up, members, outcome.plan.width, max(outcome.depth, 1))
+            draft = self.draft_seconds(outcome.num_catch_up, members, outcome.plan.width, max(outcome.depth, 1))
         return StepTimes(draft, verify, rest(outcome.batch_size))
 
-    def beside(self, outcome: StepOutcome) -> float:
+    def prefill_seconds(self, outcome: StepOutcome) -> float:
         """Return the seconds of the prompt rows in the step's pass."""
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
-    def learn(self, outcome: StepOutcome, predicted: StepTimes, usual: bool = True) -> None:
+    def update(self, outcome: StepOutcome, predicted: StepTimes, usual: bool = True) -> None:
         """Correct the curves by an observed step.
 
         Args:
@@ -217,12 +223,12 @@ class StepCosts:
             usual: its overhead is typical; otherwise it only lowers the overhead curves.
         """
         seconds = outcome.seconds
-        self.verify.correct(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
+        self.verify.update(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
         if outcome.plan.is_drafting:
             ratio = seconds.draft / predicted.draft
-            self.read.correct(outcome.num_caught_up, ratio)
+            self.catch_up.update(outcome.num_catch_up, ratio)
             if outcome.depth > 1:
-                self.level.correct(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
-        if usual or seconds.rest < predicted.rest:
-            rest = self.draft_rest if outcome.depth else self.plain_rest
-            rest.correct(outcome.batch_size, seconds.rest / predicted.rest)
+                self.expand.update(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
+        if usual or seconds.overhead < predicted.overhead:
+            rest = self.draft_overhead if outcome.depth else self.plain_overhead
+            rest.update(outcome.batch_size, seconds.overhead / predicted.overhead)

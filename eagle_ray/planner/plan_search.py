@@ -55,7 +55,7 @@ class PlanSearch:
 
     def plain_seconds(self, size: int, num_cached: int) -> float:
         """Return the seconds of a plain step, in the pass that is run for that many rows."""
-        return self.costs.plain_step(size, num_cached, self._padded(size))
+        return self.costs.plain_seconds(size, num_cached, self._padded(size))
 
     def plain_rate(self, size: int, num_cached: int) -> float:
         """Return plain decoding's tokens per second."""
@@ -79,10 +79,12 @@ class PlanSearch:
         rows = [n for n in self.padded(self._between(size, size * self._max_nodes)) if n > size]
         gains = acceptance.accuracy * size * acceptance.model.expected([n / size - 1 for n in rows])
 
-        prompts = num_prompt_tokens * costs.read.per_row
-        levels = costs.further_levels(size, widths, self._max_depth)
-        drafted = costs.read.at(size + gains) + levels[:, :, None]  # it reads the tokens of the previous step
-        spent = prompts + costs.draft_rest(size) + drafted + costs.passes(rows, batch.num_cached, size)
+        prompts = num_prompt_tokens * costs.catch_up.per_row
+        levels = costs.level_seconds(size, widths, self._max_depth)
+        drafted = costs.catch_up.at(size + gains) + levels[:, :, None]  # it reads the tokens of the previous step
+        spent = (
+            prompts + costs.draft_overhead(size) + drafted + costs.verify_seconds_by_rows(rows, batch.num_cached, size)
+        )
 
         rates = (size + gains) / spent
         rates[1:, 0] = 0.0  # a single level has one parent, however wide the draft

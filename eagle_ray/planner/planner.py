@@ -64,13 +64,13 @@ class StepOutcome:
     batch_size: int
     num_cached: int
     depth: int
-    num_caught_up: int
+    num_catch_up: int
     num_rows: int
     num_accepted: int
     num_prompt_tokens: int
     seconds: StepTimes
     is_first: bool = False
-    num_expected: float = 0.0
+    num_expected_drafts: float = 0.0
     num_prefill_rows: int = 0
 
 

@@ -38,14 +38,14 @@ class Need:
     def __sub__(self, other: Need) -> Need:
         return Need(self.sequences - other.sequences, self.tokens - other.tokens)
 
-    def fits(self, room: Need) -> bool:
-        return self.sequences <= room.sequences and self.tokens <= room.tokens
+    def fits(self, available: Need) -> bool:
+        return self.sequences <= available.sequences and self.tokens <= available.tokens
 
     def __str__(self) -> str:
-        return f"{_counted(self.sequences, 'sequence')} and {_counted(self.tokens, 'token')}"
+        return f"{_with_noun(self.sequences, 'sequence')} and {_with_noun(self.tokens, 'token')}"
 
 
-def _counted(number: int, noun: str) -> str:
+def _with_noun(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -82,7 +82,7 @@ class Admission:
 
     def check(self, need: Need, client: int = 0, num_prompts: int = 1) -> None:
         """Raise ApiError for a request that does not fit: 400 if it never will, 429 if it does not now."""
-        most = self._room(Need(), Need())
+        most = self._available(Need(), Need())
         if need.sequences > most.sequences:
             raise ApiError(
                 400,
@@ -100,7 +100,7 @@ class Admission:
                 "max_tokens",
                 "too_many_tokens",
             )
-        room = self._room(self.held, self._held[client])
+        room = self._available(self.held, self._held[client])
         if not need.fits(room):
             wait = self._estimated_wait_s(need - room)
             raise ApiError(
@@ -110,7 +110,7 @@ class Admission:
                 retry_after_s=wait,
             )
 
-    def _room(self, held: Need, own: Need) -> Need:
+    def _available(self, held: Need, own: Need) -> Need:
         """What a client may add. held: by all clients. own: by this one, held included."""
         free = self.limit - held
         if not self._is_shared:

@@ -33,7 +33,7 @@ Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
 Result = TypeVar("Result")
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-LEFT = 499  # not read: the client closed the connection
+CLIENT_CLOSED = 499  # not read: the client closed the connection
 
 
 async def alone(snapshot: Snapshot) -> Snapshot:
@@ -107,7 +107,7 @@ class Routes:
 
     async def tokenizer_info(self, request: Request) -> Response:
         self._client(request)
-        return JSONResponse(self._service.text.described())
+        return JSONResponse(self._service.text.info())
 
     async def health(self, request: Request) -> Response:
         if not self._service.is_alive:
@@ -135,7 +135,7 @@ class Routes:
         return JSONResponse(said.body(), said.status, {**said.headers, **headers})
 
     async def part(self, request: Request, _: Exception) -> Response:
-        return Response(status_code=LEFT)
+        return Response(status_code=CLIENT_CLOSED)
 
     def _model(self) -> dict[str, Any]:
         service = self._service

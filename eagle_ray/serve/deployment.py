@@ -29,13 +29,15 @@ from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.serve.metrics_aggregator import MetricsAggregator
-from eagle_ray.serve.metrics_snapshot import Snapshot, added_up
+from eagle_ray.serve.metrics_snapshot import Snapshot, merge
 from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
 
 log = logging.getLogger("eagle_ray")
 PUBLISH_EVERY_S = 2.0
-MANY = 10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
+MAX_ONGOING_REQUESTS = (
+    10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,12 @@ class ReplicaPlan:
 class Replica(AtNodeAddress):
     """A Service in a process of its own. Serve asks check_health and starts it anew where that raises."""
 
-    def __init__(self, config: ServeConfig, keys: ApiKeys, threads: int, board: DeploymentHandle):
+    def __init__(self, config: ServeConfig, keys: ApiKeys, threads: int, aggregator: DeploymentHandle):
         super().__init__()
         _log_to_stderr(config.logging.level)
         self._service = Service.start(config, threads, keys)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._board = board
+        self._board = aggregator
         self._known: dict[str, Snapshot] = {}  # everybody's, as the board last said
         self._publishing = asyncio.ensure_future(self._publish_again())
 
@@ -70,7 +72,7 @@ class Replica(AtNodeAddress):
 
     async def _publish(self, snapshot: Snapshot) -> Snapshot:
         self._known = await self._board.put.remote(self._name, snapshot, self._known)
-        return added_up(self._known.values())
+        return merge(self._known.values())
 
     async def _publish_again(self) -> None:
         """Others see this replica without having to ask it."""
@@ -87,7 +89,7 @@ def _log_to_stderr(level: str) -> None:
         log.addHandler(logging.StreamHandler(sys.stderr))
 
 
-class BoardReplica(AtNodeAddress, MetricsAggregator):
+class MetricsReplica(AtNodeAddress, MetricsAggregator):
     """A Board in a process of its own."""
 
     def __init__(self):
@@ -113,7 +115,7 @@ def application_of(config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan) -> Ap
     options: dict[str, Any] = {
         "name": "engine",
         "ray_actor_options": {"num_cpus": 0 if shape.num_gpus else 1, "num_gpus": shape.num_gpus},
-        "max_ongoing_requests": MANY,
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "graceful_shutdown_timeout_s": serving.drain_s,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": 2.0,
@@ -129,7 +131,7 @@ def application_of(config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan) -> Ap
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }
-    board = serve.deployment(BoardReplica, name="board", ray_actor_options={"num_cpus": 0}).bind()
+    board = serve.deployment(MetricsReplica, name="board", ray_actor_options={"num_cpus": 0}).bind()
     return serve.deployment(serve.ingress()(Replica), **options).bind(config, keys, shape.threads, board)
 
 

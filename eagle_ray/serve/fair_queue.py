@@ -76,7 +76,7 @@ class FairQueue:
     def _dispatch(self) -> None:
         """Give the free places to the clients that were served least."""
         while self._num_free and any(self._waiting):
-            client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._charged)
+            client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._served_tokens)
             place = next(iter(self._waiting[client]))
             tokens = self._waiting[client].pop(place)
             if place.done():  # cancelled, and its task has not run since
@@ -86,5 +86,5 @@ class FairQueue:
             self._num_free -= 1
             place.set_result(None)
 
-    def _charged(self, client: int) -> int:
+    def _served_tokens(self, client: int) -> int:
         return self._served[client] + self._reserved[client]

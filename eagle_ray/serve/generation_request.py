@@ -18,7 +18,7 @@ from eagle_ray.core.sequence import Sequence, StopCheck
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ class GenerationRequest:
 def prepare_generation(
     request: ChatRequest | CompletionRequest,
     config: ServeConfig,
-    text: Tokenizer | NoText,
+    text: Tokenizer | NullTokenizer,
     is_typed: bool = False,
     client: int = 0,
 ) -> GenerationRequest:
@@ -108,12 +108,12 @@ def num_tokens(sequence: Sequence, max_model_len: int) -> int:
     return min(len(sequence.prompt_ids) + sequence.sampling.max_tokens, max_model_len)
 
 
-def need_of(asked: GenerationRequest, max_model_len: int) -> Need:
+def need_of(request: GenerationRequest, max_model_len: int) -> Need:
     """Return what the request takes up while it is in flight."""
-    return Need(len(asked.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in asked.choices))
+    return Need(len(request.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in request.choices))
 
 
-def least_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Need:
+def min_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Need:
     """Return what the request takes up at least, before its texts are tokenized: each counts as one token."""
     max_tokens = _max_tokens(request, config)
     lengths = [1]
@@ -127,7 +127,7 @@ def _max_tokens(request: ChatRequest | CompletionRequest, config: ServeConfig) -
     return config.sampling.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
 
 
-def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NoText) -> list[Prompt]:
+def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NullTokenizer) -> list[Prompt]:
     if isinstance(request, ChatRequest):
         return [Prompt(text.encode_chat([message.plain() for message in request.messages]), "")]
     return [
@@ -158,7 +158,7 @@ def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, ind
         raise RequestError("invalid_sampling", str(error)) from None
 
 
-def _stop_check(text: Tokenizer | NoText, stops: list[str], stop_ids: frozenset[int]) -> StopCheck | None:
+def _stop_check(text: Tokenizer | NullTokenizer, stops: list[str], stop_ids: frozenset[int]) -> StopCheck | None:
     """Stop strings and stop tokens, whichever comes first."""
     by_text = text.stop_check(stops)
     if not stop_ids:

@@ -11,7 +11,7 @@ from typing import Any
 from eagle_ray.errors import EngineError, RequestError
 
 RETRY_AFTER_S = 1
-MOST_SHOWN = 1000  # characters of a message
+MAX_MESSAGE_CHARS = 1000  # characters of a message
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -55,8 +55,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        param = None if self.param is None else _shown(self.param)
-        return {"error": {"message": _shown(str(self)), "type": kind, "param": param, "code": self.code}}
+        param = None if self.param is None else _shortened(self.param)
+        return {"error": {"message": _shortened(str(self)), "type": kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -80,7 +80,7 @@ def unsupported(param: str, fix: str) -> ApiError:
     return ApiError(400, f"{param} is not supported: {fix}", param, "unsupported_parameter")
 
 
-def _shown(text: str) -> str:
+def _shortened(text: str) -> str:
     """What a client wrote, fit to be sent back: not by the megabyte, and half a surrogate pair is no text."""
-    short = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    short = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
     return short.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import time
 
-from eagle_ray.serve.metrics_snapshot import Snapshot, added_up
+from eagle_ray.serve.metrics_snapshot import Snapshot, merge
 
-SILENT_S = 10.0  # a replica that has said nothing for so long does not answer: what it holds does not count
-ENDED_S = 600.0  # and will not come back: its counters are kept among all others' that have ended
-ENDED = ""
+STALE_S = 10.0  # a replica that has said nothing for so long does not answer: what it holds does not count
+RETIRED_S = 600.0  # and will not come back: its counters are kept among all others' that have ended
+RETIRED = ""
 
 
 class MetricsAggregator:
@@ -31,14 +31,14 @@ class MetricsAggregator:
         before = self._last[replica][1].counters if replica in self._last else {}
         counters = {name: max(before.get(name, 0), value) for name, value in snapshot.counters.items()}
         self._last[replica] = now, Snapshot(before | counters, snapshot.gauges)
-        self._fold(now)
+        self._retire(now)
         return {
-            name: part if now - said < SILENT_S else Snapshot(part.counters, {})
+            name: part if now - said < STALE_S else Snapshot(part.counters, {})
             for name, (said, part) in self._last.items()
         }
 
-    def _fold(self, now: float) -> None:
-        ended = [name for name, (said, _) in self._last.items() if name != ENDED and now - said > ENDED_S]
+    def _retire(self, now: float) -> None:
+        ended = [name for name, (said, _) in self._last.items() if name != RETIRED and now - said > RETIRED_S]
         for name in ended:
-            _, kept = self._last.get(ENDED, (now, Snapshot()))
-            self._last[ENDED] = now, added_up([Snapshot(kept.counters), Snapshot(self._last.pop(name)[1].counters)])
+            _, kept = self._last.get(RETIRED, (now, Snapshot()))
+            self._last[RETIRED] = now, merge([Snapshot(kept.counters), Snapshot(self._last.pop(name)[1].counters)])

@@ -2,7 +2,7 @@
 
 Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted tokens / drafts.
 
-    >>> print(prometheus_text(added_up([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})])))
+    >>> print(prometheus_text(merge([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})])))
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Snapshot:
     gauges: dict[str, float] = field(default_factory=dict)
 
 
-def added_up(parts: Iterable[Snapshot]) -> Snapshot:
+def merge(parts: Iterable[Snapshot]) -> Snapshot:
     counters: Counter[str] = Counter()
     gauges: Counter[str] = Counter()
     for part in parts:

@@ -1,6 +1,6 @@
-"""NoText: the words of a target without a tokenizer: it takes token ids, and its answers are token ids.
+"""NullTokenizer: the words of a target without a tokenizer: it takes token ids, and its answers are token ids.
 
->>> NoText().spell([5])
+>>> NullTokenizer().spell([5])
 'token_id:5'
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from eagle_ray.errors import RequestError
 
 
-class NoText:
+class NullTokenizer:
     """What `text.Text` offers, as far as there is any."""
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> NoReturn:
@@ -28,13 +28,13 @@ class NoText:
     def decode(self, ids: Sequence[int]) -> str:
         return ""
 
-    def spell(self, ids: Sequence[int]) -> str:
+    def decode_with_special(self, ids: Sequence[int]) -> str:
         return " ".join(f"token_id:{i}" for i in ids)
 
-    def text_of(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
+    def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         return ""
 
-    def growing(self, stops: Sequence[str]) -> NoText:
+    def decode_stream(self, stops: Sequence[str]) -> NullTokenizer:
         return self
 
     def grow(self, ids: Sequence[int]) -> str:
@@ -43,5 +43,5 @@ class NoText:
     def end(self, output_ids: Sequence[int]) -> str:
         return ""
 
-    def described(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         return {"tokenizer_class": None}

@@ -52,7 +52,7 @@ RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "str
 def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
     """has_keys: whether /v1 and the tokenizer's routes want an API key."""
     schemas = _schemas()
-    _tell_limits(schemas, model_name, vocab_size)
+    _add_limits(schemas, model_name, vocab_size)
     paths = {path: {"post": _post(path)} for path in POSTS} | {path: {"get": _get(path)} for path in GETS}
     if has_keys:
         for path in paths.keys() - set(OPEN):
@@ -123,7 +123,7 @@ def _schemas() -> Json:
     return found["$defs"]
 
 
-def _tell_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
+def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     """What pydantic's schemas do not show: null is absence, what is refused by name, and this model's own limits."""
     for kind in ("ChatRequest", "CompletionRequest"):
         schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}

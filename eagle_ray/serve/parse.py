@@ -22,7 +22,7 @@ from eagle_ray.serve.protocol import AnyRequest
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """The request in a body. Raises ApiError naming the parameter."""
     try:
-        data = json.loads(body.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
+        data = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {reprlib.repr(str(error))}", code="bad_json") from None
     if not isinstance(data, dict):
@@ -30,14 +30,14 @@ def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
-        raise _refusal(kind, error) from None
+        raise _as_api_error(kind, error) from None
     request.check()
     if b"\\u" in body:
         _check_text(data)
     return request
 
 
-def _no_number(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
@@ -59,7 +59,7 @@ def _check_text(data: dict[str, Any]) -> None:
             raise ApiError(400, f"{name}: has half a surrogate pair, which is no text", name, "bad_value") from None
 
 
-def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
+def _as_api_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     """The first thing that is wrong, by its parameter."""
     detail = error.errors(include_url=False, include_context=False)[0]
     if not detail["loc"]:

@@ -18,8 +18,8 @@ from eagle_ray.serve.fields import Stop, Stops, Text, Texts, TokenId, TokenIds
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
 
-MOST_TOPS = 20
-MOST_SEQUENCES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_SEQUENCES = 1024
 
 
 class Body(BaseModel):
@@ -141,8 +141,8 @@ class ChatRequest(Request):
         default=None, description="an integer, 1 or more"
     )
     logprobs: bool = Field(default=False, description="true or false")
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = Field(
-        default=None, description=f"an integer, 0 to {MOST_TOPS}, with logprobs"
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+        default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"
     )
 
     @property
@@ -182,8 +182,8 @@ class CompletionRequest(Request):
         default=None, description="an integer, 1 or more, or 0 with echo"
     )
     echo: bool = Field(default=False, description="true or false")
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = Field(
-        default=None, description=f"an integer, 0 to {MOST_TOPS}"
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+        default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}"
     )
     best_of: int | None = Field(default=None, description="n, or absent")
 
@@ -207,10 +207,10 @@ class CompletionRequest(Request):
             raise ApiError(400, "max_tokens: must be 1 or more, or 0 with echo: true", "max_tokens", "bad_value")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "every choice is returned; leave it out, or set it to n")
-        if len(self.prompts) * (self.n or 1) > MOST_SEQUENCES:
+        if len(self.prompts) * (self.n or 1) > MAX_SEQUENCES:
             raise ApiError(
                 400,
-                f"prompt: {len(self.prompts)} prompts with n {self.n or 1} make more than {MOST_SEQUENCES} choices: "
+                f"prompt: {len(self.prompts)} prompts with n {self.n or 1} make more than {MAX_SEQUENCES} choices: "
                 "send several requests",
                 "prompt",
                 "too_many_choices",

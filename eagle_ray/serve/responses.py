@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any
 
 from eagle_ray.serve.generation_request import Choice, GenerationRequest
-from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
@@ -18,7 +18,7 @@ from eagle_ray.tree.acceptance_stats import AcceptanceStats
 Json = dict[str, Any]
 
 
-def answer_of(asked: GenerationRequest, text: Tokenizer | NoText) -> Json:
+def answer_of(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
     """The body of a request that does not stream; every sequence is finished."""
     of = _chat_choice if asked.is_chat else _text_choice
     return head(asked, "chat.completion" if asked.is_chat else "text_completion") | {
@@ -82,12 +82,12 @@ def token_ids(asked: GenerationRequest, choice: Choice) -> Json:
     }
 
 
-def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json:
+def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json:
     sequence = choice.sequence
     logprobs = None
     if asked.request.tops is not None:
         logprobs = {"content": chat_logprobs(output_places(sequence, 0, num_output(choice)), text), "refusal": None}
-    content = text.text_of(shown_ids(asked, choice), asked.stops)
+    content = text.final_text(shown_ids(asked, choice), asked.stops)
     return {
         "index": choice.index,
         "message": {"role": "assistant", "content": content, "refusal": None},
@@ -96,8 +96,8 @@ def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoT
     } | token_ids(asked, choice)
 
 
-def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json:
-    output = text.text_of(shown_ids(asked, choice), asked.stops)
+def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json:
+    output = text.final_text(shown_ids(asked, choice), asked.stops)
     return {
         "index": choice.index,
         "text": choice.prompt.text + output if asked.echo else output,
@@ -106,7 +106,7 @@ def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoT
     } | token_ids(asked, choice)
 
 
-def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> Json | None:
+def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json | None:
     if asked.request.tops is None:
         return None
     places = output_places(choice.sequence, 0, num_output(choice))
@@ -114,7 +114,7 @@ def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | N
     return text_logprobs(places, text, asked.request.tops > 0)
 
 
-def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText) -> tuple[str, Json | None]:
+def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> tuple[str, Json | None]:
     """An echo, before the first output id: the prompt's text and log-probabilities."""
     if asked.request.tops is None:
         return choice.prompt.text, None

@@ -27,7 +27,7 @@ from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.generation_request import (
     Choice,
     GenerationRequest,
-    least_need,
+    min_need,
     need_of,
     num_tokens,
     prepare_generation,
@@ -36,7 +36,7 @@ from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.metrics_snapshot import Snapshot
-from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.openai_client_compat import without_nulls
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import (
@@ -76,7 +76,7 @@ class Service:
     """Takes the engine over. close() ends it."""
 
     def __init__(self, config: ServeConfig, engine: Engine, text: Tokenizer | None, keys: ApiKeys | None = None):
-        self.config, self.text = config, text or NoText()
+        self.config, self.text = config, text or NullTokenizer()
         self.keys = keys or ApiKeys()
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.target.vocab_size
         self.num_spec_tokens = engine.num_spec_tokens
@@ -92,7 +92,7 @@ class Service:
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
         pair = build_in_thread(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads)
-        return cls(config, pair.engine, pair.text, keys)
+        return cls(config, pair.engine, pair.tokenizer, keys)
 
     @property
     def is_alive(self) -> bool:
@@ -126,7 +126,7 @@ class Service:
         """is_typed: see ``typed``. client: the number of its API key. Raises ApiError and RequestError."""
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
-        self.admission.check(least_need(request, self.config, self.max_model_len), client, num_prompts)
+        self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
         return await self._readers.run(
             request.num_characters, prepare_generation, request, self.config, self.text, is_typed, client
         )
@@ -153,7 +153,7 @@ class Service:
         def make() -> bytes:
             if (most := max(request.tokens, default=0)) >= self.vocab_size:
                 raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
-            return json_bytes({"prompt": self.text.spell(request.tokens)})
+            return json_bytes({"prompt": self.text.decode_with_special(request.tokens)})
 
         return await self._readers.run(len(request.tokens), make)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from eagle_ray.serve.generation_request import Choice, GenerationRequest
-from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import Json, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
 from eagle_ray.serve.step_trace import Steps
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
@@ -49,9 +49,9 @@ def num_logprobs(chunk: Json) -> int:
 class ChoiceChunks:
     """One choice of a stream. Its texts together are the text it would have without streaming."""
 
-    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NoText):
+    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
         self._asked, self._choice, self._text = asked, choice, text
-        self._growing = text.growing(asked.stops)
+        self._growing = text.decode_stream(asked.stops)
         self._steps = Steps(choice.sequence) if wants_steps(asked) else None
         self._num_told = 0
         self._is_begun = False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.serve.null_tokenizer import NoText
+from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.tokenizer import REPLACEMENT_CHAR, Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
@@ -43,7 +43,7 @@ def _place(token: int, logprob: float | None, top: TopLogprobs) -> TokenLogprob:
     return TokenLogprob(token, None if logprob is None else max(logprob, MIN_LOGPROB), finite_top)
 
 
-def chat_logprobs(places: list[TokenLogprob], text: Tokenizer | NoText) -> list[dict[str, Any]]:
+def chat_logprobs(places: list[TokenLogprob], text: Tokenizer | NullTokenizer) -> list[dict[str, Any]]:
     return [
         _token(place.token, place.logprob, text)
         | {"top_logprobs": [_token(token, logprob, text) for token, logprob in place.top]}
@@ -51,9 +51,9 @@ def chat_logprobs(places: list[TokenLogprob], text: Tokenizer | NoText) -> list[
     ]
 
 
-def _token(token: int, logprob: float | None, text: Tokenizer | NoText) -> dict[str, Any]:
+def _token(token: int, logprob: float | None, text: Tokenizer | NullTokenizer) -> dict[str, Any]:
     """bytes is null for a token that is only a part of a character."""
-    spelled = text.spell([token])
+    spelled = text.decode_with_special([token])
     return {
         "token": spelled,
         "logprob": logprob,
@@ -62,10 +62,10 @@ def _token(token: int, logprob: float | None, text: Tokenizer | NoText) -> dict[
 
 
 def text_logprobs(
-    places: list[TokenLogprob], text: Tokenizer | NoText, has_tops: bool, offset: int = 0
+    places: list[TokenLogprob], text: Tokenizer | NullTokenizer, has_tops: bool, offset: int = 0
 ) -> dict[str, Any]:
     """offset: characters before the first place. Of alternatives that are spelled alike the likeliest is shown."""
-    tokens = [text.spell([place.token]) for place in places]
+    tokens = [text.decode_with_special([place.token]) for place in places]
     offsets = [offset]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
@@ -78,12 +78,12 @@ def text_logprobs(
     }
 
 
-def _by_spelling(place: TokenLogprob, text: Tokenizer | NoText) -> dict[str, float] | None:
+def _by_spelling(place: TokenLogprob, text: Tokenizer | NullTokenizer) -> dict[str, float] | None:
     """Of the place's alternatives and, as OpenAI does, its own token; null where nothing precedes it."""
     if place.logprob is None:
         return None
     ranked = [*place.top, (place.token, place.logprob)]
     found: dict[str, float] = {}
     for token, logprob in sorted(ranked, key=lambda pair: -pair[1]):
-        found.setdefault(text.spell([token]), logprob)
+        found.setdefault(text.decode_with_special([token]), logprob)
     return found

@@ -82,18 +82,18 @@ class DraftTree:
             valid=place(self.valid, batch.valid, False),
         )
 
-    def first(self, num_trees: int) -> DraftTree:
+    def head(self, num_trees: int) -> DraftTree:
         """Return the first num_trees trees."""
-        return DraftTree(*(column[:num_trees] for column in self.columns))
+        return DraftTree(*(column[:num_trees] for column in self.tensors))
 
     @property
-    def columns(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors, in the order of the constructor's arguments."""
         return self.tokens, self.parents, self.depths, self.log_values, self.draft_log_probs, self.valid
 
     def to(self, device: torch.device | str) -> DraftTree:
         """Return the trees on another device."""
-        return DraftTree(*(column.to(device, non_blocking=True) for column in self.columns))
+        return DraftTree(*(column.to(device, non_blocking=True) for column in self.tensors))
 
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
         """Return the subtrees of the given nodes. nodes: ascending indices; N for no node."""

@@ -93,16 +93,16 @@ class TreeBuilder:
         With a shape: those of the level that have children in it, in its order.
         """
         if self._frontier is None:
-            self._frontier = self._made_frontier()
+            self._frontier = self._best_frontier()
         return self._frontier
 
-    def _made_frontier(self) -> Frontier:
+    def _best_frontier(self) -> Frontier:
         values, tokens = self._log_values[-1], self._tokens[-1]
         if self._ends is not None:
             is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
             values = values.masked_fill(is_end, -torch.inf)
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
-        index = self._best(values) if self._shape is None else self._named(values, children_each)
+        index = self._best(values) if self._shape is None else self._static_nodes(values, children_each)
         first_of_level = self._num_nodes - tokens.shape[1]
         self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
         return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
@@ -110,8 +110,8 @@ class TreeBuilder:
     def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
         return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
 
-    def _named(self, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
-        return _places(self._shape, self.depth, children_each, values.device).expand(len(values), -1)
+    def _static_nodes(self, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
+        return _static_places(self._shape, self.depth, children_each, values.device).expand(len(values), -1)
 
     def build(self) -> DraftTree:
         """All candidates so far: 1 + F*K nodes a level, breadth-first. Padding is marked where it stands: `rerank`
@@ -130,9 +130,9 @@ class TreeBuilder:
 
 
 @lru_cache(maxsize=64)
-def _places(shape: StaticTree, depth: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
+def _static_places(shape: StaticTree, depth: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
     """Where the nodes of a level that have children stand among all of it; sent to the device once."""
-    return to_device([parent * children_each + rank for parent, rank in shape.expanded(depth)], device)
+    return to_device([parent * children_each + rank for parent, rank in shape.parents_at(depth)], device)
 
 
 def _mask_nan(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:

@@ -42,7 +42,7 @@ class StaticTree:
         """Children that a node must be offered for every path to exist."""
         return 1 + max((max(path) for path in self.paths), default=-1)
 
-    def expanded(self, level: int) -> list[tuple[int, int]]:
+    def parents_at(self, level: int) -> list[tuple[int, int]]:
         """The nodes of a level (1 is the root's children) that have children, in their order.
 
         Each as its parent's place among those of the level before (0 is the root) and its rank among its siblings.

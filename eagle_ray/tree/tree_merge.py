@@ -30,9 +30,9 @@ class Merged:
     """
 
     tree: DraftTree
-    said: Float[Tensor, "B N A"]
+    log_probs_by_drafter: Float[Tensor, "B N A"]
 
-    def valued(self, log_probs: Float[Tensor, "B N"], max_depth: int) -> DraftTree:
+    def with_log_probs(self, log_probs: Float[Tensor, "B N"], max_depth: int) -> DraftTree:
         """The tree with these log-probabilities of its nodes given their parents; roots' and padding's are not read."""
         tree = self.tree
         drafted = tree.parents >= 0
@@ -61,8 +61,8 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
         torch.where(tree.parents >= 0, at.gather(1, tree.parents.clamp(min=0)), -1)
         for tree, at in zip(trees, own, strict=True)
     ]
-    values = [_spread(tree, tree.log_values, at, order) for tree, at in zip(trees, own, strict=True)]
-    said = [_spread(tree, _given_parents(tree), at, order) for tree, at in zip(trees, own, strict=True)]
+    values = [_scatter(tree, tree.log_values, at, order) for tree, at in zip(trees, own, strict=True)]
+    said = [_scatter(tree, _conditional_log_probs(tree), at, order) for tree, at in zip(trees, own, strict=True)]
     kept = kept.gather(1, order)
 
     def placed(columns: list[Tensor], padding: int | float) -> Tensor:
@@ -99,13 +99,13 @@ def _first_occurrence(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     return torch.empty_like(order).scatter_(1, order, order.gather(1, run))
 
 
-def _given_parents(tree: DraftTree) -> Float[Tensor, "B N"]:
+def _conditional_log_probs(tree: DraftTree) -> Float[Tensor, "B N"]:
     """Log-probability of each node given its parent; 0 for roots."""
     above = tree.log_values.gather(1, tree.parents.clamp(min=0))
     return torch.where(tree.parents >= 0, tree.log_values - above, 0.0)
 
 
-def _spread(
+def _scatter(
     tree: DraftTree, values: Float[Tensor, "B M"], index: Int[Tensor, "B M"], merged: Int[Tensor, "B N"]
 ) -> Float[Tensor, "B N"]:
     """Values of the tree's nodes at their indices in the merged tree, -inf elsewhere."""

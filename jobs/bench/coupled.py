@@ -108,7 +108,8 @@ def build(speculative: SpeculativeConfig, slots: int) -> EngineBundle:
 def answer(pair: EngineBundle, rows: list[dict], params: SamplingParams) -> Arm:
     """Every prompt's answer; the seed of a prompt's noise is its place."""
     sequences = [
-        Sequence(row["id"], pair.text.encode_chat(row["messages"]), with_seed(params, i)) for i, row in enumerate(rows)
+        Sequence(row["id"], pair.tokenizer.encode_chat(row["messages"]), with_seed(params, i))
+        for i, row in enumerate(rows)
     ]
     for sequence in sequences:
         pair.engine.add(sequence)

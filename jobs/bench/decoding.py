@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def bundled_prompts(pair: EngineBundle) -> Prompts:
     rows = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
-    return [pair.text.encode_chat(row["messages"]) for row in rows]
+    return [pair.tokenizer.encode_chat(row["messages"]) for row in rows]
 
 
 def generate(model: LlamaForCausalLM, num_tokens: int) -> Way:

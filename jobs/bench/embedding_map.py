@@ -20,7 +20,7 @@ from eagle_ray.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A Llama's shape; the head's one layer is of the same shape. vocab_size: rows of embedding and lm_head."""
 
     hidden_size: int
@@ -89,7 +89,7 @@ class EmbeddingMap:
     anchors: Int[Tensor, " A"]
 
     @classmethod
-    def of(cls, config: LlamaConfig, shape: Shape) -> EmbeddingMap:
+    def of(cls, config: LlamaConfig, shape: ModelShape) -> EmbeddingMap:
         """Query heads keep their key/value head; where the large model has fewer per group, key heads are copied."""
         dim, kv_heads = config.head_dim, config.num_key_value_heads
         groups, wide_groups = config.num_attention_heads // kv_heads, shape.num_heads // shape.num_kv_heads

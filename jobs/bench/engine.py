@@ -37,8 +37,8 @@ from eagle_ray.build import build_engine, download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import Identity, compare
-from eagle_ray.evaluation.forward_timer import ForwardMeter
+from eagle_ray.evaluation.equivalence import Equivalence, compare
+from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.statistics import Counted, pooled_ratio
 from eagle_ray.evaluation.throughput import Sample, SteadyQueue, run_to_completion
 from eagle_ray.models.eagle_heads import EagleHead
@@ -83,7 +83,7 @@ COLUMNS += ("all", "tau", "predicted", "rows/pass", "off", "probes", "outside", 
 Count = Callable[[Sample], Counted]  # tokens and seconds
 WAYS = ("plain", "chain", "eagle2", "published", "best", "adaptive", "ours")
 FIXED = ("published", "best")  # among them: the best fixed tree, ranked as EAGLE-2 does and as we do
-Measured = tuple[dict[str, list[Sample]], dict[str, Identity]]  # of each way: by rounds, and over all of them
+Measured = tuple[dict[str, list[Sample]], dict[str, Equivalence]]  # of each way: by rounds, and over all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Models:
 
     causal_lm: nn.Module
     head: EagleHead
-    meter: ForwardMeter
+    meter: ForwardTimer
     prompts: list[list[int]]
     tuning: list[list[int]]
 
@@ -107,7 +107,7 @@ class Models:
         causal_lm, head = causal_lm.to(dtype), head.to(dtype).eval()
         pack_linears(causal_lm)
         pack_linears(head)
-        meter = ForwardMeter(*linear_layers(causal_lm), *linear_layers(head))
+        meter = ForwardTimer(*linear_layers(causal_lm), *linear_layers(head))
         text = Tokenizer.load(path)
         prompts, tuning = (shuffled_prompts(text, PER_CATEGORY, seed) for seed in (args.seed, args.seed + 1))
         return cls(causal_lm, head, meter, prompts, tuning)
@@ -215,7 +215,7 @@ def measured(
     if len(makings) == 1:
         return makings[0]
     samples = {name: [sum(s[name][1:], s[name][0]) for s, _ in makings] for name in ways}
-    return samples, {name: sum((same[name] for _, same in makings), Identity()) for name in ways}
+    return samples, {name: sum((same[name] for _, same in makings), Equivalence()) for name in ways}
 
 
 def steady(
@@ -271,7 +271,7 @@ def drain(
     return samples, identities(models, done)
 
 
-def identities(models: Models, sequences: dict[str, list[Sequence]]) -> dict[str, Identity]:
+def identities(models: Models, sequences: dict[str, list[Sequence]]) -> dict[str, Equivalence]:
     """Each way's outputs beside plain decoding's."""
     plain = sequences["plain"]
     asked = [s.prompt_ids for s in plain], [s.sampling for s in plain]
@@ -292,7 +292,7 @@ def turns(lanes: dict[str, Lane], num_rounds: int) -> Iterator[tuple[int, str, s
 
 
 def figures(
-    samples: list[Sample], others: dict[str, list[Sample]], identity: Identity, count: Count, device: str
+    samples: list[Sample], others: dict[str, list[Sample]], identity: Equivalence, count: Count, device: str
 ) -> dict[str, object]:
     """others: of all ways, in the same rounds."""
     mine = [count(sample) for sample in samples]

@@ -19,7 +19,7 @@ from eagle_ray.build import download
 from eagle_ray.models.head_checkpoint import SAFETENSORS, load_head, read_config
 from eagle_ray.models.loader import load_target
 from eagle_ray.tokenizer import Tokenizer
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.peer_lock import locked
 from jobs.bench.widening import widen_pair
 from jobs.tiny_pair.prompts import prompt_rows
@@ -51,7 +51,7 @@ class Models:
         return []
 
 
-def widened_pair(folder: Path, shape: Shape) -> Models:
+def widened_pair(folder: Path, shape: ModelShape) -> Models:
     """Return the embedded pair at a larger shape, from ``folder`` if it was exported there before."""
     models = Models(folder / "target", folder / "draft")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def widened_pair(folder: Path, shape: Shape) -> Models:
     return models
 
 
-def _export(models: Models, shape: Shape) -> None:
+def _export(models: Models, shape: ModelShape) -> None:
     source = Models(download(EMBEDDED, "target"), download(EMBEDDED, "draft"))
     small = load_target(source.target, torch.float32, "cpu")
     wide, wide_head = widen_pair(small, load_head(source.draft, small.config), shape)
@@ -122,7 +122,7 @@ def _encode(row: dict[str, Any], text: Tokenizer | None, place: str) -> list[int
         return text.encode(row["prompt"])
     if "messages" not in row:
         raise ValueError(f"{place}: no prompt. Give each row prompt_token_ids, prompt or messages.")
-    if text.described()["chat_template"] is None:
+    if text.info()["chat_template"] is None:
         return text.encode("\n\n".join(message["content"] for message in row["messages"]))
     return text.encode_chat(row["messages"])
 

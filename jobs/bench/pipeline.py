@@ -37,7 +37,7 @@ from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.models.head_checkpoint import load_head, read_config, save_head
 from eagle_ray.models.loader import load_target
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import widen_pair
 from jobs.tiny_pair.prompts import prompt_rows
 
@@ -45,7 +45,7 @@ LOOK_EVERY_S = 0.5
 PER_CATEGORY = 32  # different prompts, used again and again: some categories have not many more
 ROWS = {"embedded": 2000, "wide": 256}
 MAX_TOKENS = {"embedded": 64, "wide": 32}
-WIDE = Shape(
+WIDE = ModelShape(
     hidden_size=768,
     num_layers=12,
     num_heads=8,
@@ -133,7 +133,7 @@ def engine_alone(config: JobConfig) -> float:
     pair = build_engine_from_config(
         config.model, config.speculative, config.execution.slots, config.execution.kv_tokens
     )
-    sequences = [s for row in requests_of(plan_input(config)) for s in sequences_of(row, config, pair.text)]
+    sequences = [s for row in requests_of(plan_input(config)) for s in sequences_of(row, config, pair.tokenizer)]
     started = time.monotonic()
     for sequence in sequences:
         pair.engine.add(sequence)

@@ -54,7 +54,7 @@ def main() -> None:
     drain_slots = args.drain_slots if args.drain else []
     most = max([*args.batches, *drain_slots, 1])
     made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), most)
-    prompts = shuffled_prompts(made.text, PER_CATEGORY, args.seed)
+    prompts = shuffled_prompts(made.tokenizer, PER_CATEGORY, args.seed)
     print(f"{HEADER}\n{'|---' * 9}|", flush=True)
     for batch in args.batches:
         print(line(args, str(batch), batch, lambda p, b=batch: steady(made.engine, p, prompts, b, args)), flush=True)

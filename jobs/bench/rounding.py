@@ -16,7 +16,7 @@ from torch import nn
 from eagle_ray.build import build_engine, load_causal_lm, load_draft, load_tokenizer
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.evaluation.equivalence import Identity, compare, first_difference
+from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
 from eagle_ray.sampling.near_tie import NEAR_TIE
 from eagle_ray.sampling.sampler import SamplingParams
 from jobs.tiny_pair.prompts import shuffled_prompts
@@ -84,7 +84,7 @@ def summary(
 ) -> str:
     """Return the cells that count differences; model: computes the logits where an output first differs."""
     model.set_attn_implementation("sdpa")
-    found: Identity = compare(model, prompts, outputs, reference, params, NEAR_TIE[model.dtype])
+    found: Equivalence = compare(model, prompts, outputs, reference, params, NEAR_TIE[model.dtype])
     places = [first_difference(ids, wanted) for ids, wanted in zip(outputs, reference, strict=True)]
     num_tokens = sum(
         len(wanted) if place is None else place + 1 for place, wanted in zip(places, reference, strict=True)

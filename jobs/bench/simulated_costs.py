@@ -43,12 +43,12 @@ def avx512() -> StepCosts:
     """That pair on two cores of a Xeon of 2023, in fp32: a pass of few rows waits for the weights."""
     return StepCosts(
         verify=_curve({1: 57.5, 6: 60, 8: 65.5, 16: 80, 24: 91.5, 32: 107, 48: 130, 64: 152, 128: 240}),
-        attend=2.4e-6,
-        read=_curve({1: 7.2, 8: 8.5, 16: 9.7, 32: 11.7, 64: 18}),
-        level=_curve({1: 5.8, 8: 6.9, 16: 8.1, 32: 11.4, 64: 18}),
-        plain_rest=_curve({1: 0.6, 16: 0.9}),
-        draft_rest=_curve({1: 1.8, 16: 3.1}),
-        attend_row=3.8e-7,
+        attention_per_token=2.4e-6,
+        catch_up=_curve({1: 7.2, 8: 8.5, 16: 9.7, 32: 11.7, 64: 18}),
+        expand=_curve({1: 5.8, 8: 6.9, 16: 8.1, 32: 11.4, 64: 18}),
+        plain_overhead=_curve({1: 0.6, 16: 0.9}),
+        draft_overhead=_curve({1: 1.8, 16: 3.1}),
+        attention_per_row=3.8e-7,
     )
 
 
@@ -56,11 +56,11 @@ def amx() -> StepCosts:
     """The same in bf16, whose tiles hold 16 rows: dozens of rows more are nearly free."""
     return StepCosts(
         verify=_curve({1: 40, 8: 42, 16: 44.5, 32: 51.5, 48: 56, 64: 61, 96: 72, 144: 91}),
-        attend=2.3e-6,
-        read=_curve({1: 5.3, 16: 5.5, 32: 6.7, 48: 8.2, 64: 9.5}),
-        level=_curve({1: 3.3, 4: 4.5, 16: 5, 32: 6, 64: 7.2}),
-        plain_rest=_curve({1: 0.6, 16: 1}),
-        draft_rest=_curve({1: 1.7, 16: 3.3}),
+        attention_per_token=2.3e-6,
+        catch_up=_curve({1: 5.3, 16: 5.5, 32: 6.7, 48: 8.2, 64: 9.5}),
+        expand=_curve({1: 3.3, 4: 4.5, 16: 5, 32: 6, 64: 7.2}),
+        plain_overhead=_curve({1: 0.6, 16: 1}),
+        draft_overhead=_curve({1: 1.7, 16: 3.3}),
     )
 
 
@@ -126,7 +126,7 @@ class SimulatedPlanner:
 
     def observe(self, outcome: StepOutcome) -> None:
         seconds = self.costs.predict(outcome)
-        self.seconds += seconds.total - self.costs.beside(outcome)
+        self.seconds += seconds.total - self.costs.prefill_seconds(outcome)
         self.num_tokens += outcome.batch_size + outcome.num_accepted
         self.outcomes.append(outcome)
         self.planner.observe(replace(outcome, seconds=self._heard(seconds)))
@@ -134,5 +134,5 @@ class SimulatedPlanner:
     def _heard(self, seconds: StepTimes) -> StepTimes:
         if not self._noise:
             return seconds
-        parts = (seconds.draft, seconds.verify, seconds.rest)
+        parts = (seconds.draft, seconds.verify, seconds.overhead)
         return StepTimes(*(part * self._draw.lognormvariate(0, self._noise) for part in parts))

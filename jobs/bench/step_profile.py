@@ -69,7 +69,7 @@ PARTS: list[Part] = [
     (DRAFT, "pairs of the accepted path", EagleDrafter, "extend"),
     (DRAFT, "rest of the draft", EagleDrafter, "draft"),
     (TREE, "grow", TreeBuilder, "grow"),
-    (TREE, "frontier", TreeBuilder, "_made_frontier"),
+    (TREE, "frontier", TreeBuilder, "_best_frontier"),
     (TREE, "build", TreeBuilder, "build"),
     (TREE, "rerank", DraftTree, "rerank"),
     (TREE, "pack", DraftTree, "pack"),

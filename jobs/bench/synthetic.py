@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_ray.models.eagle_heads import EagleHead
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import seeded, typed
 
 LOGIT = 40.0  # of the successor: that of any other token is a few in size
@@ -29,7 +29,7 @@ CHUNK = 8192  # rows of an embedding made at once
 
 
 def synthetic_pair(
-    shape: Shape,
+    shape: ModelShape,
     acceptance: tuple[float, ...],
     *,
     dtype: torch.dtype = torch.float32,
@@ -84,7 +84,7 @@ def _mixtures(
     return sum(parts).to(embedding.dtype)
 
 
-def _config(shape: Shape, num_layers: int) -> LlamaConfig:
+def _config(shape: ModelShape, num_layers: int) -> LlamaConfig:
     return shape.llama_config(
         num_layers, max_position_embeddings=1 << 17, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )

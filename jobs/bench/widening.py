@@ -30,14 +30,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from eagle_ray.errors import EngineError
 from eagle_ray.models.eagle_heads import EagleHead
-from jobs.bench.embedding_map import EmbeddingMap, Shape, place
+from jobs.bench.embedding_map import EmbeddingMap, ModelShape, place
 
 NO_EPS = 1e-20  # the constant dimension stands in for it
 IMPOSSIBLE = -(2.0**15)  # of a padded token's logit, times a constant; fits every dtype
 
 # 230M parameters, a gigabyte in fp32: far past any cache. A draft pass reads 9.8 % of what a target pass reads, lm_head
 # included; with an 8B Llama and its head it is 10.3 %.
-BENCH = Shape(
+BENCH = ModelShape(
     hidden_size=1024,
     num_layers=16,
     num_heads=8,
@@ -46,15 +46,15 @@ BENCH = Shape(
     intermediate_size=3584,
     vocab_size=6144,
 )
-LLAMA_1B = Shape(2048, 16, 32, 8, 64, 8192, 128256)  # Llama-3.2-1B, but for an lm_head of its own
-LLAMA_3B = Shape(2560, 32, 20, 4, 128, 8960, 128256)  # 3B in as many layers as an 8B has
-LLAMA_8B = Shape(4096, 32, 32, 8, 128, 14336, 128256)  # Llama-3-8B
+LLAMA_1B = ModelShape(2048, 16, 32, 8, 64, 8192, 128256)  # Llama-3.2-1B, but for an lm_head of its own
+LLAMA_3B = ModelShape(2560, 32, 20, 4, 128, 8960, 128256)  # 3B in as many layers as an 8B has
+LLAMA_8B = ModelShape(4096, 32, 32, 8, 128, 14336, 128256)  # Llama-3-8B
 
 
 def widen_pair(
     model: LlamaForCausalLM,
     head: EagleHead,
-    shape: Shape,
+    shape: ModelShape,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -71,7 +71,7 @@ def widen_pair(
     return wide.eval().requires_grad_(False), wide_head.eval().requires_grad_(False)
 
 
-def _widen_target(model: LlamaForCausalLM, shape: Shape, dtype: torch.dtype) -> LlamaForCausalLM:
+def _widen_target(model: LlamaForCausalLM, shape: ModelShape, dtype: torch.dtype) -> LlamaForCausalLM:
     config, places = model.config, EmbeddingMap.of(model.config, shape)
     if config.num_hidden_layers > shape.num_layers or config.vocab_size > shape.vocab_size:
         raise EngineError(f"{config.num_hidden_layers} layers and {config.vocab_size} tokens do not fit into {shape}")
@@ -95,7 +95,7 @@ def _widen_target(model: LlamaForCausalLM, shape: Shape, dtype: torch.dtype) -> 
     return wide
 
 
-def _widen_head(head: EagleHead, target_eps: float, shape: Shape) -> EagleHead:
+def _widen_head(head: EagleHead, target_eps: float, shape: ModelShape) -> EagleHead:
     config, places = head.config, EmbeddingMap.of(head.config, shape)
     own = head.embed_tokens is not None
     wide = EagleHead(_config(config, shape, 1), bias=head.fc.bias is not None, own_embedding=own)
@@ -117,7 +117,7 @@ def _widen_head(head: EagleHead, target_eps: float, shape: Shape) -> EagleHead:
     return wide
 
 
-def _config(small: LlamaConfig, shape: Shape, num_layers: int) -> LlamaConfig:
+def _config(small: LlamaConfig, shape: ModelShape, num_layers: int) -> LlamaConfig:
     if small.attention_bias or small.mlp_bias or small.rope_parameters["rope_type"] != "default":
         raise EngineError("only Llamas without biases and with plain rotary embeddings are widened")
     return shape.llama_config(

@@ -56,10 +56,10 @@ def tau_by_category(
     pair = load_pair(target, draft, shape)
     counted = {"all": AcceptanceStats.empty(shape.max_depth)}
     category_of = {row["id"]: row["category"] for row in rows}
-    if pair.text is None:
+    if pair.tokenizer is None:
         raise EngineError(f"{target} has no tokenizer, so there is no way to ask it")
     for row in rows:
-        prompt_ids = pair.text.encode_chat(row["messages"])
+        prompt_ids = pair.tokenizer.encode_chat(row["messages"])
         pair.engine.add(engine_sequence.Sequence(row["id"], prompt_ids, SamplingParams(max_tokens=max_tokens)))
     while pair.engine.has_work:
         for sequence in pair.engine.step():

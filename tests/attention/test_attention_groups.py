@@ -2,12 +2,12 @@
 
 import random
 
-from eagle_ray.attention.attention_groups import CALL_COLUMNS, PER_COLUMN, group_sequences
+from eagle_ray.attention.attention_groups import CALL_COST, READ_COST, group_sequences
 
 
 def work(members: list[int], lengths: list[int], sizes: list[int]) -> float:
     longest, largest = max(lengths[i] for i in members), max(sizes[i] for i in members)
-    return len(members) * longest * (PER_COLUMN + largest) / (PER_COLUMN + 1)
+    return len(members) * longest * (READ_COST + largest) / (READ_COST + 1)
 
 
 def test_groups_hold_every_sequence_once_and_pay_for_themselves():
@@ -20,7 +20,7 @@ def test_groups_hold_every_sequence_once_and_pay_for_themselves():
         assert all(group.size == max(sizes[i] for i in group.members) for group in groups)
         saved = work(list(range(len(lengths))), lengths, sizes)
         saved -= sum(work(group.members, lengths, sizes) for group in groups)
-        assert saved >= CALL_COLUMNS * (len(groups) - 1)
+        assert saved >= CALL_COST * (len(groups) - 1)
         apart += len(groups) > 1
     assert apart > 100
 

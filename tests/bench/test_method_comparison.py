@@ -6,10 +6,10 @@ from eagle_ray.build import build_engine
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.evaluation.draft_methods import default_names, ways_of
-from eagle_ray.evaluation.equivalence import Identity, compare
-from eagle_ray.evaluation.forward_timer import ForwardMeter
-from eagle_ray.evaluation.method_comparison import FEWEST, BenchmarkPrompt, figures, rounds
+from eagle_ray.evaluation.draft_methods import default_names, parse_methods
+from eagle_ray.evaluation.equivalence import Equivalence, compare
+from eagle_ray.evaluation.forward_timer import ForwardTimer
+from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
 from eagle_ray.evaluation.statistics import difference_interval
 from eagle_ray.evaluation.throughput import run_to_completion
 from eagle_ray.sampling.sampler import SamplingParams
@@ -25,7 +25,7 @@ def question(task: str, i: int) -> BenchmarkPrompt:
 
 
 def same(answers, plain):
-    return Identity(len(plain), sum(a.output_ids == b.output_ids for a, b in zip(answers, plain, strict=True)))
+    return Equivalence(len(plain), sum(a.output_ids == b.output_ids for a, b in zip(answers, plain, strict=True)))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_no_drafter_remembers_the_answers_of_the_warm_up():
     engines = {name: build_engine(model, None, way, 1, max_model_len=64) for name, way in ways.items()}
     [turn] = rounds(engines, [question("a", 0)], 0.0)
     again = question("a", 0).at(0.0)
-    run_to_completion(engines["suffix"], [again], ForwardMeter())
+    run_to_completion(engines["suffix"], [again], ForwardTimer())
     assert len(again.output_ids) == len(turn.answers["suffix"][0].output_ids) == 10
     assert turn.answers["suffix"][0].stats.num_steps > again.stats.num_steps  # by now it has seen the answer
 
@@ -81,7 +81,7 @@ def test_figures_are_the_engines_counts(turns):
 
 
 def test_plain_decoding_is_one_token_a_pass_and_is_itself(turns):
-    turns = turns * FEWEST
+    turns = turns * MIN_ROUNDS
     numbers = figures(turns, "plain", "plain", "eagle2", same)
     assert numbers["tau"] == 1 and numbers["nodes_per_step"] == 0 and numbers["calibration_error"]["drafted"] is None
     assert numbers["speed_up"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
@@ -89,7 +89,7 @@ def test_plain_decoding_is_one_token_a_pass_and_is_itself(turns):
 
 
 def test_few_rounds_or_questions_have_no_interval(turns):
-    few, enough = (figures(turns[:1] * n, "eagle2", "plain", "plain", same) for n in (FEWEST - 1, FEWEST))
+    few, enough = (figures(turns[:1] * n, "eagle2", "plain", "plain", same) for n in (MIN_ROUNDS - 1, MIN_ROUNDS))
     assert few["speed_up"]["low"] is few["speed_up"]["high"] is None
     assert 0 < enough["speed_up"]["low"] <= enough["speed_up"]["high"] < float("inf")
     one_round = figures(turns[:1], "eagle2", "plain", "plain", same)["tau_less"]
@@ -102,8 +102,8 @@ def test_a_sampled_difference_is_a_near_tie_only_where_the_noise_left_one():
     plain = reference_decode(model, [5, 9], params, frozenset())
     other = [*plain.ids[:2], (plain.ids[2] + 1) % 97]
     assert plain.reachable[2] == {plain.ids[2]}
-    assert compare(model, [[5, 9]], [other], [plain.ids], [params]) == Identity(1, 0, 0)
-    assert compare(model, [[5, 9]], [plain.ids], [plain.ids], [params]) == Identity(1, 1, 0)
+    assert compare(model, [[5, 9]], [other], [plain.ids], [params]) == Equivalence(1, 0, 0)
+    assert compare(model, [[5, 9]], [plain.ids], [plain.ids], [params]) == Equivalence(1, 1, 0)
 
 
 def test_a_difference_of_pooled_means_and_its_interval():
@@ -117,15 +117,15 @@ def test_a_difference_of_pooled_means_and_its_interval():
 def test_ways_by_name():
     model, tree = ModelConfig(), SpeculativeConfig()
     names = default_names(tree)
-    ways = {way.name: way for way in ways_of(names, model, tree)}
+    ways = {way.name: way for way in parse_methods(names, model, tree)}
     assert next(iter(ways)) == "plain" and len(ways) == 1 + len(names)
     assert ways["plain"].draft is None and ways["eagle2"].draft == "embedded:tiny"
     published = ways["eagle2"].speculative
     assert (published.budget, published.ranking, published.max_nodes) == ("uniform", "published", 60)
     assert ways["ours"].speculative == tree
-    assert ways_of(["eagle2=/elsewhere"], model, tree)[1].draft == "/elsewhere"
-    assert ways_of(["eagle2:7"], model, tree)[1].speculative.max_nodes == 7
-    held = {name: ways[name].beside for name in ("eagle1", "eagle2-without-value", "eagle2-without-reranking")}
+    assert parse_methods(["eagle2=/elsewhere"], model, tree)[1].draft == "/elsewhere"
+    assert parse_methods(["eagle2:7"], model, tree)[1].speculative.max_nodes == 7
+    held = {name: ways[name].reference for name in ("eagle1", "eagle2-without-value", "eagle2-without-reranking")}
     assert list(held.values()) == ["eagle2:25", "eagle2", "eagle2:50"] and set(held.values()) <= ways.keys()
     assert "eagle2" not in default_names(SpeculativeConfig(method="none"))
 
@@ -136,9 +136,9 @@ def test_ways_by_name():
 )
 def test_a_name_that_is_no_method_is_refused(name, says):
     with pytest.raises(ConfigError, match=rf"--methods: .*{says}"):
-        ways_of([name], ModelConfig(), SpeculativeConfig())
+        parse_methods([name], ModelConfig(), SpeculativeConfig())
 
 
 def test_a_method_without_its_draft_says_what_to_give():
     with pytest.raises(ConfigError, match=r"eagle2 needs an EAGLE head: set model\.draft, or give eagle2=DIRECTORY"):
-        ways_of(["eagle2"], ModelConfig(target="org/name"), SpeculativeConfig(method="none"))
+        parse_methods(["eagle2"], ModelConfig(target="org/name"), SpeculativeConfig(method="none"))

@@ -17,7 +17,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench import peer_engines, peer_inputs, peer_process, peer_table, peer_turns, peers
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "bench"
 TARGET = ASSETS / "tiny" / "target"
@@ -250,7 +250,7 @@ def is_alive(pid: int) -> bool:
 
 def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(tmp_path):
     inputs = peer_inputs
-    shape = Shape(512, 9, 8, 2, 64, 512, 2048)
+    shape = ModelShape(512, 9, 8, 2, 64, 512, 2048)
     models = inputs.widened_pair(tmp_path / "pair", shape)
     written = (models.target / "model.safetensors").stat().st_mtime_ns
     assert inputs.widened_pair(tmp_path / "pair", shape) == models

@@ -14,7 +14,7 @@ from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.cases import requests
 from jobs.bench.gpu.device_checks import generate
 from jobs.bench.gpu.embedded_pair import ASSETS
@@ -25,7 +25,7 @@ from jobs.bench.synthetic import successor, synthetic_pair
 from jobs.bench.widening import widen_pair
 from tests.helpers.toy_models import head, llama, run
 
-WIDE = Shape(64, 3, 4, 2, 16, 80, 128)
+WIDE = ModelShape(64, 3, 4, 2, 16, 80, 128)
 PROMPTS = [[5, 9, 23, 41], [7, 8], [11, 60, 61, 62, 63, 64]]
 PARAMS = [SamplingParams(max_tokens=20, ignore_eos=True)] * 3
 
@@ -82,7 +82,7 @@ def test_acceptance_behind_a_context_is_as_without():
     """The head reads the context too, and sees nothing of it but the pair of the prompt's first token."""
     small = load_target(ASSETS / "target", torch.float32, "cpu")
     head_of_it = load_head(ASSETS / "draft", small.config)
-    rig = rig_of(widen_pair(small, head_of_it, Shape(288, 9, 8, 2, 64, 448, 1536)))
+    rig = rig_of(widen_pair(small, head_of_it, ModelShape(288, 9, 8, 2, 64, 448, 1536)))
     rig.set_aside(3 * 128, longest=256)
     accepted = []
     for context in (0, 128):
@@ -107,7 +107,7 @@ def test_the_rig_drafts_as_a_jobs_engine_does(pair):
 
 
 def test_a_synthetic_pair_walks_and_accepts_as_stated():
-    shape = Shape(256, 1, 4, 2, 64, 256, 1024)
+    shape = ModelShape(256, 1, 4, 2, 64, 256, 1024)
     rig = Harness.of(*synthetic_pair(shape, (0.6, 0.2)), slots=4, longest=320)
     chain = rig.engine(Way("chain"), 0, 4, UniformPlanner(1, 1, 1))
     assert chain is rig.plain

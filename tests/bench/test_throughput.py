@@ -8,7 +8,7 @@ from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import compare, first_difference
-from eagle_ray.evaluation.forward_timer import ForwardMeter
+from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.throughput import SteadyQueue, run_to_completion
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
@@ -27,7 +27,7 @@ def requests(max_tokens=12):
 def engines(slots=3):
     """Plain and speculative, over the same weights, and a meter of both models."""
     model, eagle = llama(), head()
-    meter = ForwardMeter(model.get_output_embeddings(), eagle.fc)
+    meter = ForwardTimer(model.get_output_embeddings(), eagle.fc)
     ways = SpeculativeConfig(method="none"), TREE
     return model, [build_engine(model, eagle, way, slots, max_model_len=64) for way in ways], meter
 

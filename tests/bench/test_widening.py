@@ -8,17 +8,17 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.errors import EngineError
 from eagle_ray.models.eagle_heads import EagleHead
 from eagle_ray.sampling.sampler import SamplingParams
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import BENCH, LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair
 from tests.helpers.toy_models import head, llama, run
 
 TOLERANCE = 1e-4
 VOCAB = 97
 SHAPES = {
-    "same groups": Shape(64, 3, 4, 2, 16, 80, 128),
-    "same head size": Shape(48, 2, 8, 2, 8, 48, 97),
-    "no groups": Shape(75, 4, 5, 5, 24, 64, 101),
-    "one more layer only": Shape(36, 3, 4, 2, 8, 48, 97),
+    "same groups": ModelShape(64, 3, 4, 2, 16, 80, 128),
+    "same head size": ModelShape(48, 2, 8, 2, 8, 48, 97),
+    "no groups": ModelShape(75, 4, 5, 5, 24, 64, 101),
+    "one more layer only": ModelShape(36, 3, 4, 2, 8, 48, 97),
 }
 
 
@@ -108,6 +108,10 @@ def test_weights_are_made_in_their_dtype_and_frequencies_stay_exact():
 
 
 def test_a_shape_that_is_too_small_is_refused():
-    for shape in (Shape(32, 2, 4, 2, 8, 48, 97), Shape(64, 1, 4, 2, 8, 48, 97), Shape(64, 2, 2, 2, 8, 48, 97)):
+    for shape in (
+        ModelShape(32, 2, 4, 2, 8, 48, 97),
+        ModelShape(64, 1, 4, 2, 8, 48, 97),
+        ModelShape(64, 2, 2, 2, 8, 48, 97),
+    ):
         with pytest.raises(EngineError):
             widen_pair(llama(), head(), shape)

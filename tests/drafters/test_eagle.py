@@ -31,7 +31,7 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
     sampling = SamplingBatch.of([SamplingParams()] * 2)
     tree = drafter.draft(DecodeSlots.of([2, 0], [5, 3]), first, DraftPlan(max_depth=4, width=3), sampling, ()).tree
-    parts = eagle.reduce(features).split([5, 3])
+    parts = eagle.project_features(features).split([5, 3])
     for b, ids in enumerate(prompts):
         for node in range(1, tree.num_nodes):
             tokens, values = path(tree, b, node)
@@ -51,7 +51,7 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
         for _ in range(num_plain + 1):
             engine.step()
         trees.append(engine.planner.drafts[-1].tree)
-    assert asleep.planner.drafts[-1].num_caught_up == 2 * (num_plain + 1)
+    assert asleep.planner.drafts[-1].num_catch_up == 2 * (num_plain + 1)
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     torch.testing.assert_close(trees[0].draft_log_probs, trees[1].draft_log_probs, atol=1e-4, rtol=0)
 
@@ -69,7 +69,7 @@ def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
             each.step()
         outputs.append(sequence.output_ids)
     assert outputs[0] == outputs[1]
-    assert [d.num_caught_up for d in engine.planner.drafts][10] == 6
+    assert [d.num_catch_up for d in engine.planner.drafts][10] == 6
 
 
 class Scripted(UniformPlanner):

@@ -72,8 +72,8 @@ def test_trees_are_lawful_and_hold_what_followed():
     assert {(3, 4, 1, 2), (5, 1, 2, 5)} < paths(draft, 0).keys()
     assert paths(draft, 1) == {}
     assert paths(draft, 2).keys() == {(9,), (9, 8), (9, 8, 9), (9, 8, 9, 8)}
-    assert draft.num_caught_up == sum(len(t.token_ids) for t in texts)
-    assert drafted(drafter, texts, DraftPlan(4, 2)).num_caught_up == 0
+    assert draft.num_catch_up == sum(len(t.token_ids) for t in texts)
+    assert drafted(drafter, texts, DraftPlan(4, 2)).num_catch_up == 0
 
 
 @pytest.mark.parametrize("members", [None, (1,)])
@@ -86,15 +86,15 @@ def test_what_follows_an_end_is_not_offered(members):
 
 def test_where_nothing_follows_nothing_is_drafted():
     draft = drafted(LookupDrafter(NgramIndex()), [Known([1, 2, 3]), Known([4])], DraftPlan(4, 2))
-    assert (draft.depth, draft.tree.num_nodes, draft.is_all) == (0, 1, True)
+    assert (draft.depth, draft.tree.num_nodes, draft.is_exhausted) == (0, 1, True)
     ended = drafted(LookupDrafter(NgramIndex()), [Known([4, 4])], DraftPlan(4, 2))
-    assert (ended.depth, ended.is_all) == (4, False)
+    assert (ended.depth, ended.is_exhausted) == (4, False)
 
 
 def test_a_plan_may_have_enough_and_may_mean_some_sequences_only():
     texts = [Known([1, 2, 1, 2]), Known([3, 4, 3]), Known([5, 6, 5])]
     draft = drafted(LookupDrafter(NgramIndex()), texts, DraftPlan(4, 2, (0, 2), lambda builder: builder.depth == 2))
-    assert draft.depth == 2 and not draft.is_all
+    assert draft.depth == 2 and not draft.is_exhausted
     assert [len(paths(draft, b)) for b in range(3)] == [2, 0, 2]
     assert len(draft.levels[0]) == 2
 
@@ -119,7 +119,7 @@ def test_a_sequence_that_moves_to_another_slot_is_not_read_again(slot):
     drafter, text, other = LookupDrafter(NgramIndex()), Known([1, 2, 1]), Known([3, 3])
     drafted(drafter, [text], DraftPlan(2, 2))
     moved = [other, text] if slot else [text, other]
-    assert drafted(drafter, moved, DraftPlan(2, 2)).num_caught_up == len(other.token_ids)
+    assert drafted(drafter, moved, DraftPlan(2, 2)).num_catch_up == len(other.token_ids)
 
 
 def test_what_was_read_and_learned_can_be_forgotten():
@@ -131,4 +131,4 @@ def test_what_was_read_and_learned_can_be_forgotten():
     assert calibration.fit.parameters[0, 0].tolist() != [1.0, 0.0, 0.0]
     drafter.reset_learning()
     assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]
-    assert drafted(drafter, [text], DraftPlan(2, 2)).num_caught_up == len(text.token_ids)
+    assert drafted(drafter, [text], DraftPlan(2, 2)).num_catch_up == len(text.token_ids)

@@ -10,7 +10,7 @@ from eagle_ray.engine.calibrate import (
     SHORT_PROMPT,
     CalibrationRun,
     CalibrationSetting,
-    Sizes,
+    CalibrationSizes,
     TimeBudget,
     calibrate_costs,
 )
@@ -25,18 +25,18 @@ UNLIMITED = 1e9
 def taken(monkeypatch) -> list[tuple[CalibrationSetting, int]]:
     """Every step that a bench takes, and the length of its prompts."""
     steps = []
-    take = CalibrationRun.take
+    take = CalibrationRun.run_step
 
     def noted(bench: CalibrationRun, setting: CalibrationSetting, length: int = SHORT_PROMPT):
         steps.append((setting, length))
         return take(bench, setting, length)
 
-    monkeypatch.setattr(CalibrationRun, "take", noted)
+    monkeypatch.setattr(CalibrationRun, "run_step", noted)
     return steps
 
 
-def sizes_of(num_slots: int, tree: tuple[int, int, int] = TREE) -> Sizes:
-    return Sizes(num_slots, *tree, device="cpu")
+def sizes_of(num_slots: int, tree: tuple[int, int, int] = TREE) -> CalibrationSizes:
+    return CalibrationSizes(num_slots, *tree, device="cpu")
 
 
 def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
@@ -44,8 +44,8 @@ def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
     costs = calibrate_costs(engine, *TREE, TimeBudget(0.0))
     assert [setting for setting, _ in taken] == sizes_of(4).needed()
     assert costs.verify.rows == [1, 2, 8]
-    assert costs.attend == costs.attend_row == 0.0
-    assert costs.plain_step(4, 100.0) > 0 and costs.drafted(4, 4, 3, 3) > 0
+    assert costs.attention_per_token == costs.attention_per_row == 0.0
+    assert costs.plain_seconds(4, 100.0) > 0 and costs.draft_seconds(4, 4, 3, 3) > 0
     assert not engine.has_work and engine.counters.num_steps == 0
     engine.scheduler.check_integrity()
 

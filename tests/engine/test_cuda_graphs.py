@@ -115,10 +115,10 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", arrived)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
-    expand._places.cache_clear()  # fake tensors are of one mode
+    expand._static_places.cache_clear()  # fake tensors are of one mode
     with FakeTensorMode(), torch.inference_mode():
         yield
-    expand._places.cache_clear()
+    expand._static_places.cache_clear()
 
 
 def arrived(tensor: Tensor, device: torch.device) -> Tensor:
@@ -147,8 +147,8 @@ PARAMS = [
 def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
     real, weights = llama(num_hidden_layers=7), head3() if generation == 3 else head()
     layers = weights.feature_layers(7)
-    anatomy = probe(real, TargetModel(real, 1, 8).logits, 64)
-    monkeypatch.setattr(target_module, "probe", lambda *_: anatomy)  # it looks at numbers
+    kv_spec = probe(real, TargetModel(real, 1, 8).logits, 64)
+    monkeypatch.setattr(target_module, "probe", lambda *_: kv_spec)  # it looks at numbers
     with fake_device(monkeypatch):
         model = fake_to(LlamaForCausalLM(real.config).eval().requires_grad_(False), DEVICE)
         target = TargetModel(model, 4, 192, feature_layers=layers)

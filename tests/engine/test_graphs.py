@@ -137,7 +137,7 @@ class OffAndOn:
         return self._uniform.allocate(draft, plan, batch)
 
     def observe(self, outcome: StepOutcome) -> None:
-        self.caught_up.append(outcome.num_caught_up / outcome.batch_size)
+        self.caught_up.append(outcome.num_catch_up / outcome.batch_size)
 
 
 @pytest.mark.parametrize("off", [1, 12])
@@ -301,7 +301,7 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
     monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
     monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_reserved", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "_reserved_bytes", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
         sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))

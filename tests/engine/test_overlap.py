@@ -138,8 +138,8 @@ def test_the_global_budget_hears_of_every_step_one_step_late():
     assert_plain(sequences)
     assert planner.mode is not Mode.WARM_UP and engine.counters.num_ahead > engine.counters.num_steps / 3
     drafted = [outcome for outcome in heard if outcome.depth]
-    assert all(outcome.num_caught_up > 0 for outcome in drafted)
-    assert len(heard) == engine.counters.num_steps and sum(o.num_expected for o in drafted) > 0
+    assert all(outcome.num_catch_up > 0 for outcome in drafted)
+    assert len(heard) == engine.counters.num_steps and sum(o.num_expected_drafts for o in drafted) > 0
 
 
 def test_probes_are_apart_although_their_cost_is_observed_late():
@@ -222,7 +222,7 @@ def test_steps_at_the_bench_are_taken_one_by_one():
     engine = overlapped()
     with calibration_mode(engine, ScriptedPlanner(TREE[2])) as bench:
         for setting in (CalibrationSetting(2, 1, 0, 0), CalibrationSetting(2, 3, 2, 2)):
-            assert bench.take(setting).plan.max_depth == setting.depth
+            assert bench.run_step(setting).plan.max_depth == setting.depth
         assert engine.counters.num_ahead == 0
     assert engine.overlap
 

@@ -98,7 +98,7 @@ def test_no_plan_changes_what_is_produced(make_engine, oracle, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_batch_wide_budget_measures_it_and_changes_nothing(make_engine, oracle, method):
     engine = make_engine(method, 4, budget="global")
-    assert engine.planner.costs.read(1) > 0 and engine.planner.costs.level(4) > 0
+    assert engine.planner.costs.catch_up(1) > 0 and engine.planner.costs.expand(4) > 0
     check(engine, oracle, times=3)
 
 
@@ -150,7 +150,7 @@ def test_a_text_that_repeats_itself_is_drafted(method):
     pair = build_engine_from_config(
         ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), 2
     )
-    ids = pair.text.encode_chat([{"role": "user", "content": "Write a list of animals."}])
+    ids = pair.tokenizer.encode_chat([{"role": "user", "content": "Write a list of animals."}])
     sequences = run(pair.engine, [ids] * 2, [SamplingParams(max_tokens=64, ignore_eos=True)] * 2)
     assert sequences[0].output_ids == sequences[1].output_ids
     assert min(s.stats.mean_acceptance_length for s in sequences) > 1.2
@@ -164,7 +164,7 @@ def test_a_merge_is_accepted_more_than_its_parts_at_equal_nodes():
     for method in ("eagle2", "suffix", "eagle2+suffix"):
         speculative = SpeculativeConfig(method=method, budget="uniform", **TREE)
         pair = build_engine_from_config(ModelConfig(max_model_len=512), speculative, slots=4)
-        prompts = [pair.text.encode_chat(row["messages"]) for row in prompt_rows(2, seed=5)] * 2
+        prompts = [pair.tokenizer.encode_chat(row["messages"]) for row in prompt_rows(2, seed=5)] * 2
         sequences = run(pair.engine, prompts, [SamplingParams(max_tokens=48)] * len(prompts))
         accepted = sum(s.stats.num_accepted_draft_tokens for s in sequences)
         taus[method] = 1 + accepted / sum(s.stats.num_steps for s in sequences)

@@ -54,7 +54,7 @@ class Forest:
         sinks = torch.randn(heads, device=DEVICE) if self.sinks else None
         attention = AttentionParams(0, self.key_dim**-0.5, self.window, self.softcap, sinks)
         columns = torch.where(seq >= 0, batch.lengths[seq.clamp(min=0)] + node, cache.blocks.null_position)
-        cells = cache.cells(batch.slots[seq.clamp(min=0)], columns)
+        cells = cache.slot_mapping(batch.slots[seq.clamp(min=0)], columns)
         first = None if self.firsts is None else torch.tensor(self.firsts, device=DEVICE)
         rows = PackedRows.of(seq, len(self.lengths), num_nodes if self.rectangle else None)
         rows = None if self.rectangle and min(self.counts) == num_nodes else rows

@@ -42,5 +42,5 @@ def test_the_edge_is_where_a_tokens_sum_meets_top_p(top_p, edge):
 
 
 def test_what_is_explained_needs_something_to_explain():
-    assert not equivalence.Identity().is_explained and equivalence.Identity(3, 1, 1, 1).is_explained
-    assert not equivalence.Identity(3, 1, 1, 0).is_explained
+    assert not equivalence.Equivalence().is_explained and equivalence.Equivalence(3, 1, 1, 1).is_explained
+    assert not equivalence.Equivalence(3, 1, 1, 0).is_explained

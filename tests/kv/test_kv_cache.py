@@ -31,7 +31,7 @@ def filled(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor
     """Random keys and values [B, heads, T, d] in the first columns of each slot, in both layers."""
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(len(slots), HEADS, columns, DIM, generator=generator) for _ in range(2))
-    cells = cache.cells(torch.tensor(slots)[:, None], torch.arange(columns)).flatten()
+    cells = cache.slot_mapping(torch.tensor(slots)[:, None], torch.arange(columns)).flatten()
     for layer in range(2):
         flat = (x.transpose(0, 1).flatten(1, 2) + layer for x in (keys, values))
         cache.write(layer, cells, *flat)
@@ -43,7 +43,7 @@ def filled(cache: KVCache, slots: list[int], columns: int) -> tuple[torch.Tensor
 def test_what_is_written_is_read(slots, columns):
     cache = scattered(4, 40)
     keys, values = filled(cache, slots, columns)
-    where = cache.where(DecodeSlots.of(slots, [columns] * len(slots)), 0)
+    where = cache.block_index(DecodeSlots.of(slots, [columns] * len(slots)), 0)
     for layer in range(2):
         read = cache.read(layer, where, columns)
         assert torch.equal(read[0], keys + layer) and torch.equal(read[1], values + layer)
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(slots, columns):
 def test_one_sequence_in_neighbouring_blocks_is_read_in_place():
     cache = KVCache(BlockManager(2, 32, size=8), 1, HEADS, DIM, torch.float32, "cpu")
     cache.blocks.reserve(0, 20)
-    keys, _ = cache.read(0, cache.where(DecodeSlots.of([0], [18]), 2), 20)
+    keys, _ = cache.read(0, cache.block_index(DecodeSlots.of([0], [18]), 2), 20)
     assert keys.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()
 
 
@@ -60,8 +60,8 @@ def test_a_shorter_sequence_has_none_of_its_own_blocks_read_for_nothing():
     cache = scattered(3, 40)
     keys, values = filled(cache, [2, 0], 40)
     batch = DecodeSlots.of([2, 0], [30, 11])
-    where = cache.where(batch, 5)
-    assert cache.seen(batch, 5) == 35
+    where = cache.block_index(batch, 5)
+    assert cache.num_positions(batch, 5) == 35
     assert where.tolist()[0] == [cache.blocks.block(2, i) for i in range(5)]
     assert where.tolist()[1] == [cache.blocks.block(0, i) for i in range(2)] + [cache.blocks.num_blocks] * 3
     read = cache.read(0, where, 35)
@@ -75,7 +75,7 @@ def test_commit_moves_the_path_and_nothing_else():
     paths = torch.tensor([[0, 3, 7, -1], [0, 2, -1, -1]])
     batch = DecodeSlots.of([2, 0], [10, 6])
     cache.commit(batch, VerifyResult(paths, torch.tensor([2, 1]), paths))
-    read, _ = cache.read(1, cache.where(batch, 10), 20)
+    read, _ = cache.read(1, cache.block_index(batch, 10), 20)
     for b, (length, path) in enumerate([(10, [0, 3, 7]), (6, [0, 2])]):
         end = length + len(path)
         wanted = keys[b, :, [*range(length), *(length + node for node in path)]] + 1
@@ -87,10 +87,10 @@ def test_rows_past_what_is_reserved_harm_nobody():
     cache.blocks.reserve(0, 8)
     cache.blocks.reserve(1, 32)
     keys, _ = filled(KVCache(cache.blocks, 2, HEADS, DIM, torch.float32, "cpu"), [1], 32)
-    cells = cache.cells(torch.tensor([1]), torch.arange(32))
+    cells = cache.slot_mapping(torch.tensor([1]), torch.arange(32))
     cache.write(0, cells, keys[0], keys[0])
-    cache.write(0, cache.cells(torch.tensor([0]), torch.arange(8, 33)), *[torch.ones(HEADS, 25, DIM)] * 2)
-    assert torch.equal(cache.read(0, cache.where(DecodeSlots.of([1], [32]), 0), 32)[0], keys)
+    cache.write(0, cache.slot_mapping(torch.tensor([0]), torch.arange(8, 33)), *[torch.ones(HEADS, 25, DIM)] * 2)
+    assert torch.equal(cache.read(0, cache.block_index(DecodeSlots.of([1], [32]), 0), 32)[0], keys)
 
 
 def test_memory_is_taken_as_it_is_used():
@@ -101,7 +101,7 @@ def test_memory_is_taken_as_it_is_used():
     assert resident() - before < 50e6
     cache.blocks.reserve(0, 4096)
     rows = torch.ones(8, 4096, 64)
-    cache.write(0, cache.cells(torch.tensor([0]), torch.arange(4096)), rows, rows)
+    cache.write(0, cache.slot_mapping(torch.tensor([0]), torch.arange(4096)), rows, rows)
     assert 15e6 < resident() - before < 70e6
 
 
@@ -121,7 +121,7 @@ def test_groups_attend_as_one_batch_does(ragged, num_groups, window, monkeypatch
     columns = batch.lengths[:, None] + torch.arange(num_nodes)
     ancestors = torch.ones(6, num_nodes, num_nodes, dtype=torch.bool).tril()
     depths = torch.arange(num_nodes).expand(6, num_nodes)
-    cells, rows = cache.cells(batch.slots[:, None], columns).flatten(), {}
+    cells, rows = cache.slot_mapping(batch.slots[:, None], columns).flatten(), {}
     if ragged:
         unpack = torch.tensor([b * num_nodes + i for b, size in enumerate(sizes) for i in range(size)])
         row_of = torch.zeros(6 * num_nodes, dtype=torch.long)
@@ -130,8 +130,8 @@ def test_groups_attend_as_one_batch_does(ragged, num_groups, window, monkeypatch
     query, key = torch.randn(1, 4, len(cells), DIM), torch.randn(1, HEADS, len(cells), DIM)
     outputs = []
     for least in (1, 60, 1e9):
-        monkeypatch.setattr(attention_groups, "CALL_COLUMNS", least)
-        monkeypatch.setattr(attention_groups, "GROUP_COLUMNS", 0)
+        monkeypatch.setattr(attention_groups, "CALL_COST", least)
+        monkeypatch.setattr(attention_groups, "GROUP_COST", 0)
         layout = TreeMetadata(
             cache, batch, cells, ancestors, depths, depths, first=torch.tensor([1, 1, 30, 1, 1, 2]), **rows
         )

@@ -23,7 +23,7 @@ def test_it_reads_tokens_and_no_features(published):
     draft, plain = load_draft_model(published, llama().config), llama(seed=4)
     assert isinstance(draft, DraftHead)
     ids, positions = torch.tensor([[5, 9, 23, 40]]), torch.arange(4)[None]
-    features = draft.reduce(torch.full((1, 4, 7), torch.nan))
+    features = draft.project_features(torch.full((1, 4, 7), torch.nan))
     hidden = draft(draft.embed_tokens(ids), features, positions)
     torch.testing.assert_close(draft.logits(hidden, target_logits=None), plain(ids).logits, atol=1e-4, rtol=0)
 

@@ -56,7 +56,7 @@ def test_eagle3_is_the_formula(tmp_path, variant):
     a = torch.cat([rms_norm(raw, embeddings, tensors["midlayer.input_layernorm.weight"]), normed], -1)
     h = decoder_layer(raw, tensors, "midlayer.", a, normed if variant == "norm_before_residual" else h)
     head = load_head(write(tmp_path, tensors, raw), TARGET)
-    found = head(embeddings[None], head.reduce(taps)[None], positions())[0]
+    found = head(embeddings[None], head.project_features(taps)[None], positions())[0]
     torch.testing.assert_close(found, h, atol=2e-5, rtol=1e-5)
     logits = rms_norm(raw, h, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
     torch.testing.assert_close(head.logits(found, None), logits, atol=2e-5, rtol=1e-5)

@@ -57,7 +57,7 @@ def test_another_kernel_is_taken_only_where_it_is_faster_by_far(timed, seconds, 
 
 def test_weights_that_are_too_many_are_not_kept_twice(timed, monkeypatch):
     timed(1.0, 2.0, 0.1)
-    monkeypatch.setattr(linear_kernels, "MOST_PLAIN_BYTES", 64 * 64 * 4)
+    monkeypatch.setattr(linear_kernels, "MAX_PLAIN_BYTES", 64 * 64 * 4)
     assert choose_kernels([nn.Linear(64, 64), nn.Linear(64, 64)]) == FILLED_ONLY
 
 

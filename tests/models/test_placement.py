@@ -102,8 +102,8 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
     """Fake tensors know devices and shapes but no numbers: what a pass over two would mix up fails here."""
     config = FAMILIES[name]
     model = random_model(config)
-    anatomy = probe(model, TargetModel(model, 1, 8).logits, 64)
-    monkeypatch.setattr(target_module, "probe", lambda *_: anatomy)  # it looks at numbers
+    kv_spec = probe(model, TargetModel(model, 1, 8).logits, 64)
+    monkeypatch.setattr(target_module, "probe", lambda *_: kv_spec)  # it looks at numbers
     monkeypatch.setattr(backend, "uses_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
     monkeypatch.setattr(nn.Module, "to", fake_to)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)

@@ -25,7 +25,7 @@ LONG = SamplingParams(max_tokens=96, ignore_eos=True)
 
 def tiny_prompts(pair, count: int) -> list[list[int]]:
     rows = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
-    return [pair.text.encode_chat(row["messages"]) for row in rows[:: len(rows) // count][:count]]
+    return [pair.tokenizer.encode_chat(row["messages"]) for row in rows[:: len(rows) // count][:count]]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_turning_on_again_catches_up(pair):
                 setattr(priced.planner.costs, name, getattr(cheap, name))
     assert [s.output_ids for s in sorted(finished, key=lambda s: s.request_id)] == oracle
     late = [o for o in priced.outcomes[30:] if o.depth]
-    assert len(late) > 5 and max(o.num_caught_up for o in late) > 4 * 10  # pairs of many plain steps at once
+    assert len(late) > 5 and max(o.num_catch_up for o in late) > 4 * 10  # pairs of many plain steps at once
     assert sum(o.num_accepted for o in late) > 0.5 * sum(o.batch_size for o in late)
 
 
@@ -130,7 +130,7 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     priced = made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
     assert planner.will_draft
-    planner._probes.charge(1000 * believed.plain_step(8, 0))
+    planner._probes.charge(1000 * believed.plain_seconds(8, 0))
     believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
     priced.outcomes.clear()
     run(made.engine, prompts, [LONG] * 8)
@@ -158,7 +158,7 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     best = planner._search.best(crowd, planner._acceptance, 0.0)
     plain = planner._search.plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
-    believed.draft_rest = CostCurve([8], [believed.draft_rest(8) + more])
+    believed.draft_overhead = CostCurve([8], [believed.draft_overhead(8) + more])
     planner._review_step = 0
     planner._review(crowd)
     assert planner._best.rate < plain
@@ -176,7 +176,9 @@ def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
         planner._search.best(Crowd(range(8)), planner._by_size.of(8), 0.0),
         planner._search.plain_rate(8, 1000),
     )
-    costs.draft_rest = CostCurve([8], [costs.draft_rest(8) + 8 * best.tau * (1 / (0.93 * plain) - 1 / best.rate)])
+    costs.draft_overhead = CostCurve(
+        [8], [costs.draft_overhead(8) + 8 * best.tau * (1 / (0.93 * plain) - 1 / best.rate)]
+    )
     priced.outcomes.clear()
     modes: list[Mode] = []
     observe = planner.observe
@@ -202,7 +204,7 @@ class Teaching(SimulatedPlanner):
         super().observe(outcome)
 
     def _heard(self, seconds: StepTimes) -> StepTimes:
-        return replace(seconds, rest=seconds.rest + self._taught * self._lesson_s)
+        return replace(seconds, overhead=seconds.overhead + self._taught * self._lesson_s)
 
 
 @pytest.mark.parametrize("phase", range(4))
@@ -215,9 +217,9 @@ def test_what_lessons_take_is_spread_over_the_steps_between_them(pair, phase):
     believed = cpu()
     teaching = made.engine.planner = Teaching(BudgetPlanner(60, 6, 10, believed), cpu(), 0.02, phase)
     run(made.engine, prompts * 5, [LONG] * 40)
-    alone = cpu().draft_rest(8)
+    alone = cpu().draft_overhead(8)
     typical = alone**0.75 * (alone + 0.02) ** 0.25
-    assert 0.6 * typical < believed.draft_rest(8) < 1.7 * typical
+    assert 0.6 * typical < believed.draft_overhead(8) < 1.7 * typical
     assert sum(o.depth > 0 for o in teaching.outcomes) > 0.9 * len(teaching.outcomes)
 
 
@@ -245,7 +247,7 @@ class Disappointed(Roomy):
 
     def observe(self, outcome):
         if len(self.outcomes) < NUM_PROBES:
-            outcome = replace(outcome, num_accepted=0, num_expected=50.0)
+            outcome = replace(outcome, num_accepted=0, num_expected_drafts=50.0)
         super().observe(outcome)
 
 

@@ -16,9 +16,9 @@ from eagle_ray.engine.calibrate import (
     CalibrationSetting,
     ScriptedPlanner,
     TimeBudget,
-    added_by_each,
-    backlog,
     calibrate_costs,
+    catch_up_steps,
+    seconds_per_sequence,
     warm_up,
 )
 from eagle_ray.kv.block_manager import BLOCK_SIZE
@@ -50,7 +50,7 @@ def some_costs() -> StepCosts:
 
 
 def hear(costs: StepCosts, outcome: StepOutcome) -> None:
-    costs.learn(outcome, costs.predict(outcome))
+    costs.update(outcome, costs.predict(outcome))
 
 
 @given(seconds)
@@ -86,18 +86,18 @@ def test_one_odd_time_at_the_end_does_not_make_large_passes_dear():
 def test_the_first_time_of_a_pass_larger_than_any_before_is_half_believed():
     """It pays for what is made once: 2,400 pairs took 0.6 s, then 0.2, and prompts came to look twice as dear."""
     curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
-    curve.correct(48, ratio=4.0)
+    curve.update(48, ratio=4.0)
     assert curve.rows == [1, 8, 16, 48]
     assert curve(48) == pytest.approx(2 * (2.5 + 0.1 * 32)) and curve(16) == pytest.approx(2.5)
-    curve.correct(48, ratio=0.5)
+    curve.update(48, ratio=0.5)
     assert curve(48) == pytest.approx(2.5 + 0.1 * 32, rel=0.03) and curve(16) == pytest.approx(2.5, rel=0.02)
-    curve.correct(52, ratio=1.0)  # as good as 48
+    curve.update(52, ratio=1.0)  # as good as 48
     assert curve.rows[-1] == 48
 
 
 def test_the_first_time_of_a_pass_larger_than_any_before_is_no_shorter_than_others():
     curve = CostCurve([1, 8, 16], [1.0, 1.7, 2.5])
-    curve.correct(48, ratio=0.8)
+    curve.update(48, ratio=0.8)
     assert curve(48) == pytest.approx(0.8 * (2.5 + 0.1 * 32))
 
 
@@ -108,7 +108,7 @@ def test_sizes_that_are_each_run_once_are_priced_all_the_same(measured: list[int
     while rows < 20_000:
         rows = int(1.25 * rows) + 1
         took = 1e-3 + 5e-5 * rows
-        curve.correct(rows, took / curve(rows))
+        curve.update(rows, took / curve(rows))
     assert curve(rows) == pytest.approx(took, rel=0.2)
 
 
@@ -130,46 +130,46 @@ def test_what_is_slower_than_thought_is_found_out_by_running_it_alone():
 
 
 def test_a_context_is_read_by_every_row_of_its_sequence():
-    costs = replace(some_costs(), attend=0.01, attend_row=0.002)
-    assert costs.verified(8, 100, 8) == pytest.approx(1.2 + 100 * 0.01)
-    assert costs.verified(16, 100, 8) == pytest.approx(2.0 + 100 * (0.01 + 0.002))
-    assert costs.passes([8, 16], 100, 8).tolist() == [costs.verified(n, 100, 8) for n in (8, 16)]
-    assert costs.row(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
+    costs = replace(some_costs(), attention_per_token=0.01, attention_per_row=0.002)
+    assert costs.verify_seconds(8, 100, 8) == pytest.approx(1.2 + 100 * 0.01)
+    assert costs.verify_seconds(16, 100, 8) == pytest.approx(2.0 + 100 * (0.01 + 0.002))
+    assert costs.verify_seconds_by_rows([8, 16], 100, 8).tolist() == [costs.verify_seconds(n, 100, 8) for n in (8, 16)]
+    assert costs.row_seconds(16, 100, 8) == pytest.approx(costs.verify.slope(16) + 100 * 0.002 / 8)
 
 
 @pytest.mark.parametrize(("usual", "taken", "rises"), [(True, 0.3, True), (False, 0.3, False), (False, 0.02, False)])
 def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(usual, taken, rises):
     costs = some_costs()
     outcome = StepOutcome(DraftPlan(1, 1), 4, 0, 1, 4, 8, 2, 0, StepTimes(0.1, 1.2, taken))
-    costs.learn(outcome, costs.predict(outcome), usual)
-    assert (costs.draft_rest(4) > 0.1) == rises
-    assert (costs.draft_rest(4) < 0.1) == (taken < 0.1)
+    costs.update(outcome, costs.predict(outcome), usual)
+    assert (costs.draft_overhead(4) > 0.1) == rises
+    assert (costs.draft_overhead(4) < 0.1) == (taken < 0.1)
 
 
 def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
-    costs = replace(some_costs(), level=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
-    each = [[costs.drafted(5, 4, width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
-    assert costs.read(5) + costs.further_levels(4, [1, 3], 3) == pytest.approx(np.array(each))
+    costs = replace(some_costs(), expand=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
+    each = [[costs.draft_seconds(5, 4, width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
+    assert costs.catch_up(5) + costs.level_seconds(4, [1, 3], 3) == pytest.approx(np.array(each))
 
 
 def test_the_same_rows_of_more_sequences_take_longer():
-    costs = replace(some_costs(), each=0.01)
-    assert costs.verified(16, 0, 16) == pytest.approx(2.0 + 16 * 0.01)
-    assert costs.passes([16, 8], 0, 4).tolist() == pytest.approx([2.0 + 4 * 0.01, 1.2 + 4 * 0.01])
-    assert costs.plain_step(8, 0) == pytest.approx(1.2 + 8 * 0.01 + costs.plain_rest(8))
+    costs = replace(some_costs(), per_sequence=0.01)
+    assert costs.verify_seconds(16, 0, 16) == pytest.approx(2.0 + 16 * 0.01)
+    assert costs.verify_seconds_by_rows([16, 8], 0, 4).tolist() == pytest.approx([2.0 + 4 * 0.01, 1.2 + 4 * 0.01])
+    assert costs.plain_seconds(8, 0) == pytest.approx(1.2 + 8 * 0.01 + costs.plain_overhead(8))
 
 
 def test_what_a_sequence_adds_is_told_from_what_rows_do():
     """Passes of 1 + rows / 8 s and a tenth for each sequence: of 8 rows, of 16, and of 4 in one way only."""
     sizes = [(8, 1), (8, 2), (8, 8), (16, 4), (16, 16), (4, 4)]
     seconds = {(rows, batch): [1 + rows / 8 + 0.1 * batch] for rows, batch in sizes}
-    assert added_by_each(seconds) == pytest.approx(0.1)
-    assert added_by_each({(4, 4): [1.0]}) == 0 and added_by_each({(8, 1): [2.0], (8, 8): [1.0]}) == 0
+    assert seconds_per_sequence(seconds) == pytest.approx(0.1)
+    assert seconds_per_sequence({(4, 4): [1.0]}) == 0 and seconds_per_sequence({(8, 1): [2.0], (8, 8): [1.0]}) == 0
 
 
 def test_on_a_cpu_what_is_caught_up_fits_the_kernels_that_are_made():
-    assert [backlog(n, "cpu") for n in (1, 8, 16, 24, 32, 64)] == [7, 7, 4, 2, 1, 1]
-    assert {backlog(n, "cuda") for n in (1, 16, 256)} == {7}
+    assert [catch_up_steps(n, "cpu") for n in (1, 8, 16, 24, 32, 64)] == [7, 7, 4, 2, 1, 1]
+    assert {catch_up_steps(n, "cuda") for n in (1, 16, 256)} == {7}
 
 
 def test_a_draft_of_one_level_says_nothing_of_further_ones():
@@ -177,7 +177,7 @@ def test_a_draft_of_one_level_says_nothing_of_further_ones():
     for _ in range(50):  # reading takes half as long, levels as long as was thought
         for depth, took in ((1, 0.05), (3, 0.05 + 2 * 0.1)):
             hear(costs, StepOutcome(DraftPlan(3, 1), 8, 0, depth, 8, 16, 0, 0, StepTimes(took, 2.0, 0.1)))
-    assert costs.read(8) == pytest.approx(0.05, rel=0.1) and costs.level(8) == pytest.approx(0.1, rel=0.15)
+    assert costs.catch_up(8) == pytest.approx(0.05, rel=0.1) and costs.expand(8) == pytest.approx(0.1, rel=0.15)
 
 
 def test_real_steps_are_measured_and_forgotten():
@@ -185,7 +185,9 @@ def test_real_steps_are_measured_and_forgotten():
     costs = calibrate_costs(engine, max_nodes=8, max_depth=3, top_k=3)
     assert not engine.has_work and engine.counters.num_steps == 0
     assert costs.verify.rows[0] == 1 and costs.verify.rows[-1] >= 9
-    assert all(s > 0 for curve in (costs.verify, costs.read, costs.level, costs.draft_rest) for s in curve.seconds)
+    assert all(
+        s > 0 for curve in (costs.verify, costs.catch_up, costs.expand, costs.draft_overhead) for s in curve.seconds
+    )
     engine.scheduler.check_integrity()
 
 
@@ -194,13 +196,13 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     engine = llama_engine(4, 8, 3, 3)
     engine.planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
     bench, held = CalibrationRun(engine, apart), engine.target.cache.blocks._held
-    bench.take(CalibrationSetting(1, 1, 0, 0), longest)
-    bench.take(CalibrationSetting(4, 1, 0, 0), longest)
+    bench.run_step(CalibrationSetting(1, 1, 0, 0), longest)
+    bench.run_step(CalibrationSetting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
     bench.run([CalibrationSetting(1, 1, 0, 0), CalibrationSetting(1, 2, 1, 1)])
     bench.run_contexts(CalibrationSetting(4, 3, 2, 2), TimeBudget(60.0))
     costs = bench.costs()
-    assert costs.attend >= 0 and costs.attend_row >= 0
+    assert costs.attention_per_token >= 0 and costs.attention_per_row >= 0
     bench.clear()
     engine.scheduler.check_integrity()
 
@@ -225,7 +227,7 @@ def test_warming_up_takes_steps_that_nobody_counts_or_learns_from(tree):
 
 
 def test_a_drafter_of_one_level_can_be_measured():
-    assert calibrate_costs(llama_engine(2, 1, 1, 1), max_nodes=1, max_depth=1, top_k=1).level(1) > 0
+    assert calibrate_costs(llama_engine(2, 1, 1, 1), max_nodes=1, max_depth=1, top_k=1).expand(1) > 0
 
 
 def test_costs_are_measured_once_and_kept_for_exactly_these_parts(tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ def test_echo_shows_prompt_and_log_probabilities_as_evaluations_read_them(app, s
     choices = ask(app, TEXT, body).json["choices"]
     for choice, prompt in zip(choices, (ids, ids[:3]), strict=True):
         found = choice["logprobs"]
-        assert found["tokens"][: len(prompt)] == [service.text.spell([i]) for i in prompt]
+        assert found["tokens"][: len(prompt)] == [service.text.decode_with_special([i]) for i in prompt]
         assert len(found["tokens"]) == len(prompt) + 1
         assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
         starts = found["text_offset"]
@@ -262,7 +262,9 @@ def test_api_keys_guard_what_costs_and_nothing_else(service):
 def test_the_tokenizer_can_be_asked(app, service):
     found = ask(app, "/tokenize", {"prompt": "Hello there"}).json
     assert found["tokens"] == service.text.encode("Hello there") and found["count"] == len(found["tokens"])
-    assert ask(app, "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": service.text.spell(found["tokens"])}
+    assert ask(app, "/detokenize", {"tokens": found["tokens"]}).json == {
+        "prompt": service.text.decode_with_special(found["tokens"])
+    }
     chat = ask(app, "/tokenize", FRANCE).json["tokens"]
     assert chat == service.text.encode_chat(FRANCE["messages"])
     assert asyncio.run(get(app, "/tokenizer_info")).json["eos_token"] == "<|end|>"

@@ -20,8 +20,8 @@ from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import _check_port
 from eagle_ray.config import ConfigError, load_serve_config
 from eagle_ray.serve.deployment import ReplicaPlan, plan_replicas
-from eagle_ray.serve.metrics_aggregator import SILENT_S, MetricsAggregator
-from eagle_ray.serve.metrics_snapshot import Snapshot, added_up
+from eagle_ray.serve.metrics_aggregator import STALE_S, MetricsAggregator
+from eagle_ray.serve.metrics_snapshot import Snapshot, merge
 from tests.batch.nodes import cluster_of, parent_of
 from tests.helpers.processes import Watched, descendants
 
@@ -78,7 +78,7 @@ def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
 
     def put(board, name, counters, known=None):
         told = asyncio.run(board.put(name, Snapshot(counters, {"running": 1}), known or {}))
-        return told, added_up(told.values())
+        return told, merge(told.values())
 
     board = MetricsAggregator()
     put(board, "a", {"x": 5, "y": 0})
@@ -268,7 +268,7 @@ def test_replicas_come_with_the_load_die_come_back_and_go(tmp_path, monkeypatch)
             silent_since = time.monotonic()
             until(lambda: len(set(replicas()) - {one, other}) == 1)
             assert server.ask("GET", "/health")[0] == 200
-            until(lambda: time.monotonic() > silent_since + SILENT_S and server.metric("num_requests_running") == 4)
+            until(lambda: time.monotonic() > silent_since + STALE_S and server.metric("num_requests_running") == 4)
             assert server.metric("replicas") == 2  # the new one counts, the dead one no more
             crowd.leave()
             until(lambda: server.metric("replicas") == 1)

@@ -93,9 +93,11 @@ def test_long_answers_are_written_and_long_bodies_read_in_a_thread(app, service,
 
 def test_an_echo_with_log_probabilities_is_streamed_by_a_thread(app, service, monkeypatch):
     """Of a long prompt, not one alternative is spelled on the event loop."""
-    makers, spell = [], service.text.spell
+    makers, spell = [], service.text.decode_with_special
     monkeypatch.setattr("eagle_ray.serve.service.SHORT", 10)
-    monkeypatch.setattr(service.text, "spell", lambda ids: makers.append(threading.current_thread()) or spell(ids))
+    monkeypatch.setattr(
+        service.text, "decode_with_special", lambda ids: makers.append(threading.current_thread()) or spell(ids)
+    )
     body = {"prompt": [5] * 50, "max_tokens": 1, "logprobs": 3, "echo": True, "stream": True}
     answer = asyncio.run(post(app, TEXT, body))
     assert answer.status == 200 and makers and threading.main_thread() not in makers

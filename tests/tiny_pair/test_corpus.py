@@ -14,7 +14,7 @@ from jobs.tiny_pair.corpus import (
     math,
     training_conversations,
 )
-from jobs.tiny_pair.corpus.grammar import Chooser
+from jobs.tiny_pair.corpus.grammar import TemplateSampler
 
 EQUATION = re.compile(r"(\d+ [-+*/] \d+) = (\d+)")
 PYTHON_BLOCK = re.compile(r"```python\n(.*)\n```", re.DOTALL)
@@ -29,14 +29,14 @@ def test_the_same_seed_gives_the_same_text():
 
 
 def test_a_template_picks_alternatives_and_fills_slots():
-    chooser = Chooser(0)
-    said = {chooser.say("[a|b[c|d]] {x!A}[|.]", x="owl") for _ in range(200)}
+    chooser = TemplateSampler(0)
+    said = {chooser.render("[a|b[c|d]] {x!A}[|.]", x="owl") for _ in range(200)}
     assert said == {f"{start} An owl{end}" for start in ("a", "bc", "bd") for end in ("", ".")}
 
 
 def test_a_missing_slot_is_named():
     with pytest.raises(KeyError, match="town"):
-        Chooser(0).say("in {town}")
+        TemplateSampler(0).render("in {town}")
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
@@ -52,7 +52,7 @@ def test_no_training_message_is_held_out():
 
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_conversations_alternate_and_leave_no_template_behind(category):
-    chooser = Chooser(3)
+    chooser = TemplateSampler(3)
     for _ in range(300):
         turns = CATEGORIES[category](chooser)
         assert [turn.role for turn in turns] == ["user", "assistant"] * (len(turns) // 2)
@@ -61,7 +61,7 @@ def test_conversations_alternate_and_leave_no_template_behind(category):
 
 
 def test_every_equation_is_true():
-    chooser = Chooser(5)
+    chooser = TemplateSampler(5)
     for writer in (math.conversation, math.drill):
         for _ in range(500):
             answer = writer(chooser)[-1].content
@@ -71,14 +71,14 @@ def test_every_equation_is_true():
 
 
 def test_a_word_problem_ends_with_its_last_result():
-    chooser = Chooser(6)
+    chooser = TemplateSampler(6)
     for _ in range(300):
         answer = math.conversation(chooser)[-1].content
         assert answer.endswith(f"answer is {EQUATION.findall(answer)[-1][1]}."), answer
 
 
 def test_written_functions_run_and_return_what_the_answer_says():
-    chooser = Chooser(8)
+    chooser = TemplateSampler(8)
     for _ in range(300):
         function = code.classic(chooser) if chooser.chance(0.5) else code.composed(chooser)
         answer = code.write_it(chooser, function)[-1].content
@@ -89,7 +89,7 @@ def test_written_functions_run_and_return_what_the_answer_says():
 
 
 def test_completed_functions_give_the_values_of_their_doctests():
-    chooser = Chooser(9)
+    chooser = TemplateSampler(9)
     for _ in range(300):
         question, answer = code.complete_it(chooser, code.composed(chooser))
         call, value = re.search(r">>> (.*)\n    (.*)\n", question.content).groups()
@@ -120,7 +120,7 @@ def test_a_fold_does_what_its_name_says(purpose, name, example, value):
 
 
 def drawn_functions(count: int):
-    chooser = Chooser(10)
+    chooser = TemplateSampler(10)
     return (code.composed(chooser) for _ in range(count))
 
 

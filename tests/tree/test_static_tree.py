@@ -21,7 +21,7 @@ def test_eagle1s_tree_is_the_published_one():
 
 def test_its_draft_runs_four_four_one_and_one_rows():
     """As the reference's: of level 1 all four nodes, of level 2 three children of the first and one of the second."""
-    expanded = [MC_SIM_7B_63.expanded(level) for level in range(1, 6)]
+    expanded = [MC_SIM_7B_63.parents_at(level) for level in range(1, 6)]
     assert expanded == [[(0, 0), (0, 1), (0, 2), (0, 3)], [(0, 0), (0, 1), (0, 2), (1, 0)], [(0, 0)], [(0, 0)], []]
 
 

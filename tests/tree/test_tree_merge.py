@@ -46,14 +46,14 @@ def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]
 def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, count, batch, ties):
     trees = some_trees(seed, count, batch, ties)
     merged = merge(trees, max_depth=3)
-    valued = merged.valued(merged.said.amax(-1), max_depth=3)
+    valued = merged.with_log_probs(merged.log_probs_by_drafter.amax(-1), max_depth=3)
     check_laws(valued)
     check_laws(merged.tree)
     for b in range(batch):
         each = [as_paths(tree, b, given_parents(tree)) for tree in trees]
         wanted = {path: [paths.get(path, -torch.inf) for paths in each] for path in set().union(*each)}
         for i in range(count):
-            said = as_paths(merged.tree, b, merged.said[..., i])
+            said = as_paths(merged.tree, b, merged.log_probs_by_drafter[..., i])
             assert said.keys() == wanted.keys()
             assert all(said[path] == wanted[path][i] for path in said)
             own = as_paths(trees[i], b, trees[i].log_values)

@@ -63,7 +63,7 @@ class OutputRows:
         return self.constants | {name: request[name] for name in (*IDENTITY, *self.passthrough)}
 
     def _text(self, request: RequestRow, sequence: Sequence) -> str | None:
-        return self.text and self.text.text_of(sequence.output_ids, stop_strings(request, self.config))
+        return self.text and self.text.final_text(sequence.output_ids, stop_strings(request, self.config))
 
     def _tokens(self, sequence: Sequence) -> RequestRow:
         logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None

@@ -134,8 +134,8 @@ class LookaheadDrafter(NullDrafter):
         self._guessed = _Guessed(windows, members, path_hashes(guesses, plan.max_depth)[:, ends])
         merged = merge([draft.tree, guesses.spread(members, roots)], plan.max_depth)
         nothing = merged.tree.log_values.new_full((len(windows), 1, plan.children), -torch.inf)
-        others = beside(merged.said[..., 0], merged.tree, plan.max_depth, plan)
-        return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_caught_up, draft.is_all, others)
+        others = beside(merged.log_probs_by_drafter[..., 0], merged.tree, plan.max_depth, plan)
+        return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_catch_up, draft.is_exhausted, others)
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Where a column was verified, the pick after it makes a run, and the run the next column."""

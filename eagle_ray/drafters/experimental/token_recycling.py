@@ -58,7 +58,7 @@ class RecyclingDrafter(NullDrafter):
     ) -> Draft:
         """The top `width` nodes of each level get what is kept by their tokens."""
         if self._is_empty:
-            return Draft(Draft.empty(roots).tree, [], 0, 0, is_all=True)
+            return Draft(Draft.empty(roots).tree, [], 0, 0, is_exhausted=True)
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         self._members = slice(None) if members is None else members
         tokens, frontier = roots[self._members][:, None], None

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from eagle_ray.tokenizer import Tokenizer
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import device_name
 from jobs.bench.gpu.embedded_pair import ASSETS, embedded_pair
 from jobs.bench.gpu.gpu_run import GpuRun
@@ -42,8 +42,8 @@ from jobs.bench.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair
 from jobs.tiny_pair.prompts import prompt_rows
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY = Shape(320, 10, 8, 2, 64, 512, 1600)
-TINIER = Shape(288, 9, 8, 2, 64, 448, 1536)
+TINY = ModelShape(320, 10, 8, 2, 64, 512, 1600)
+TINIER = ModelShape(288, 9, 8, 2, 64, 448, 1536)
 SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "3b": LLAMA_3B, "tiny": TINY, "tinier": TINIER}
 ACCEPTANCES = {"0.4": (0.4, 0.12, 0.05), "0.6": (0.6, 0.12, 0.05), "0.8": (0.8, 0.08, 0.03)}
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]

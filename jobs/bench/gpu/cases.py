@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.evaluation.equivalence import Identity, compare, first_difference
-from eagle_ray.evaluation.forward_timer import ForwardMeter
+from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
+from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.statistics import ratio_interval
 from eagle_ray.evaluation.throughput import Sample, SteadyQueue, run_to_completion
 from eagle_ray.sampling.sampler import SamplingParams
@@ -105,7 +105,7 @@ def _window(
 ) -> tuple[list[list[int]], Sample, Parts]:
     """A window right after the slots were filled; what was generated for each request from the first one on."""
     engine = rig.engine(way, cell.context, cell.batch, planner)
-    queue = SteadyQueue(engine, requests(prompts, first, [cell.tokens], cell.context), ForwardMeter(), cell.batch)
+    queue = SteadyQueue(engine, requests(prompts, first, [cell.tokens], cell.context), ForwardTimer(), cell.batch)
     try:
         queue.fill()
         before = planner.parts
@@ -124,9 +124,9 @@ def drain(
     for way in ways:
         engine = rig.engine(way, cell.context, cell.batch)
         short = islice(requests(prompts, 0, [16, 4, 12, 8], cell.context), cell.batch)
-        run_to_completion(engine, list(short), ForwardMeter(), cell.batch)
+        run_to_completion(engine, list(short), ForwardTimer(), cell.batch)
         rows = list(islice(requests(prompts, 0, DRAIN_LENGTHS, cell.context), num_rows))
-        done[way.name] = run_to_completion(engine, rows, ForwardMeter(), cell.batch), [s.output_ids for s in rows]
+        done[way.name] = run_to_completion(engine, rows, ForwardTimer(), cell.batch), [s.output_ids for s in rows]
     return done
 
 
@@ -174,7 +174,7 @@ def figures(taken: Taken, plain: Taken) -> dict[str, Any]:
 
 def judged(
     model: nn.Module, prompts: list[list[int]], outputs: dict[int, list[int]], plain: dict[int, list[int]], tie: float
-) -> Identity:
+) -> Equivalence:
     """Outputs beside plain decoding's of the same requests; of those that differ a few are looked into.
 
     tie: a lead that is no lead in this dtype.

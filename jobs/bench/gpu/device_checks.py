@@ -19,7 +19,7 @@ from torch import nn
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import Identity, compare, first_difference
+from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
 from eagle_ray.kernels.availability import CHOICE, use_triton
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
@@ -113,12 +113,12 @@ def _edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]])
     for choice in ("triton", "portable"):
         with kernels(choice):
             both.append(sample(logits, sampling, rows, rows).tolist())
-    found = Identity()
+    found = Equivalence()
     for i, (mine, other) in enumerate(zip(*both, strict=True)):
         cause = None
         if mine != other:
             cause = rounding_cause(logits[i], params[i], i, other, mine, NEAR_TIE[torch.float32])
-        found += Identity(1, mine == other, cause == "tie", cause == "cut")
+        found += Equivalence(1, mine == other, cause == "tie", cause == "cut")
     return Check(title, found.is_explained, f"{_told(found)}, picks of random logits")
 
 
@@ -152,7 +152,7 @@ def _compared(
     return Check(title, found.is_explained, f"{_told(found)}, log-probabilities within {noise:.2g}", noise)
 
 
-def _told(found: Identity) -> str:
+def _told(found: Equivalence) -> str:
     edges = f", {found.num_edges} at the edge of top-k, top-p or min-p" if found.num_edges else ""
     return f"{found.num_equal} of {found.num_compared} outputs equal, {found.num_near_ties} near-ties{edges}"
 

@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.cases import Cell
 from jobs.bench.gpu.device import release
 from jobs.bench.gpu.device_checks import checks, type_name
@@ -64,7 +64,7 @@ class GpuRun:
         self.results.about["minutes"] = round(self.agenda.minutes, 2)
         self.agenda.keep()
 
-    def _main_shape(self, name: str, shape: Shape) -> None:
+    def _main_shape(self, name: str, shape: ModelShape) -> None:
         self._widened(name, shape, self._main_cells)
         release(self.settings.device)
         with self.agenda.section("peers", SHARES["peers"]):
@@ -74,11 +74,11 @@ class GpuRun:
                 self._synthetic(name, shape, label, acceptance)
             release(self.settings.device)
 
-    def _other_shape(self, name: str, shape: Shape) -> None:
+    def _other_shape(self, name: str, shape: ModelShape) -> None:
         self._widened(name, shape, lambda wide: self._all_ways(wide, self.settings.others))
         release(self.settings.device)
 
-    def _widened(self, name: str, shape: Shape, measure: Callable[[WideCells], None]) -> None:
+    def _widened(self, name: str, shape: ModelShape, measure: Callable[[WideCells], None]) -> None:
         """The embedded pair at this shape, which is freed when this returns. measure: once costs are known."""
         with self.agenda.section("pair", SHARES["pair"]):
             rig = self.agenda.do(f"{name}: make", 15, lambda: self.rigs.widened(name, shape))
@@ -162,7 +162,7 @@ class GpuRun:
         self.results.peers.append(asked_peer(peer, name, batch, self.settings, limit))
         self.agenda.say(f"   {self.results.peers[-1]}")
 
-    def _synthetic(self, name: str, shape: Shape, label: str, acceptance: tuple[float, ...]) -> None:
+    def _synthetic(self, name: str, shape: ModelShape, label: str, acceptance: tuple[float, ...]) -> None:
         s = self.settings
         rig = self.agenda.do(f"{name}: synthetic {label}", 5, lambda: self.rigs.synthetic(name, shape, acceptance))
         for batch in s.others if rig else ():

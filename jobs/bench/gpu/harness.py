@@ -82,17 +82,17 @@ class PlannerProbe:
         if not outcome.is_first:
             self.draft_s += outcome.seconds.draft
             self.verify_s += outcome.seconds.verify
-            self.rest_s += outcome.seconds.rest
+            self.rest_s += outcome.seconds.overhead
             if self._costs is not None:
                 self._predict(outcome)
         self._planner.observe(outcome)
 
     def _predict(self, outcome: StepOutcome) -> None:
         predicted = self._costs.predict(outcome)
-        self.predicted_s += predicted.total - self._costs.beside(outcome)
-        self.predicted_plain_s += self._costs.plain_step(outcome.batch_size, outcome.num_cached)
+        self.predicted_s += predicted.total - self._costs.prefill_seconds(outcome)
+        self.predicted_plain_s += self._costs.plain_seconds(outcome.batch_size, outcome.num_cached)
         if getattr(self._planner, "costs", None) is not self._costs:
-            self._costs.learn(outcome, predicted)
+            self._costs.update(outcome, predicted)
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Harness:
             cached.append(batch * context)
             for sequence in sequences:
                 engine.abort(sequence)
-        self.costs.attend = max(seconds[1] - seconds[0], 0.0) / cached[1]
+        self.costs.attention_per_token = max(seconds[1] - seconds[0], 0.0) / cached[1]
 
     def engine(self, way: Way, context: int, batch: int, planner: Planner | None = None) -> Engine:
         """The idle engine of a way, its next sequences behind contexts. planner: one that has seen this cell before."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import GIB
 from jobs.bench.gpu.harness import LARGEST
 
@@ -33,7 +33,7 @@ class KVRoom:
         return self.columns - own_columns(self.slots)
 
     @classmethod
-    def of(cls, shape: Shape, itemsize: int, batches: list[int], contexts: list[int], free: int | None) -> KVRoom:
+    def of(cls, shape: ModelShape, itemsize: int, batches: list[int], contexts: list[int], free: int | None) -> KVRoom:
         """The largest batch that fits behind the first context, with twice the room for contexts if it is there.
 
         free: bytes beside the weights; None is enough. Raises MemoryError where not even the smallest batch fits.
@@ -55,17 +55,17 @@ def own_columns(slots: int) -> int:
     return slots * (OWN + TREE)
 
 
-def column_bytes(shape: Shape, itemsize: int) -> float:
+def column_bytes(shape: ModelShape, itemsize: int) -> float:
     """One token's keys and values, the target's and the head's."""
     return shape.kv_numbers * itemsize * (1 + 1 / shape.num_layers)
 
 
-def weight_bytes(shape: Shape, itemsize: int) -> int:
+def weight_bytes(shape: ModelShape, itemsize: int) -> int:
     """Of target and head, the token embedding included."""
     return itemsize * (shape.pass_weights + shape.draft_weights + shape.hidden_size * shape.vocab_size)
 
 
-def pass_bytes(shape: Shape, itemsize: int, rows: int) -> int:
+def pass_bytes(shape: ModelShape, itemsize: int, rows: int) -> int:
     """The tensors of a pass at its widest: logits, in fp32 too, with what one layer makes of the rows."""
     logits = shape.vocab_size * (itemsize + 4)
     layer = itemsize * (3 * shape.intermediate_size + 8 * shape.hidden_size)

@@ -19,7 +19,7 @@ from eagle_ray.kernels.availability import use_triton
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.planner.cost_cache import costs_json, costs_of
 from eagle_ray.planner.cost_model import StepCosts
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import GIB, free_bytes, peak_gib, release, synchronize
 from jobs.bench.gpu.device_checks import Check, same_function, same_in_context
 from jobs.bench.gpu.embedded_pair import embedded_pair
@@ -44,7 +44,7 @@ class GpuRigs:
         self.agenda.say(check.line if check.ok is not False else f"!!!!! {check.line} !!!!!")
         self.agenda.keep()
 
-    def widened(self, name: str, shape: Shape) -> Harness:
+    def widened(self, name: str, shape: ModelShape) -> Harness:
         s, started = self.settings, time.monotonic()
         self._check_weights(shape)
         small = embedded_pair(torch.float32, s.device)
@@ -61,13 +61,13 @@ class GpuRigs:
         self.checked(same_function(f"{name} decodes as the small pair", small, rig, self.prompts, self.noise))
         return rig
 
-    def _check_weights(self, shape: Shape) -> None:
+    def _check_weights(self, shape: ModelShape) -> None:
         """Raises MemoryError before anything is made that cannot fit."""
         free, needed = free_bytes(self.settings.device), weight_bytes(shape, self.settings.dtype.itemsize)
         if free is not None and needed > free:
             raise MemoryError(f"its weights take {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
 
-    def _rig(self, model: nn.Module, head: nn.Module, shape: Shape) -> Harness:
+    def _rig(self, model: nn.Module, head: nn.Module, shape: ModelShape) -> Harness:
         """The pool is as large as the cells ask for, or as the device allows."""
         s = self.settings
         pack_linears(model)
@@ -86,7 +86,7 @@ class GpuRigs:
         s, started = self.settings, time.monotonic()
         rig.measure()
         self._set_aside(rig)
-        attend = rig.costs.attend
+        attend = rig.costs.attention_per_token
         if (context := max((c for c in s.contexts if together(rig, c)), default=0)) > 0:
             rig.measure_contexts(context, together(rig, context))
             title = f"{name}: context {context} changes nothing"
@@ -99,7 +99,7 @@ class GpuRigs:
         columns = (blocks.num_blocks - blocks.blocks_for(own_columns(blocks.num_slots))) * blocks.size
         rig.set_aside(columns, self.settings.contexts[-1] + OWN)
 
-    def synthetic(self, name: str, shape: Shape, acceptance: tuple[float, ...]) -> Harness:
+    def synthetic(self, name: str, shape: ModelShape, acceptance: tuple[float, ...]) -> Harness:
         model, head = synthetic_pair(shape, acceptance, dtype=self.settings.dtype, device=self.settings.device)
         rig = self._rig(model, head, shape)
         rig.costs = self._known_costs(name, rig)

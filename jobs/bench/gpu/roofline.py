@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import seconds_of
 
 REPEATS = 20
@@ -17,6 +17,6 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device, REPEATS)
 
 
-def step_bytes(shape: Shape, dtype: torch.dtype, batch: int, cached: float) -> float:
+def step_bytes(shape: ModelShape, dtype: torch.dtype, batch: int, cached: float) -> float:
     """Read by a plain step: every weight once, and the keys and values of `cached` tokens of each sequence."""
     return dtype.itemsize * (shape.pass_weights + batch * cached * shape.kv_numbers)

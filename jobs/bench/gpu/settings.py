@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class GpuBenchSettings:
     plain decoding. minutes: of everything.
     """
 
-    shapes: dict[str, Shape]
+    shapes: dict[str, ModelShape]
     batches: list[int]
     contexts: list[int]
     others: list[int]

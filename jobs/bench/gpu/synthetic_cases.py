@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.cases import Cell, figures, steady
 from jobs.bench.gpu.harness import Harness
 from jobs.bench.gpu.settings import GpuBenchSettings
@@ -21,7 +21,7 @@ PROMPTS, PROMPT = 64, 64  # how many, of how many tokens
 
 def measure_synthetic(
     name: str,
-    shape: Shape,
+    shape: ModelShape,
     acceptance: tuple[float, ...],
     rig: Harness,
     batch: int,

@@ -98,7 +98,7 @@ def begin(engine: Engine, blocks: ContextBlocks, columns: int, num_slots: int) -
     for slot in range(num_slots):
         filler = Sequence("context", [FILLER] * columns, SamplingParams(), slot=slot)
         length = blocks.attach_prefix(slot, filler.prompt_ids)
-        engine.prefiller.given([PrefillChunk(filler, 0, length, 0, True)], feature.expand(length, -1))
+        engine.prefiller.mark_prefilled([PrefillChunk(filler, 0, length, 0, True)], feature.expand(length, -1))
         blocks.free(slot)
 
 

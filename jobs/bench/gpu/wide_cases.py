@@ -13,7 +13,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jobs.bench.embedding_map import Shape
+from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu import cases
 from jobs.bench.gpu.cases import Cell, figures, judged, steady
 from jobs.bench.gpu.device import GIB, peak_gib
@@ -40,7 +40,7 @@ class WideCells:
     """name: of the shape. noise: by which a lead may be no lead."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     rig: Harness
     settings: GpuBenchSettings
     agenda: Agenda

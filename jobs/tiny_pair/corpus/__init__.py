@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from jobs.tiny_pair.corpus import chat, code, instruction, math, qa, summarization
-from jobs.tiny_pair.corpus.grammar import Chooser, Conversation, Turn
+from jobs.tiny_pair.corpus.grammar import Conversation, TemplateSampler, Turn
 
 __all__ = [
     "CATEGORIES",
@@ -23,7 +23,7 @@ __all__ = [
     "training_conversations",
 ]
 
-CATEGORIES: dict[str, Callable[[Chooser], Conversation]] = {
+CATEGORIES: dict[str, Callable[[TemplateSampler], Conversation]] = {
     "chat": chat.conversation,
     "code": code.conversation,
     "math": math.conversation,
@@ -31,7 +31,7 @@ CATEGORIES: dict[str, Callable[[Chooser], Conversation]] = {
     "summarization": summarization.conversation,
     "qa": qa.conversation,
 }
-Mix = tuple[tuple[Callable[[Chooser], Conversation], float], ...]
+Mix = tuple[tuple[Callable[[TemplateSampler], Conversation], float], ...]
 TRAINING_MIX: Mix = (
     (chat.conversation, 0.16),
     (code.conversation, 0.17),
@@ -62,7 +62,7 @@ def is_held_out(first_message: str) -> bool:
 
 def training_conversations(seed: int, mix: Mix = TRAINING_MIX) -> Iterator[Conversation]:
     """An endless stream, mixed over all categories and the drills, without the held-out ones."""
-    chooser = Chooser(seed)
+    chooser = TemplateSampler(seed)
     writers, weights = zip(*mix, strict=True)
     while True:
         conversation = chooser.weighted(writers, weights)(chooser)
@@ -75,7 +75,7 @@ def held_out_conversations(category: str, count: int, seed: int) -> list[Convers
 
     Raises ValueError where the category has fewer: qa has 49.
     """
-    chooser = Chooser(seed)
+    chooser = TemplateSampler(seed)
     found: dict[str, Conversation] = {}
     in_vain = 0
     while len(found) < count:

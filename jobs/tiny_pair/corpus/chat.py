@@ -7,17 +7,17 @@ model has to copy them from the conversation.
 from dataclasses import asdict
 
 from jobs.tiny_pair.corpus import instruction, math, qa, world
-from jobs.tiny_pair.corpus.grammar import Chooser, Conversation, Turn, exchange
+from jobs.tiny_pair.corpus.grammar import Conversation, TemplateSampler, Turn, exchange
 
 HELLO = "[Hi|Hello|Hey|Good morning|Good evening]"
 INTRODUCTION = f"[{HELLO}, I am {{n}}|{HELLO}! My name is {{n}}|{HELLO}, {{n}} here|{HELLO}, this is {{n}}]"
 WELCOME = "[Hi {n}!|Hello {n}!|Nice to meet you, {n}!|Welcome, {n}!|Good to hear from you, {n}!]"
 
 
-def dialogue(chooser: Chooser, *templates: str, **slots: object) -> list[Turn]:
+def dialogue(chooser: TemplateSampler, *templates: str, **slots: object) -> list[Turn]:
     """One turn for each template: the user's, the assistant's, the user's ..."""
     roles = ("user", "assistant")
-    return [Turn(roles[index % 2], chooser.say(template, **slots)) for index, template in enumerate(templates)]
+    return [Turn(roles[index % 2], chooser.render(template, **slots)) for index, template in enumerate(templates)]
 
 
 TRAVELLER = (
@@ -47,8 +47,8 @@ MONEY = (
 )
 
 
-def journey(chooser: Chooser, name: str) -> list[Turn]:
-    country = chooser.pick(world.COUNTRIES)
+def journey(chooser: TemplateSampler, name: str) -> list[Turn]:
+    country = chooser.choose(world.COUNTRIES)
     slots = dict(asdict(country), n=name, country=country.name, days=chooser.number(2, 9))
     advice = " ".join(chooser.some(ADVICE, chooser.number(2, 3)))
     arrival = dialogue(chooser, TRAVELLER, GOOD_CHOICE + advice, **slots)
@@ -74,8 +74,8 @@ FIRST_STEPS = (
 )
 
 
-def new_hobby(chooser: Chooser, name: str) -> list[Turn]:
-    hobby = chooser.pick(world.HOBBIES)
+def new_hobby(chooser: TemplateSampler, name: str) -> list[Turn]:
+    hobby = chooser.choose(world.HOBBIES)
     slots = dict(asdict(hobby), n=name, hobby=hobby.name)
     return dialogue(chooser, CURIOUS, ENCOURAGEMENT, HOW_TO_BEGIN, FIRST_STEPS, **slots)
 
@@ -106,9 +106,9 @@ SUGGESTION = (
 )
 
 
-def mood(chooser: Chooser, name: str) -> list[Turn]:
-    feeling, sympathy, ideas = chooser.pick(FEELINGS)
-    hobby = chooser.pick(world.HOBBIES)
+def mood(chooser: TemplateSampler, name: str) -> list[Turn]:
+    feeling, sympathy, ideas = chooser.choose(FEELINGS)
+    hobby = chooser.choose(world.HOBBIES)
     slots = dict(asdict(hobby), n=name, feeling=feeling, hobby=hobby.name)
     advice = " ".join(f"{idea}." for idea in chooser.some(ideas, 2))
     comfort = f"[{WELCOME} {sympathy}|{sympathy}, {{n}}]. {advice}{ASKING_BACK}"
@@ -122,9 +122,9 @@ READINESS = (
 )
 
 
-def small_question(chooser: Chooser, name: str) -> list[Turn]:
+def small_question(chooser: TemplateSampler, name: str) -> list[Turn]:
     """An introduction, then a question of another category."""
-    category = chooser.pick((qa, qa, math, instruction))
+    category = chooser.choose((qa, qa, math, instruction))
     question, answer = category.ask(chooser)
     return [*dialogue(chooser, REQUEST, READINESS, n=name), *exchange(question, answer)]
 
@@ -138,7 +138,7 @@ GOODBYE = (
 )
 
 
-def ending(chooser: Chooser, name: str) -> list[Turn]:
+def ending(chooser: TemplateSampler, name: str) -> list[Turn]:
     """A test of memory, a goodbye, or nothing."""
     templates = chooser.weighted(((WHO_AM_I, YOUR_NAME), (THANKS, GOODBYE), ()), (0.25, 0.4, 0.35))
     return dialogue(chooser, *templates, n=name)
@@ -162,17 +162,17 @@ SMALL_TALK = (
 )
 
 
-def small_talk(chooser: Chooser) -> Conversation:
+def small_talk(chooser: TemplateSampler) -> Conversation:
     """What people type first to see whether anyone is there."""
-    question, answer = chooser.pick(SMALL_TALK)
-    return exchange(chooser.say(question, hello=chooser.say(HELLO)), chooser.say(answer))
+    question, answer = chooser.choose(SMALL_TALK)
+    return exchange(chooser.render(question, hello=chooser.render(HELLO)), chooser.render(answer))
 
 
 SCENES = (journey, journey, new_hobby, new_hobby, mood, mood, small_question)
 
 
-def conversation(chooser: Chooser) -> Conversation:
+def conversation(chooser: TemplateSampler) -> Conversation:
     if chooser.chance(0.06):
         return small_talk(chooser)
-    name = chooser.pick(world.PEOPLE).name
-    return tuple(chooser.pick(SCENES)(chooser, name) + ending(chooser, name))
+    name = chooser.choose(world.PEOPLE).name
+    return tuple(chooser.choose(SCENES)(chooser, name) + ending(chooser, name))

@@ -7,7 +7,7 @@ text was computed by running the function. The code keeps one regular style, so 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jobs.tiny_pair.corpus.grammar import Chooser, Conversation, capitalized, exchange
+from jobs.tiny_pair.corpus.grammar import Conversation, TemplateSampler, capitalized, exchange
 from jobs.tiny_pair.corpus.world import words
 
 Value = int | float | bool | str | list | dict | None
@@ -232,20 +232,20 @@ NUMBER_FOLDS: tuple[Fold, ...] = (
 WORD_FOLDS: tuple[Fold, ...] = (fold_list, fold_joined, fold_count, fold_any)
 
 
-def composed(chooser: Chooser) -> Function:
+def composed(chooser: TemplateSampler) -> Function:
     """A random filter, map and fold over numbers or over words."""
-    limit, letter = chooser.number(2, 12), chooser.pick("abcdeilmnoprst")
+    limit, letter = chooser.number(2, 12), chooser.choose("abcdeilmnoprst")
     if chooser.chance(0.6):
         kind, filters, maps, folds = NUMBERS, number_filters(limit), NUMBER_MAPS, NUMBER_FOLDS
         example: list = [chooser.number(-9, 20) for _ in range(chooser.number(3, 5))]
     else:
         kind, filters, maps, folds = WORDS, word_filters(limit, letter), WORD_MAPS, WORD_FOLDS
         example = chooser.some(EXAMPLE_WORDS, 3)
-    fold, item_map = chooser.pick(folds), chooser.pick(maps)
+    fold, item_map = chooser.choose(folds), chooser.choose(maps)
     if fold is fold_joined and item_map.noun == "lengths":
         item_map = KEEP_WORD
     everything_allowed = fold is not fold_any and chooser.chance(0.2)
-    item_filter = EVERYTHING if everything_allowed else chooser.pick(filters)
+    item_filter = EVERYTHING if everything_allowed else chooser.choose(filters)
     name, return_type, purpose, body = fold(Pipeline(kind, item_filter, item_map, chooser.chance(0.5)))
     return Function(name, kind.items, kind.items_type, return_type, purpose, body, example)
 
@@ -292,34 +292,36 @@ def text_classics(s: str) -> tuple[Function, ...]:
     )
 
 
-def classic(chooser: Chooser) -> Function:
+def classic(chooser: TemplateSampler) -> Function:
     if chooser.chance(0.5):
-        return chooser.pick(number_classics(chooser.pick(("n", "num", "value")), chooser.number(2, 9)))
-    return chooser.pick(text_classics(chooser.pick(("text", "s", "string"))))
+        return chooser.choose(number_classics(chooser.choose(("n", "num", "value")), chooser.number(2, 9)))
+    return chooser.choose(text_classics(chooser.choose(("text", "s", "string"))))
 
 
-def write_it(chooser: Chooser, function: Function) -> Conversation:
-    question = chooser.say(
+def write_it(chooser: TemplateSampler, function: Function) -> Conversation:
+    question = chooser.render(
         "[Write|Please write|I need|Give me] a [Python function|function in Python] [|called {name} ]that {purpose}.",
         name=function.name,
         purpose=function.purpose,
     )
-    opening = chooser.say("[Here is the function:\n|Here is a function that {purpose}:\n|]", purpose=function.purpose)
+    opening = chooser.render(
+        "[Here is the function:\n|Here is a function that {purpose}:\n|]", purpose=function.purpose
+    )
     has_fixed_example = not isinstance(function.example, list)
     ending = f"\nFor example, {function.call} returns {function.run()!r}." if has_fixed_example else ""
     return exchange(question, f"{opening}```python\n{function.documented_source}\n```{ending}")
 
 
-def complete_it(chooser: Chooser, function: Function) -> Conversation:
+def complete_it(chooser: TemplateSampler, function: Function) -> Conversation:
     documentation = f'    """{capitalized(function.purpose)}.\n    >>> {function.call}\n    {function.run()!r}\n    """'
-    question = chooser.say("[Complete|Finish|Fill in] this function:\n") + f"{function.header}\n{documentation}"
+    question = chooser.render("[Complete|Finish|Fill in] this function:\n") + f"{function.header}\n{documentation}"
     return exchange(question, f"```python\n{function.plain_source}\n```")
 
 
-def explain_it(chooser: Chooser, function: Function) -> Conversation:
-    question = chooser.say("[Explain what this code does|What does this code do|Explain this function]:\n")
+def explain_it(chooser: TemplateSampler, function: Function) -> Conversation:
+    question = chooser.render("[Explain what this code does|What does this code do|Explain this function]:\n")
     takes = {"list[int]": "a list of numbers", "list[str]": "a list of words", "int": "a number", "str": "a string"}
-    answer = chooser.say(
+    answer = chooser.render(
         "[This is a Python function called {name}. It|The function {name}] takes {takes} and {purpose}.",
         name=function.name,
         takes=takes[function.argument_type],
@@ -328,7 +330,7 @@ def explain_it(chooser: Chooser, function: Function) -> Conversation:
     return exchange(question + function.plain_source, answer)
 
 
-def conversation(chooser: Chooser) -> Conversation:
+def conversation(chooser: TemplateSampler) -> Conversation:
     function = classic(chooser) if chooser.chance(0.15) else composed(chooser)
     task = chooser.weighted((write_it, complete_it, explain_it), (0.5, 0.35, 0.15))
     return task(chooser, function)

@@ -54,7 +54,7 @@ class SlotFormatter(string.Formatter):
         return super().convert_field(value, conversion)
 
 
-class Chooser:
+class TemplateSampler:
     """Every random decision of the corpus. The same seed and the same calls give the same text."""
 
     def __init__(self, seed: int):
@@ -68,7 +68,7 @@ class Chooser:
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def pick(self, options: Sequence[Option]) -> Option:
+    def choose(self, options: Sequence[Option]) -> Option:
         return options[self.random.randrange(len(options))]
 
     def weighted(self, options: Sequence[Option], weights: Sequence[float]) -> Option:
@@ -80,11 +80,11 @@ class Chooser:
         self.random.shuffle(shuffled)
         return shuffled[:count]
 
-    def say(self, template: str, **slots: object) -> str:
+    def render(self, template: str, **slots: object) -> str:
         """One reading of a template, whose outermost bracket may be left out. KeyError names a slot not given."""
         template = f"[{template}]"
         while bracket := INNERMOST_BRACKET.search(template):
-            choice = self.pick(bracket.group(1).split("|"))
+            choice = self.choose(bracket.group(1).split("|"))
             template = template[: bracket.start()] + choice + template[bracket.end() :]
         return self.formatter.format(template, **slots)
 

@@ -7,7 +7,7 @@ tips, which turn of a story, which words. A small model then has something to be
 from dataclasses import asdict
 
 from jobs.tiny_pair.corpus import world
-from jobs.tiny_pair.corpus.grammar import Chooser, Conversation, capitalized, exchange, numbered
+from jobs.tiny_pair.corpus.grammar import Conversation, TemplateSampler, capitalized, exchange, numbered
 from jobs.tiny_pair.corpus.stories import write_story
 
 TIPS_WANTED = (
@@ -28,13 +28,13 @@ GENERAL_TIPS = (
 COUNT_WORDS = {3: "three", 4: "four", 5: "five"}
 
 
-def give_tips(chooser: Chooser) -> tuple[str, str]:
-    hobby = chooser.pick(world.HOBBIES)
+def give_tips(chooser: TemplateSampler) -> tuple[str, str]:
+    hobby = chooser.choose(world.HOBBIES)
     own_tips = (f"{capitalized(hobby.tip)}.", f"[Get|Buy|Find] {hobby.tool}.", f"Remember that {hobby.reason}.")
-    tips = [chooser.say(tip) for tip in chooser.some((*GENERAL_TIPS, *own_tips), chooser.number(3, 5))]
+    tips = [chooser.render(tip) for tip in chooser.some((*GENERAL_TIPS, *own_tips), chooser.number(3, 5))]
     slots = dict(hobby=hobby.name, count=COUNT_WORDS[len(tips)])
-    question = chooser.say(TIPS_WANTED, **slots)
-    return question, chooser.say(TIPS_OPENING, **slots) + numbered(tips)
+    question = chooser.render(TIPS_WANTED, **slots)
+    return question, chooser.render(TIPS_OPENING, **slots) + numbered(tips)
 
 
 RECIPE_WANTED = (
@@ -55,10 +55,10 @@ SERVING = (
 )
 
 
-def write_recipe(chooser: Chooser) -> tuple[str, str]:
-    dish = chooser.pick(world.DISHES)
+def write_recipe(chooser: TemplateSampler) -> tuple[str, str]:
+    dish = chooser.choose(world.DISHES)
     slots = asdict(dish)
-    question = chooser.say(RECIPE_WANTED, **slots)
+    question = chooser.render(RECIPE_WANTED, **slots)
     steps = (
         "[Take|You need|Get] {ingredients}.",
         PREPARATION,
@@ -66,11 +66,11 @@ def write_recipe(chooser: Chooser) -> tuple[str, str]:
         "[Wait [for |]about {minutes} minutes.|After {minutes} minutes it is ready.|Give it {minutes} minutes.]",
         SERVING,
     )
-    lines = [chooser.say(step, **slots) for step in steps]
+    lines = [chooser.render(step, **slots) for step in steps]
     if chooser.chance(0.5):
-        opening = chooser.say("[Here is a [simple |]recipe for|This is how you make] {name}:\n", **slots)
+        opening = chooser.render("[Here is a [simple |]recipe for|This is how you make] {name}:\n", **slots)
         return question, opening + numbered(lines)
-    opening = chooser.say("[To make {name}, follow these steps|It is easy to make {name}]. ", **slots)
+    opening = chooser.render("[To make {name}, follow these steps|It is easy to make {name}]. ", **slots)
     return question, opening + " ".join(lines)
 
 
@@ -88,36 +88,36 @@ LETTER = (
 )
 
 
-def write_letter(chooser: Chooser) -> tuple[str, str]:
+def write_letter(chooser: TemplateSampler) -> tuple[str, str]:
     writer, reader = chooser.some(world.PEOPLE, 2)
-    slots = dict(n=writer.name, friend=reader.name, reason=chooser.say(REASONS))
-    question = chooser.say(LETTER_WANTED, **slots)
-    body = " ".join(chooser.say(sentence, **slots) for sentence in LETTER)
-    greeting = chooser.say("Dear {friend},\n", **slots)
-    return question, greeting + body + chooser.say("\n[Best wishes|Yours|With love],\n{n}", **slots)
+    slots = dict(n=writer.name, friend=reader.name, reason=chooser.render(REASONS))
+    question = chooser.render(LETTER_WANTED, **slots)
+    body = " ".join(chooser.render(sentence, **slots) for sentence in LETTER)
+    greeting = chooser.render("Dear {friend},\n", **slots)
+    return question, greeting + body + chooser.render("\n[Best wishes|Yours|With love],\n{n}", **slots)
 
 
 GROUPS = {"mammals": "mammal", "birds": "bird", "insects": "insect", "reptiles": "reptile", "fish": "fish"}
 CONTINENTS = ("Europe", "Asia", "Africa", "South America")
 
 
-def list_animals(chooser: Chooser) -> tuple[str, str]:
-    group = chooser.pick(tuple(GROUPS))
+def list_animals(chooser: TemplateSampler) -> tuple[str, str]:
+    group = chooser.choose(tuple(GROUPS))
     members = [capitalized(animal.name) for animal in world.ANIMALS if animal.group == GROUPS[group]]
     return listing(chooser, group, members)
 
 
-def list_countries(chooser: Chooser) -> tuple[str, str]:
-    continent = chooser.pick(CONTINENTS)
+def list_countries(chooser: TemplateSampler) -> tuple[str, str]:
+    continent = chooser.choose(CONTINENTS)
     members = [country.name for country in world.COUNTRIES if country.continent == continent]
     return listing(chooser, f"countries in {continent}", members)
 
 
-def listing(chooser: Chooser, what: str, members: list[str]) -> tuple[str, str]:
+def listing(chooser: TemplateSampler, what: str, members: list[str]) -> tuple[str, str]:
     chosen = chooser.some(members, chooser.number(2, 5))
     slots = dict(count=len(chosen), what=what)
-    question = chooser.say("[List|Name|Write down|Give me] {count} {what}.", **slots)
-    opening = chooser.say("[Here are {count} {what}|{count} {what}|These are {count} {what}]:\n", **slots)
+    question = chooser.render("[List|Name|Write down|Give me] {count} {what}.", **slots)
+    opening = chooser.render("[Here are {count} {what}|{count} {what}|These are {count} {what}]:\n", **slots)
     return question, opening + numbered(chosen)
 
 
@@ -148,14 +148,14 @@ REWRITES = (
 )
 
 
-def rewrite_sentence(chooser: Chooser) -> tuple[str, str]:
-    verb, objects = chooser.pick(VERBS)
-    when = chooser.pick(TIMES)
-    question, answer = chooser.pick(REWRITES)
+def rewrite_sentence(chooser: TemplateSampler) -> tuple[str, str]:
+    verb, objects = chooser.choose(VERBS)
+    when = chooser.choose(TIMES)
+    question, answer = chooser.choose(REWRITES)
     if verb == "watch":
         question = question.replace("{verb}s", "{verb}es")
-    slots = dict(n=chooser.pick(world.PEOPLE).name, verb=verb, what=f"{chooser.pick(objects)} {when}")
-    return chooser.say(question, **slots), chooser.say(answer, **slots)
+    slots = dict(n=chooser.choose(world.PEOPLE).name, verb=verb, what=f"{chooser.choose(objects)} {when}")
+    return chooser.render(question, **slots), chooser.render(answer, **slots)
 
 
 PRAISE_WANTED = (
@@ -176,11 +176,11 @@ PRAISE = (
 )
 
 
-def praise_hobby(chooser: Chooser) -> tuple[str, str]:
-    slots = asdict(chooser.pick(world.HOBBIES))
-    question = chooser.say(PRAISE_WANTED, **slots)
+def praise_hobby(chooser: TemplateSampler) -> tuple[str, str]:
+    slots = asdict(chooser.choose(world.HOBBIES))
+    question = chooser.render(PRAISE_WANTED, **slots)
     sentences = [PRAISE_OPENING, *chooser.some(PRAISE, chooser.number(2, 4))]
-    return question, " ".join(chooser.say(sentence, **slots) for sentence in sentences)
+    return question, " ".join(chooser.render(sentence, **slots) for sentence in sentences)
 
 
 COMPARISON_WANTED = (
@@ -194,16 +194,16 @@ COMPARISONS = (
 )
 
 
-def compare_animals(chooser: Chooser) -> tuple[str, str]:
+def compare_animals(chooser: TemplateSampler) -> tuple[str, str]:
     first, second = chooser.some(world.ANIMALS, 2)
     slots = {f"a_{field}": value for field, value in asdict(first).items()}
     slots |= {f"b_{field}": value for field, value in asdict(second).items()}
     slots |= dict(a=first.name, b=second.name)
-    question = chooser.say(COMPARISON_WANTED, **slots)
+    question = chooser.render(COMPARISON_WANTED, **slots)
     also = "also " if first.group == second.group else ""
     opening = "{a!A} is {a_group!a}, [and|while] {b!a} is " + also + "{b_group!a}."
     sentences = [opening, *chooser.some(COMPARISONS, chooser.number(2, 3))]
-    return question, " ".join(chooser.say(sentence, **slots) for sentence in sentences)
+    return question, " ".join(chooser.render(sentence, **slots) for sentence in sentences)
 
 
 TASKS = (
@@ -220,10 +220,10 @@ TASKS = (
 )
 
 
-def ask(chooser: Chooser) -> tuple[str, str]:
-    return chooser.pick(TASKS)(chooser)
+def ask(chooser: TemplateSampler) -> tuple[str, str]:
+    return chooser.choose(TASKS)(chooser)
 
 
-def conversation(chooser: Chooser) -> Conversation:
+def conversation(chooser: TemplateSampler) -> Conversation:
     question, answer = ask(chooser)
     return exchange(question, answer)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jobs.tiny_pair.corpus import world
-from jobs.tiny_pair.corpus.grammar import Chooser, Conversation, exchange
+from jobs.tiny_pair.corpus.grammar import Conversation, TemplateSampler, exchange
 from jobs.tiny_pair.corpus.world import Person
 
 
@@ -22,7 +22,7 @@ class Problem:
     numbers: dict[str, int]
 
 
-def buying_boxes(chooser: Chooser) -> Problem:
+def buying_boxes(chooser: TemplateSampler) -> Problem:
     have, boxes, each = chooser.number(3, 30), chooser.number(2, 9), chooser.number(2, 9)
     bought = boxes * each
     return Problem(
@@ -38,7 +38,7 @@ def buying_boxes(chooser: Chooser) -> Problem:
     )
 
 
-def giving_away(chooser: Chooser) -> Problem:
+def giving_away(chooser: TemplateSampler) -> Problem:
     have = chooser.number(15, 60)
     given, sold = chooser.number(2, have // 3), chooser.number(2, have // 3)
     rest = have - given
@@ -55,7 +55,7 @@ def giving_away(chooser: Chooser) -> Problem:
     )
 
 
-def packing_evenly(chooser: Chooser) -> Problem:
+def packing_evenly(chooser: TemplateSampler) -> Problem:
     boxes, each = chooser.number(2, 9), chooser.number(2, 9)
     return Problem(
         "{n} [wants to put|puts] {all} {things} into {boxes} {box}s so that each {box} has the same number. How many"
@@ -69,7 +69,7 @@ def packing_evenly(chooser: Chooser) -> Problem:
     )
 
 
-def paying(chooser: Chooser) -> Problem:
+def paying(chooser: TemplateSampler) -> Problem:
     price, boxes = chooser.number(2, 9), chooser.number(2, 9)
     cost = price * boxes
     money = cost + chooser.number(1, 30)
@@ -85,7 +85,7 @@ def paying(chooser: Chooser) -> Problem:
     )
 
 
-def working_days(chooser: Chooser) -> Problem:
+def working_days(chooser: TemplateSampler) -> Problem:
     rate, hours = chooser.number(2, 9), chooser.number(2, 5)
     daily = rate * hours
     days = chooser.number(2, max(2, min(7, 150 // daily)))
@@ -101,7 +101,7 @@ def working_days(chooser: Chooser) -> Problem:
     )
 
 
-def times_as_many(chooser: Chooser) -> Problem:
+def times_as_many(chooser: TemplateSampler) -> Problem:
     first, times = chooser.number(3, 25), chooser.number(2, 4)
     word = {2: "twice", 3: "three times", 4: "four times"}[times]
     second = first * times
@@ -117,7 +117,7 @@ def times_as_many(chooser: Chooser) -> Problem:
     )
 
 
-def some_more(chooser: Chooser) -> Problem:
+def some_more(chooser: TemplateSampler) -> Problem:
     first, more = chooser.number(10, 50), chooser.number(2, 9)
     second = first + more
     return Problem(
@@ -133,7 +133,7 @@ def some_more(chooser: Chooser) -> Problem:
     )
 
 
-def reading_pages(chooser: Chooser) -> Problem:
+def reading_pages(chooser: TemplateSampler) -> Problem:
     morning, evening = chooser.number(2, 9), chooser.number(2, 9)
     daily = morning + evening
     days = chooser.number(2, max(2, min(7, 120 // daily)))
@@ -149,7 +149,7 @@ def reading_pages(chooser: Chooser) -> Problem:
     )
 
 
-def driving(chooser: Chooser) -> Problem:
+def driving(chooser: TemplateSampler) -> Problem:
     before, after = chooser.number(1, 4), chooser.number(1, 4)
     hours = before + after
     speed = 5 * chooser.number(2, min(9, 200 // hours // 5))
@@ -165,7 +165,7 @@ def driving(chooser: Chooser) -> Problem:
     )
 
 
-def bus_stop(chooser: Chooser) -> Problem:
+def bus_stop(chooser: TemplateSampler) -> Problem:
     first, on, off = chooser.number(10, 40), chooser.number(5, 20), chooser.number(2, 9)
     return Problem(
         "There are {first} people on a [bus|train|boat]. At the next stop {on} people get on and {off} people get off."
@@ -179,7 +179,7 @@ def bus_stop(chooser: Chooser) -> Problem:
     )
 
 
-def sharing_the_rest(chooser: Chooser) -> Problem:
+def sharing_the_rest(chooser: TemplateSampler) -> Problem:
     friends, each = chooser.number(2, 9), chooser.number(2, 9)
     shared = friends * each
     kept = chooser.number(2, min(shared + 8, 20))
@@ -195,7 +195,7 @@ def sharing_the_rest(chooser: Chooser) -> Problem:
     )
 
 
-def area(chooser: Chooser) -> Problem:
+def area(chooser: TemplateSampler) -> Problem:
     length, width = chooser.number(2, 12), chooser.number(2, 12)
     return Problem(
         "A [garden|room|field|carpet] is {length} meters long and {width} meters wide. What is its area?",
@@ -208,7 +208,7 @@ def area(chooser: Chooser) -> Problem:
     )
 
 
-def perimeter(chooser: Chooser) -> Problem:
+def perimeter(chooser: TemplateSampler) -> Problem:
     length, width = chooser.number(2, 12), chooser.number(2, 12)
     half = length + width
     return Problem(
@@ -223,7 +223,7 @@ def perimeter(chooser: Chooser) -> Problem:
     )
 
 
-PROBLEMS: tuple[Callable[[Chooser], Problem], ...] = (
+PROBLEMS: tuple[Callable[[TemplateSampler], Problem], ...] = (
     buying_boxes,
     giving_away,
     packing_evenly,
@@ -243,36 +243,40 @@ REQUESTS = "[||||| Think step by step.| Show your work.| Explain your answer.]"
 OPENINGS = "[|||Let us [think|see|work it out]. |Step by step: ]"
 
 
-def two_people(chooser: Chooser) -> tuple[Person, Person]:
+def two_people(chooser: TemplateSampler) -> tuple[Person, Person]:
     first, second = chooser.some(world.PEOPLE, 2)
     return first, second
 
 
-def ask(chooser: Chooser) -> tuple[str, str]:
+def ask(chooser: TemplateSampler) -> tuple[str, str]:
     """A word problem and its solution, which ends with "The answer is N."."""
-    problem = chooser.pick(PROBLEMS)(chooser)
+    problem = chooser.choose(PROBLEMS)(chooser)
     person, friend = two_people(chooser)
     slots = dict(
         problem.numbers,
         n=person.name,
         he=person.he,
         friend=friend.name,
-        things=chooser.pick(world.THINGS),
-        box=chooser.pick(BOXES),
+        things=chooser.choose(world.THINGS),
+        box=chooser.choose(BOXES),
     )
-    steps = " ".join(chooser.say(step, **slots) for step in problem.steps)
-    answer = chooser.say(OPENINGS) + steps + chooser.say(" [The|The|So the] answer is {result}.", result=problem.result)
-    return chooser.say(problem.story + REQUESTS, **slots), answer
+    steps = " ".join(chooser.render(step, **slots) for step in problem.steps)
+    answer = (
+        chooser.render(OPENINGS)
+        + steps
+        + chooser.render(" [The|The|So the] answer is {result}.", result=problem.result)
+    )
+    return chooser.render(problem.story + REQUESTS, **slots), answer
 
 
-def conversation(chooser: Chooser) -> Conversation:
+def conversation(chooser: TemplateSampler) -> Conversation:
     question, answer = ask(chooser)
     return exchange(question, answer)
 
 
-def calculation(chooser: Chooser) -> tuple[str, int]:
+def calculation(chooser: TemplateSampler) -> tuple[str, int]:
     """One expression with its value, over the range that the word problems use."""
-    kind = chooser.pick("+-*x/")
+    kind = chooser.choose("+-*x/")
     if kind == "+":
         left, right = chooser.number(2, 60), chooser.number(2, 60)
         return f"{left} + {right}", left + right
@@ -290,11 +294,11 @@ def calculation(chooser: Chooser) -> tuple[str, int]:
     return f"{left * right} / {left}", right
 
 
-def drill(chooser: Chooser) -> Conversation:
+def drill(chooser: TemplateSampler) -> Conversation:
     """Bare calculations, one or a row: the cheapest way to teach arithmetic, and no category of its own."""
     if chooser.chance(0.25):
         expression, value = calculation(chooser)
-        question = chooser.say("[What is|How much is|Calculate] {expression}[?|]", expression=expression)
+        question = chooser.render("[What is|How much is|Calculate] {expression}[?|]", expression=expression)
         return exchange(question, f"{expression} = {value}.")
     rows = [calculation(chooser) for _ in range(chooser.number(4, 8))]
     question = "Calculate " + ", ".join(expression for expression, _ in rows) + "."

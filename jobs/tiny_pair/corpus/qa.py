@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from jobs.tiny_pair.corpus import world
-from jobs.tiny_pair.corpus.grammar import Chooser, Conversation, exchange
+from jobs.tiny_pair.corpus.grammar import Conversation, TemplateSampler, exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,21 +207,23 @@ CLOSINGS = (
 )
 
 
-def ask(chooser: Chooser) -> tuple[str, str]:
+def ask(chooser: TemplateSampler) -> tuple[str, str]:
     """A question about one record and its answer: the fact asked for, then one to four more in free order."""
     topic = chooser.weighted(TOPICS, TOPIC_WEIGHTS)
-    slots = asdict(chooser.pick(topic.records))
-    asked = chooser.pick(topic.aspects)
+    slots = asdict(chooser.choose(topic.records))
+    asked = chooser.choose(topic.aspects)
     if chooser.chance(0.25):
         question, num_more = topic.overview, chooser.number(2, 4)
     else:
         question, num_more = asked.question, chooser.number(1, 3)
     others = chooser.some([aspect for aspect in topic.aspects if aspect is not asked], num_more)
     sentences = [asked.opening] + [aspect.following for aspect in others]
-    answer = chooser.say(chooser.pick(GREETINGS)) + " ".join(chooser.say(sentence, **slots) for sentence in sentences)
-    return chooser.say(question, **slots), answer + chooser.say(chooser.pick(CLOSINGS))
+    answer = chooser.render(chooser.choose(GREETINGS)) + " ".join(
+        chooser.render(sentence, **slots) for sentence in sentences
+    )
+    return chooser.render(question, **slots), answer + chooser.render(chooser.choose(CLOSINGS))
 
 
-def conversation(chooser: Chooser) -> Conversation:
+def conversation(chooser: TemplateSampler) -> Conversation:
     question, answer = ask(chooser)
     return exchange(question, answer)

@@ -1,7 +1,7 @@
 """Stories for children: eight sentences or so about an animal with a name, each sentence with many ways to go."""
 
 from jobs.tiny_pair.corpus import world
-from jobs.tiny_pair.corpus.grammar import Chooser
+from jobs.tiny_pair.corpus.grammar import TemplateSampler
 
 REQUESTS = (
     "[Write|Tell me] a [short |]story about {trait!a} {animal} [named|called] {n}."
@@ -54,15 +54,15 @@ ENDINGS = (
 )
 
 
-def write_story(chooser: Chooser) -> tuple[str, str]:
+def write_story(chooser: TemplateSampler) -> tuple[str, str]:
     """A request for a story and the story, six to nine sentences."""
     animal, other, helper = chooser.some(world.ANIMALS, 3)
     trait, other_trait = chooser.some(world.TRAITS, 2)
-    hero = chooser.pick(world.PEOPLE)
-    find = chooser.say(FOUND_THINGS, color=chooser.pick(world.COLORS))
+    hero = chooser.choose(world.PEOPLE)
+    find = chooser.render(FOUND_THINGS, color=chooser.choose(world.COLORS))
     slots = dict(n=hero.name, he=hero.he, his=hero.his, animal=animal.name, other=other.name, helper=helper.name)
-    slots.update(trait=trait, trait2=other_trait, place=chooser.pick(world.PLACES), find=find)
-    plan = [chooser.pick(BEGINNINGS), *chooser.some(MOODS, chooser.number(0, 1)), chooser.pick(FINDS)]
-    plan += [chooser.pick(MEETINGS), chooser.pick(SPEECHES), *chooser.some(JOURNEYS, chooser.number(1, 2))]
+    slots.update(trait=trait, trait2=other_trait, place=chooser.choose(world.PLACES), find=find)
+    plan = [chooser.choose(BEGINNINGS), *chooser.some(MOODS, chooser.number(0, 1)), chooser.choose(FINDS)]
+    plan += [chooser.choose(MEETINGS), chooser.choose(SPEECHES), *chooser.some(JOURNEYS, chooser.number(1, 2))]
     plan += chooser.some(ENDINGS, chooser.number(1, 2))
-    return chooser.say(REQUESTS, **slots), " ".join(chooser.say(sentence, **slots) for sentence in plan)
+    return chooser.render(REQUESTS, **slots), " ".join(chooser.render(sentence, **slots) for sentence in plan)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jobs.tiny_pair.corpus import world
-from jobs.tiny_pair.corpus.grammar import Chooser, Conversation, exchange
+from jobs.tiny_pair.corpus.grammar import Conversation, TemplateSampler, exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,40 +166,40 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def facts(chooser: Chooser, towns: Sequence[str]) -> dict[str, str | int]:
+def facts(chooser: TemplateSampler, towns: Sequence[str]) -> dict[str, str | int]:
     """One value for every slot that a story may use."""
     person, friend = chooser.some(world.PEOPLE, 2)
     town, other_town = chooser.some(towns, 2)
     small = chooser.number(2, 5)
-    drawn: dict[str, str | int] = {slot: chooser.pick(options) for slot, options in CHOICES.items()}
+    drawn: dict[str, str | int] = {slot: chooser.choose(options) for slot, options in CHOICES.items()}
     drawn.update(n=person.name, he=person.he, him=person.him, his=person.his, friend=friend.name)
-    drawn.update(town=town, other_town=other_town, day=chooser.pick(world.DAYS))
-    drawn.update(dish=chooser.pick(world.DISHES).name, age=chooser.number(9, 16))
+    drawn.update(town=town, other_town=other_town, day=chooser.choose(world.DAYS))
+    drawn.update(dish=chooser.choose(world.DISHES).name, age=chooser.number(9, 16))
     drawn.update(small=small, count=small + chooser.number(1, 4), crowd=100 * chooser.number(2, 9))
     return drawn
 
 
-def ask(chooser: Chooser, towns: Sequence[str] = world.TOWNS) -> tuple[str, str]:
+def ask(chooser: TemplateSampler, towns: Sequence[str] = world.TOWNS) -> tuple[str, str]:
     """An article and its summary: the gist, then one to three points, each of them told in the article."""
-    story, slots = chooser.pick(STORIES), facts(chooser, towns)
+    story, slots = chooser.choose(STORIES), facts(chooser, towns)
 
     def tell(template: str) -> str:
-        return chooser.say(template, **slots)
+        return chooser.render(template, **slots)
 
     details = [tell(detail) for detail in story.details]
-    body = chooser.some([*details, tell(chooser.pick(COLOR_SENTENCES))], len(details) + 1)
+    body = chooser.some([*details, tell(chooser.choose(COLOR_SENTENCES))], len(details) + 1)
     article = " ".join([tell(story.headline), *body])
     points = [tell(point) for point in chooser.some(story.points, chooser.number(1, 3))]
-    return chooser.say(REQUESTS) + article, " ".join([tell(story.gist), *points])
+    return chooser.render(REQUESTS) + article, " ".join([tell(story.gist), *points])
 
 
-def conversation(chooser: Chooser) -> Conversation:
+def conversation(chooser: TemplateSampler) -> Conversation:
     question, answer = ask(chooser)
     return exchange(question, answer)
 
 
-def drill(chooser: Chooser) -> Conversation:
+def drill(chooser: TemplateSampler) -> Conversation:
     """News from towns that were never heard of, for training only: they can be copied, but not guessed."""
-    towns = [chooser.say(INVENTED_TOWN) for _ in range(2)]
+    towns = [chooser.render(INVENTED_TOWN) for _ in range(2)]
     question, answer = ask(chooser, towns)
     return exchange(question, answer)
