@@ -1,4 +1,4 @@
-"""The configuration of a job and of an endpoint: what keys mean (``job``, ``serve``), how they are put together."""
+"""Configuration of jobs (``job``) and endpoints (``serve``), and its loading from all sources (``load``)."""
 
 from eagle_ray.config.job import (
     ColumnsConfig,

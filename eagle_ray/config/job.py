@@ -1,6 +1,6 @@
-"""JobConfig: everything one job is told, its defaults, and what a resume compares.
+"""Configuration of a batch job: its keys, their defaults, and the keys that a resumed run compares.
 
-A field's description completes the sentence "must be ...": the same words document it and refuse a wrong value.
+The description of a field completes the sentence "must be ...". The reference and the error messages both use it.
 
     >>> config = load_config(None, sets=["sampling.temperature=0.8", "input.path=a.jsonl", "output.path=runs/a"])
     >>> config.sampling.temperature
@@ -32,17 +32,17 @@ Names = Annotated[list[Name], BeforeValidator(lambda value: [value] if isinstanc
 
 
 class ConfigError(Exception):
-    """Usage or configuration: the job did not start (exit code 2)."""
+    """Invalid usage or configuration: the job did not start (exit code 2)."""
 
 
 class StrictModel(BaseModel):
-    """A frozen part of the configuration: unknown keys and near-miss types ("3" for 3) are refused."""
+    """Frozen section of the configuration that rejects unknown keys and values of another type ("3" for 3)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ColumnsConfig(StrictModel):
-    """Which input columns mean what; null looks for a column of the key's own name."""
+    """Input column for each request field. With null, the column has the name of the key."""
 
     id: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
     prompt: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
@@ -51,13 +51,13 @@ class ColumnsConfig(StrictModel):
 
 
 class InputConfig(StrictModel):
-    """Where the rows come from, and what to do about rows and columns that cannot be used.
+    """Location of the input rows, and the handling of rows and columns that the job cannot use.
 
-    on_unknown: what to do about a column that is a well-known request parameter, such as frequency_penalty, which rows
-    cannot set here. refuse does not start, warn logs it, and warn and carry treat it as data.
-    on_bad_row fail: a row that cannot be read keeps the job from starting; what only the target's tokenizer shows,
-    such as a prompt that is too long, stays an error row (execution.max_error_rate 0 stops there).
-    allow_empty: an input without rows is a finished job, not an error.
+    on_unknown: how to handle a column named like a request parameter that rows cannot set, such as frequency_penalty.
+        refuse does not start the job; warn logs the column; warn and carry treat the column as data.
+    on_bad_row: with fail, the job does not start if a row cannot be read. Errors that need the target's tokenizer, such
+        as a prompt that is too long, remain error rows (execution.max_error_rate 0 stops the job at the first one).
+    allow_empty: if true, an input without rows is a finished job, not an error.
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
@@ -77,7 +77,7 @@ class InputConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """The target and its draft head. A head that is not named is the embedded one where the target is, else null."""
+    """Target model and draft model. draft defaults to embedded:tiny if target is embedded:tiny, and to null otherwise."""
 
     target: Name = Field(
         default="embedded:tiny", description="embedded:tiny, a local directory or a hub id such as org/name"
@@ -107,14 +107,16 @@ class ModelConfig(StrictModel):
 
 
 class SpeculativeConfig(StrictModel):
-    """Defaults are EAGLE-2's published 7B setting. max_depth: longest draft path; max_nodes: roots not counted.
+    """Drafting method and its limits. The defaults are EAGLE-2's published 7B setting.
 
-    A method with a fixed tree (eagle1, sequoia) keeps to those bounds and to top_k, and has no use for a budget.
-    ranking: which values decide the nodes that are expanded and verified, for drafters that read weights. Unset, it is
-    published if the budget is uniform, else coupled. No ranking changes a token. ``coupled: true | false`` is the
-    older spelling of ``ranking: coupled | calibrated``.
-    datastore: what method rest draws on. draft_vocab: the tokens that an EAGLE-1/2 head may offer, of which the first
-    draft_vocab_size are taken; it then reads those rows of the target's lm_head alone.
+    max_depth: tokens of the longest draft path. max_nodes: nodes of a draft tree without its root.
+        Methods with a fixed tree (eagle1, sequoia) obey max_depth, max_nodes and top_k, and ignore budget.
+    ranking: the scores that select which nodes are expanded and verified, for drafters with weights. The default is
+        published if budget is uniform, and coupled otherwise. The ranking never changes an output token.
+        ``coupled: true | false`` is the older spelling of ``ranking: coupled | calibrated``.
+    datastore: token ids that method rest searches.
+    draft_vocab, draft_vocab_size: file of the tokens that an EAGLE-1/2 head can draft; its first draft_vocab_size ids
+        are used. The head then computes logits only for those rows of the target's lm_head.
     """
 
     method: Annotated[str, AfterValidator(validate_method)] = Field(
@@ -156,10 +158,10 @@ class SpeculativeConfig(StrictModel):
 
 
 class SamplingConfig(StrictModel):
-    """How every row is sampled, unless the row says otherwise.
+    """Default sampling parameters, which a row can override.
 
-    The filters apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference implementation applies
-    top_p before top_k.
+    They apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference implementation applies top_p
+    before top_k.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
@@ -176,7 +178,7 @@ class SamplingConfig(StrictModel):
 
 
 class RowSampling(SamplingConfig):
-    """One row's own values, of the input columns that override `sampling` and `seed`."""
+    """Sampling parameters of one row, from the input columns that override `sampling` and `seed`."""
 
     seed: Seed | None = Field(default=None, description="a 64-bit integer")
 
@@ -193,7 +195,7 @@ class ActorRange(StrictModel):
 
 
 def _gpus(number: float) -> float:
-    """Ray hands out parts of one GPU, or whole ones."""
+    """Reject fractions above 1: Ray allocates a fraction of one GPU or a whole number of GPUs."""
     if number > 1 and number != int(number):
         raise ValueError("parts of more than one GPU")
     return number
@@ -203,10 +205,11 @@ Gpus = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)]
 
 
 class EnginesConfig(StrictModel):
-    """Engines, wherever they run.
+    """Engine settings shared by batch jobs and endpoints.
 
-    ray_address auto: the cluster that the environment names, else one started here. slots: sequences per engine.
-    kv_tokens: tokens that all slots of an engine together may hold in memory; null lets every slot be full.
+    ray_address: with auto, the cluster that the environment names, else a Ray instance started on this machine.
+    slots: maximum number of running sequences per engine.
+    kv_tokens: KV cache capacity of one engine in tokens. With null, every slot can hold a sequence of full length.
     """
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
@@ -217,10 +220,11 @@ class EnginesConfig(StrictModel):
 
 
 class RestartsConfig(StrictModel):
-    """How ``run --keep-going`` restarts a run that ended for a transient reason.
+    """Restarts by ``run --keep-going`` after a run that ended for a transient reason.
 
-    limit: restarts in a row without a new file in the output. backoff_s: the first wait; each further one is twice as
-    long, up to max_backoff_s, and shortened at random by up to a half.
+    limit: maximum number of consecutive restarts without a new output file.
+    backoff_s: seconds before the first restart. Each further wait doubles, up to max_backoff_s, and is shortened at
+        random by up to a half.
     """
 
     limit: Annotated[int, Field(ge=0)] = Field(default=10, description="a number of restarts, 0 or more")
@@ -229,9 +233,10 @@ class RestartsConfig(StrictModel):
 
 
 class ExecutionConfig(EnginesConfig):
-    """Where and how wide the job runs, an engine in each actor; none of it changes what is generated.
+    """Resources and parallelism of a job, which runs one engine per Ray actor. These keys do not change the outputs.
 
-    max_error_rate: the share of error rows above which the job stops (exit 4); at 1 it stops only if every row failed.
+    max_error_rate: fraction of error rows above which the job stops (exit code 4). With 1, the job stops only if every
+        row failed.
     """
 
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
@@ -275,7 +280,7 @@ class LoggingConfig(StrictModel):
 
 
 def _arguments(value: Any) -> Any:
-    """Split a command line as a shell would; no shell runs it."""
+    """Split a command line with shlex. It runs without a shell."""
     return shlex.split(value) if isinstance(value, str) else value
 
 
@@ -287,10 +292,12 @@ def _http_url(url: str) -> str:
 
 
 class OnFinishConfig(StrictModel):
-    """What to notify at the end of a run. It may hold secrets, so it is neither compared nor recorded.
+    """Notifications at the end of a run. They may contain secrets, so they are neither compared nor recorded.
 
-    command: its arguments, run without a shell; the facts are in EAGLE_RAY_* and, as JSON, on its stdin. webhook: the
-    same JSON is sent there by POST. timeout_s: for each of them.
+    command: arguments of a command that runs without a shell. The outcome is in EAGLE_RAY_* environment variables and,
+        as JSON, on its stdin.
+    webhook: URL that receives this JSON by POST.
+    timeout_s: seconds, for the command and for the webhook separately.
     """
 
     command: Annotated[Annotated[list[Name], Field(min_length=1)] | None, BeforeValidator(_arguments)] = Field(
@@ -305,7 +312,7 @@ class OnFinishConfig(StrictModel):
 
 
 class JobConfig(StrictModel):
-    """One job. seed: every row without a seed of its own derives its noise from it."""
+    """Configuration of one batch job. Rows without their own seed derive their sampling noise from `seed`."""
 
     name: Name = Field(default="run", description="a text that is not empty")
     seed: Seed = Field(default=0, description="a 64-bit integer")
@@ -321,7 +328,10 @@ class JobConfig(StrictModel):
 
 
 def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One row's sampling columns, validated by the rules of the configuration. Raises ValueError naming the column."""
+    """Validate the sampling columns of one row and return those that are set.
+
+    Raises ValueError with the name of the first wrong column.
+    """
     try:
         return RowSampling.model_validate(dict(values)).model_dump(exclude_unset=True)
     except ValidationError as error:
@@ -330,7 +340,7 @@ def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"column {name!r} must be {allowed}, got {reprlib.repr(values[name])}") from None
 
 
-# What a resume may change freely: none of it decides which tokens a row gets or how it is stored.
+# A resumed run may change these keys: they affect neither the tokens of a row nor how the row is stored.
 _NOT_COMPARED = (
     "name",
     "execution",
@@ -348,20 +358,20 @@ _NOT_COMPARED = (
 
 
 def recorded(config: JobConfig) -> dict[str, Any]:
-    """Return what ``_run.json`` keeps of a configuration: all but on_finish, whose URL and arguments may be secret."""
+    """Return the configuration for ``_run.json``, without on_finish: its URL and arguments may be secret."""
     return config.model_dump(mode="json", exclude={"on_finish"})
 
 
 def config_hash(config: JobConfig) -> str:
-    """16 hex digits over what a resume compares: two jobs with the same hash may share an output directory."""
+    """Return 16 hex digits that hash the compared keys. Jobs with equal hashes may share an output directory."""
     compared = _compared(config.model_dump(mode="json"))
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def upgrade_config(dump: dict) -> dict:
-    """Return the dump that an older release wrote with this release's keys; a key that it lacks gets its default.
+    """Return an older release's configuration dump with this release's keys. Missing keys get their defaults.
 
-    A dump that this release cannot read is returned unchanged.
+    A dump that this release cannot validate is returned unchanged.
     """
     try:
         return JobConfig.model_validate(dump).model_dump(mode="json")
@@ -370,7 +380,10 @@ def upgrade_config(dump: dict) -> dict:
 
 
 def changed_keys(old: dict, new: dict) -> list[str]:
-    """Dotted keys that a resume compares and that differ between two ``JobConfig.model_dump(mode="json")``, sorted."""
+    """Return the sorted dotted keys that a resume compares and that differ between two configuration dumps.
+
+    Both arguments are results of ``JobConfig.model_dump(mode="json")``.
+    """
     before, after = _compared(old), _compared(new)
     return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
 
@@ -384,7 +397,7 @@ def _compared(dump: dict) -> dict[str, Any]:
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    """Flatten nested sections to dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

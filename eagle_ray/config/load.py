@@ -1,7 +1,7 @@
-"""load_config: from a file, the environment and the command line to one JobConfig, or ServeConfig.
+"""Loading of a JobConfig or ServeConfig from a YAML file, the environment and the command line.
 
-Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value remembers where
-it came from, so that a wrong one is refused with its key, its value, its origin and what is allowed.
+Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value keeps its origin,
+so an error message states the key, the wrong value, its origin and the allowed values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig)
 ENV_PREFIX = "EAGLE_RAY__"
-SECRET = ("on_finish.webhook", "on_finish.command")  # their values are not printed
-COMMANDS = {JobConfig: "run", ServeConfig: "serve"}  # what each kind of file is for
+SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
+COMMANDS = {JobConfig: "run", ServeConfig: "serve"}  # the command that reads each kind of file
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
-# Keys whose other values are described in the schema but belong to later releases.
+# Supported values of keys whose schema also describes values for later releases.
 BUILT: dict[str, tuple[Any, ...]] = {
     "speculative.budget": ("uniform", "global"),
     "logging.format": ("auto", "text"),
@@ -37,7 +37,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
-    """One value for one dotted key, and its source."""
+    """Value of one dotted key, and its origin for error messages."""
 
     key: str
     value: Any
@@ -50,9 +50,12 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
 ) -> JobConfig:
-    """One validated configuration. Raises ConfigError with a line per wrong key.
+    """Return one validated job configuration. Raises ConfigError with one line per wrong key.
 
-    path: a YAML file, or None for none. sets: ``a.b=c`` with c in YAML. overrides: dotted key -> value of a named flag.
+    Args:
+        path: a YAML file, or None.
+        sets: strings ``a.b=c`` with c in YAML.
+        overrides: value of each named flag, by dotted key.
     """
     settings = _settings(path, sets, env, overrides)
     config = _validated(JobConfig, settings)
@@ -71,7 +74,7 @@ def load_serve_config(
     env: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
 ) -> ServeConfig:
-    """The same for an endpoint."""
+    """Return one validated endpoint configuration. Its arguments and errors are those of ``load_config``."""
     settings = _settings(path, sets, env, overrides)
     _refuse_keys(settings)
     config = resolve_paths(_validated(ServeConfig, settings))
@@ -80,7 +83,7 @@ def load_serve_config(
 
 
 def _refuse_keys(settings: list[ConfigSetting]) -> None:
-    """Raise ConfigError, without the value, for an API key in the configuration."""
+    """Raise ConfigError if the configuration contains an API key. The message omits the key."""
     for setting in settings:
         if {"api_key", "api_keys"} & set(setting.key.split(".")):
             raise ConfigError(
@@ -93,7 +96,7 @@ def _refuse_keys(settings: list[ConfigSetting]) -> None:
 def _settings(
     path: str | os.PathLike | None, sets: Iterable[str], env: Mapping[str, str], overrides: Mapping[str, Any] | None
 ) -> list[ConfigSetting]:
-    """Later ones win."""
+    """Collect the settings of all sources in ascending precedence: later settings win."""
     flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, "the command line")]
     return [*(_from_file(Path(path)) if path is not None else ()), *_from_env(env), *_from_sets(sets), *flags]
 
@@ -106,7 +109,7 @@ def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people expect it: 1e-3 is a number and a key given twice is an error."""
+    """YAML loader that reads 1e-3 as a number and rejects duplicate keys. PyYAML does neither by default."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         mapping, seen = super().construct_mapping(node, deep), set()
@@ -156,7 +159,7 @@ def _from_sets(sets: Iterable[str]) -> list[ConfigSetting]:
 
 
 def _yaml_value(text: str) -> Any:
-    """The text read as YAML; text that is no YAML, such as *.jsonl or 2024-99-99, is itself."""
+    """Parse the text as YAML, or return it unchanged if it is not valid YAML, such as *.jsonl or 2024-99-99."""
     try:
         return yaml.load(text, _Loader)
     except NO_YAML:
@@ -172,9 +175,12 @@ def _flatten(key: str, value: Any, origin: str) -> Iterator[ConfigSetting]:
 
 
 def _nest(root: type[BaseModel], settings: Iterable[ConfigSetting]) -> dict[str, Any]:
-    """Later settings win. An empty section of a YAML file (``sampling:``) leaves its defaults."""
+    """Build nested sections from dotted keys; later settings win.
+
+    An empty section of a YAML file (``sampling:``) keeps its defaults.
+    """
     required = [name for name, field in root.model_fields.items() if field.is_required()]
-    tree: dict[str, Any] = {section: {} for section in required}  # so that their missing keys are named
+    tree: dict[str, Any] = {section: {} for section in required}  # so that errors name the missing keys in them
     for setting in settings:
         *sections, name = setting.key.split(".")
         if setting.value is None and _model_at(root, setting.key) is not None:
@@ -189,7 +195,7 @@ def _nest(root: type[BaseModel], settings: Iterable[ConfigSetting]) -> dict[str,
 
 
 def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The section that a dotted key names, if it names one; "" is the whole."""
+    """Return the model class of the section that a dotted key names, or None. The key "" names the root."""
     model = root
     for part in key.split(".") if key else ():
         field = model.model_fields.get(part)
@@ -200,7 +206,7 @@ def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _explain(root: type[BaseModel], error: ValidationError, settings: list[ConfigSetting]) -> list[str]:
-    """One line per wrong key, in the schema's order, however many ways a value failed."""
+    """Return one line per wrong key, in schema order, even if a value failed several validators."""
     lines: dict[str, str] = {}
     for detail in error.errors():
         key, unknown = _key_of(root, detail)
@@ -210,7 +216,7 @@ def _explain(root: type[BaseModel], error: ValidationError, settings: list[Confi
 
 
 def _key_of(root: type[BaseModel], detail: ErrorDetails) -> tuple[str, bool]:
-    """The configured key an error is about, and whether there is no such key."""
+    """Return the dotted key of a validation error, and whether the schema lacks this key."""
     key = ""
     for part in map(str, detail["loc"]):
         model = _model_at(root, key)
@@ -272,7 +278,7 @@ def _check_report(config: JobConfig) -> None:
 
 
 def _refuse_unbuilt(config: JobConfig, settings: list[ConfigSetting]) -> None:
-    """Options of the design that this release does not have are refused by name, never ignored."""
+    """Raise ConfigError for options that the schema describes but this release does not support."""
     for key, built in BUILT.items():
         section, _, name = key.rpartition(".")
         value = getattr(getattr(config, section), name)

@@ -1,9 +1,9 @@
-"""Methods: the ways of drafting that a job can name, and what each needs as model.draft.
+"""Drafting methods that a job can select, and what each requires as model.draft.
 
     speculative.method: eagle2
     speculative.method: eagle2+suffix      the nodes of both in one tree
 
-What builds them is `methods.py` beside this package.
+``eagle_ray.registry`` builds their drafters.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ HEAD_3 = "an EAGLE-3 head"
 MEDUSA = "Medusa heads"
 HYDRA = "Hydra heads"
 DRAFT_MODEL = "a small causal LM of the target's vocabulary"
-DATASTORE = "rest"  # the method that draws on speculative.datastore
+DATASTORE = "rest"  # the method that reads speculative.datastore
 
-# The name of a method, and what model.draft must be for it; None where it drafts without one.
+# What model.draft must be for each method; None for methods that use no draft model.
 DRAFT_REQUIREMENT: dict[str, str | None] = {
     "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
-    "eagle1": HEAD,  # EAGLE-1's static tree; the head may be of any generation
-    "eagle2": HEAD,  # EAGLE-2's dynamic tree; the head may be of any generation
-    "eagle3": HEAD_3,  # the same tree, and the head must be of EAGLE-3
-    "hydra": HYDRA,  # one head for each level, which reads the drafted path
-    "lookahead": None,  # what the target made of its own guesses: lookahead decoding
-    "medusa": MEDUSA,  # one head for each level, which reads the target's last feature
-    "ngram": None,  # what followed the same tokens earlier in the sequence: prompt lookup
+    "eagle1": HEAD,  # EAGLE-1's static tree; accepts EAGLE-1, -2 and -3 heads
+    "eagle2": HEAD,  # EAGLE-2's dynamic tree; accepts EAGLE-1, -2 and -3 heads
+    "eagle3": HEAD_3,  # EAGLE-2's dynamic tree; requires an EAGLE-3 head
+    "hydra": HYDRA,  # one head per tree level, conditioned on the drafted path
+    "lookahead": None,  # lookahead decoding: n-grams from the target's predictions on its own guesses
+    "medusa": MEDUSA,  # one head per tree level, conditioned on the target's last feature
+    "ngram": None,  # prompt lookup: continuations of matching tokens earlier in the sequence
     "none": None,  # plain decoding
-    "recycling": None,  # what the target last had in mind after each token: Token Recycling
-    "rest": None,  # what followed the same tokens in speculative.datastore: REST
-    "sequoia": HEAD,  # the static tree that is best for the acceptance measured so far
-    "suffix": None,  # what followed the longest run of tokens that occurred before, in any sequence
+    "recycling": None,  # Token Recycling: the target's latest top tokens after each token
+    "rest": None,  # REST: continuations of matching tokens in speculative.datastore
+    "sequoia": HEAD,  # Sequoia: the best static tree for the acceptance rates measured so far
+    "suffix": None,  # continuations of the longest matching suffix in any sequence
 }
-FIXED_TREES = {"eagle1", "sequoia"}  # which nodes there are does not depend on what they are worth
+FIXED_TREES = {"eagle1", "sequoia"}  # their nodes do not depend on the scores of the drafted tokens
 
 
 def validate_method(method: str) -> str:
-    """The method as given. Raises ValueError where a part of it is not one, or where parts do not go together."""
+    """Return the method unchanged. Raises ValueError if a part is unknown or if its parts cannot be merged."""
     parts = method.split("+")
     for part in parts:
         if part not in DRAFT_REQUIREMENT:
@@ -53,5 +53,5 @@ def validate_method(method: str) -> str:
 
 
 def draft_requirement(method: str) -> str | None:
-    """What model.draft must be; None where the method drafts without one."""
+    """Return what model.draft must be, or None if the method uses no draft model."""
     return next((needed for part in method.split("+") if (needed := DRAFT_REQUIREMENT[part]) is not None), None)

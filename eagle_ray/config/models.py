@@ -1,6 +1,6 @@
-"""Names of models and datastores: made absolute where they are local, refused where they can be no model.
+"""Resolution and validation of the names of models, datastores and chat templates.
 
-Looks at names and directories, before rows are read or anything is downloaded.
+Both read only names and directories, before the job reads rows or downloads anything.
 
     >>> check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...]))      # doctest: +SKIP
     ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
@@ -20,13 +20,13 @@ from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
 from eagle_ray.config.serve import ServeConfig
 
 EMBEDDED = "embedded:tiny"
-NO_FILES = ("auto", "none", *NAMES)  # what model.chat_template may be beside a file
+NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_paths(config: Config) -> Config:
-    """``~`` expanded, and local model paths made absolute: the actors that open them run in another directory."""
+    """Expand ``~`` and make local paths absolute: Ray actors open them from another working directory."""
     model = config.model
     names = ("target", "draft") if model.chat_template in NO_FILES else ("target", "draft", "chat_template")
     found = {name: value for name in names if (value := getattr(model, name))}
@@ -40,7 +40,7 @@ def resolve_paths(config: Config) -> Config:
 
 
 def check_model_names(config: JobConfig | ServeConfig) -> None:
-    """Raises ConfigError for a target, a head or a chat template that cannot be one."""
+    """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or chat template."""
     model, method = config.model, config.speculative.method
     _check_name("target", model.target)
     if draft_requirement(method) is not None:
@@ -79,7 +79,7 @@ def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
 
 
 def _siblings(name: str) -> list[str]:
-    """The directories that stand where this one would."""
+    """Return the directories in the parent of a path, for "did you mean"."""
     parent = Path(name).parent
     if not (os.path.isdir(parent) and os.access(parent, os.R_OK | os.X_OK)):
         return []

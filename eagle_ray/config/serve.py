@@ -1,6 +1,6 @@
-"""ServeConfig: everything an endpoint is told. The pair and its sampling are configured as for a job.
+"""Configuration of an endpoint. Its model, speculative and sampling sections are those of a job.
 
-`sampling` holds what a request that says nothing gets.
+`sampling` holds the defaults for parameters that a request does not set.
 
     >>> load_serve_config(None, sets=["serving.port=9000"]).serving.port
     9000
@@ -28,15 +28,18 @@ from eagle_ray.config.job import (
 
 
 class ServingConfig(EnginesConfig):
-    """Where requests come in, and what answers them.
+    """HTTP endpoint, replicas and queue limits.
 
-    api_keys_file: the keys that clients must send, beside those of the environment's EAGLE_RAY_API_KEYS; without either
-    the endpoint is open. Keys are no configuration: command lines, logs and Ray's dashboard show configurations.
-    replicas: engines; auto is one for each GPU, or one on the CPU; a range grows and shrinks with the requests in
-    flight, once they have been more than the slots, or less, for scale_up_after_s and scale_down_after_s.
-    max_queued, max_queued_tokens: sequences, and their prompts' tokens and max_tokens together, that a replica may hold
-    beyond its slots and its KV cache before it answers 429; auto is eight times the tokens of the KV cache.
-    drain_s: how long a replica that is told to end goes on with what it has begun.
+    api_keys_file: file of accepted API keys, in addition to those in the environment variable EAGLE_RAY_API_KEYS.
+        Without either, the endpoint needs no key. Keys are not configuration values, because command lines, logs and
+        Ray's dashboard show the configuration.
+    replicas: number of engines. auto is one per GPU, or one on the CPU. A range autoscales: it adds a replica if
+        ongoing requests exceed the slots for scale_up_after_s, and removes one if they stay below for
+        scale_down_after_s.
+    max_queued: sequences that a replica queues beyond its slots before it answers 429.
+    max_queued_tokens: tokens (prompt plus max_tokens) that a replica queues beyond its KV cache before it answers 429.
+        auto is eight times the KV cache capacity in tokens.
+    drain_s: seconds that a stopping replica continues its running requests.
     """
 
     host: Name = Field(default="127.0.0.1", description="an address of this machine, such as 127.0.0.1 or 0.0.0.0")
@@ -73,5 +76,5 @@ class ServeConfig(StrictModel):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """Return the model name that clients use."""
         return self.serving.model_name or self.model.target

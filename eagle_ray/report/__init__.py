@@ -1,1 +1,1 @@
-"""L4: what a run produced, how fast, and how well the drafts did. Reads Parquet; knows no model and no Ray."""
+"""Reports on the outputs, speed and drafts of a run, computed from its Parquet files (layer L4)."""

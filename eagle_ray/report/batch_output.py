@@ -1,7 +1,7 @@
-"""A request's output rows as a line of OpenAI's batch output file.
+"""Conversion of the output rows of a request to a line of OpenAI's batch output file.
 
-A request that was answered has a response with status 200, one that was bad a response with status 400, and one that
-could not be carried out an error in place of a response.
+A successful request has a response with status 200, an invalid request a response with status 400. A request that
+failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 
     >>> line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]
     'Paris.'
@@ -15,7 +15,7 @@ from typing import Any
 
 Row = dict[str, Any]
 Spell = Callable[[int], str]
-"""The text of one token id."""
+"""Function that returns the text of one token id."""
 
 COLUMNS = (
     "request_id",
@@ -34,14 +34,17 @@ COLUMNS = (
     "target_model",
     "config_hash",
     "url",
-)  # url where the input was a batch file: chat completions otherwise
+)  # url exists only if the input is a batch file; without it, rows are chat completions
 NOT_CARRIED_OUT = ("timeout", "internal_error", "worker_died")
 COMPLETIONS = "/v1/completions"
 HALF_A_CHARACTER = "\ufffd"
 
 
 def line_of(rows: list[Row], spell: Spell) -> dict[str, Any]:
-    """rows: all samples of one request, in order, with those of COLUMNS that the run has."""
+    """Return the line of one request.
+
+    rows: all samples of the request in order, with the columns of COLUMNS that exist in the run.
+    """
     first = rows[0]
     key = hashlib.blake2b(f"{first['run_id']}\x1f{first['request_id']}".encode(), digest_size=12).hexdigest()
     line = {"id": f"batch_req_{key}", "custom_id": first["request_id"], "response": None, "error": None}
@@ -81,7 +84,7 @@ def _chat_choice(row: Row, spell: Spell) -> dict[str, Any]:
 
 
 def _chat_logprobs(row: Row, spell: Spell) -> list[dict[str, Any]]:
-    """bytes is null for a token that is only a part of a character."""
+    """Return the log-probabilities of a chat choice. `bytes` is null for a token that is part of a character."""
     tokens = [(spell(token), logprob) for token, logprob in _tokens(row)]
     return [
         {

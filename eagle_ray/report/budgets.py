@@ -1,6 +1,6 @@
-"""What the steps were given and what came of it: steps and accepted tokens by budget, over per_step_budget.
+"""Steps and accepted tokens of a run by the budget of a step.
 
-Stored by jobs with ``speculative.stats: detailed`` alone.
+Only runs with ``speculative.stats: detailed`` store the columns that this needs.
 
     >>> budgets(read)
     {'budget': [1, 5, 13], 'steps': [40, 210, 96], 'accepted': [0, 377, 301]}
@@ -19,9 +19,11 @@ COLUMNS = ["per_step_budget", "per_step_accepted"]
 
 
 def budgets(read: ReadColumns) -> dict[str, list[int]] | None:
-    """Lists with an entry per budget that was given, rising; None where no row has any.
+    """Return lists with one entry per budget in ascending order, or None if no row has per-step statistics.
 
-    budget: verify rows of one sequence in one step, its root included. accepted: draft tokens, before any cut.
+    budget: verify rows of one sequence in one step, including its root.
+    steps: number of steps with this budget.
+    accepted: accepted draft tokens, including those that a stop condition discards.
     """
     steps: Counter[int] = Counter()
     accepted: Counter[int] = Counter()

@@ -1,9 +1,7 @@
-"""A run beside its baseline: the same rows made two ways, how fast each was and whether the tokens are the same.
+"""Comparison of a run with its baseline over equal inputs: both speeds, and the rows with identical tokens.
 
-Reads the columns of both.
-
-    >>> compare(read_run, read_baseline, by="category").identical
-    48
+>>> compare(read_run, read_baseline, by="category").identical
+48
 """
 
 from __future__ import annotations
@@ -18,12 +16,13 @@ from eagle_ray.report.summary import ReadColumns, RunStats, summarise, total
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run beside its baseline.
+    """Comparison of a run with its baseline.
 
     Attributes:
-        groups: the run's counts and the baseline's, by group.
-        speed_ups: of the run over the baseline, by group, and under TOTAL for all rows.
-        differing: rows whose output ids are not the same.
+        groups: counts of the run and of the baseline, by group.
+        speed_ups: speed-up of the run over the baseline, by group and under TOTAL for all rows.
+        identical: number of rows with equal output ids.
+        differing: rows with different output ids.
     """
 
     groups: dict[str, tuple[RunStats, RunStats]]
@@ -32,7 +31,7 @@ class Comparison:
     differing: list[Key]
 
     def as_json(self) -> dict[str, Any]:
-        """Per group and for all: both speeds, in tokens per second of decoding, and the speed-up with its interval."""
+        """Return both decode speeds in tokens per second and the speed-up with its interval, per group and in total."""
         whole = tuple(total({str(i): pair[side] for i, pair in enumerate(self.groups.values())}) for side in (0, 1))
         return {
             "identical": self.identical,
@@ -46,9 +45,9 @@ class Comparison:
 
 
 def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
-    """Groups are the values of the column by. Rows that only one of the two has count as differing.
+    """Compare a run with its baseline, grouped by the values of the column `by`.
 
-    Raises ValueError where either stored no token ids.
+    Rows that only one of them has count as differing. Raises ValueError if either stored no token ids.
     """
     ours, theirs = outputs(run), outputs(baseline)
     differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))

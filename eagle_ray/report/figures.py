@@ -1,4 +1,4 @@
-"""The report's figures: from the numbers of ``_summary.json`` to plots. A figure without numbers is None.
+"""Figures of the report, as SVG plots of the numbers in ``_summary.json``. A figure without numbers is None.
 
 >>> acceptance_by_depth(summary["total"])
 '<svg ...'
@@ -10,12 +10,12 @@ from typing import Any
 
 from eagle_ray.report.svg import Axis, Plot, percent
 
-WIDE, NARROW = 720, 460  # of a plot over time, in its own units; the style sheet shows one of the two
+WIDE, NARROW = 720, 460  # widths of a plot over time in SVG units; the style sheet shows one of the two
 LARGEST_DOT = 9.0  # pixels
 
 
 def acceptance_by_depth(counts: dict[str, Any]) -> str | None:
-    """Of all decode steps, the share that accepted a draft token at each depth."""
+    """Plot the share of decode steps that accepted a draft token at each depth."""
     accepted, steps = counts["accepted_by_depth"], counts["steps"]
     if not accepted or not steps:
         return None
@@ -28,7 +28,7 @@ def acceptance_by_depth(counts: dict[str, Any]) -> str | None:
 
 
 def calibration(counts: dict[str, Any]) -> str | None:
-    """What was accepted of the nodes of each bin of probability; dots by how many there were."""
+    """Plot the accepted share of draft nodes over their probability. The area of a dot is the number of nodes."""
     if not sum(counts["confidence_nodes"]):
         return None
     plot = Plot(Axis.over(0, 1, "probability given to the draft token", percent), Axis.over(0, 1, "accepted", percent))
@@ -48,7 +48,7 @@ def _bins(counts: dict[str, Any], name: str) -> list[tuple[float, float, float]]
 
 
 def steps_by_budget(budget: dict[str, list[int]]) -> str:
-    """How often a sequence was given so many rows in a step."""
+    """Plot the share of steps over the number of rows that a sequence had in a step."""
     total = sum(budget["steps"])
     points = [(rows, steps / total) for rows, steps in zip(budget["budget"], budget["steps"], strict=True)]
     high = max(share for _, share in points)
@@ -57,7 +57,7 @@ def steps_by_budget(budget: dict[str, list[int]]) -> str:
 
 
 def tau_by_budget(budget: dict[str, list[int]]) -> str:
-    """What the steps of each budget yielded, the bonus token included; dots by how many steps there were."""
+    """Plot tokens per step, including the bonus token, over the budget. The area of a dot is the number of steps."""
     rows, steps = budget["budget"], budget["steps"]
     taus = [1 + accepted / count for accepted, count in zip(budget["accepted"], steps, strict=True)]
     sizes = [max(2.0, LARGEST_DOT * (count / max(steps)) ** 0.5) for count in steps]
@@ -70,12 +70,15 @@ def _budgets(budget: dict[str, list[int]]) -> Axis:
 
 
 def speed(timeline: dict[str, Any]) -> str:
-    """Tokens per second of all workers together."""
+    """Plot tokens per second over time, summed over all workers."""
     return _over_time(timeline, "tokens_per_s", "tokens/s, all workers")
 
 
 def busy_slots(timeline: dict[str, Any], slots: int) -> str:
-    """Slots that held a sequence, of all workers together. slots: of one worker; a line where all of them are busy."""
+    """Plot the busy slots over time, summed over all workers. slots: slots of one worker.
+
+    If the run has one attempt, a horizontal line shows the total number of slots.
+    """
     most = slots * max(1, len(timeline["workers"])) if len(timeline["attempts"]) == 1 else None
     return _over_time(timeline, "busy_slots", "busy slots, all workers", level=most)
 

@@ -1,6 +1,6 @@
-"""The report: one HTML file that says how a run went, with nothing outside it and no script.
+"""HTML report of a run: one self-contained file without scripts.
 
-Every number comes out of ``_summary.json``, what was asked for out of ``_run.json``.
+The numbers come from ``_summary.json``, the settings from ``_run.json``.
 
     >>> html = page(read_json(run / "_summary.json"), read_json(run / "_run.json"))
 """
@@ -24,7 +24,7 @@ MOST_DIFFERENCES = 50
 
 
 def page(summary: dict[str, Any], record: dict[str, Any]) -> str:
-    """The whole file. Sections without numbers are left out."""
+    """Return the whole HTML file. It omits sections without numbers."""
     title = f"{escape(record['name'])} · eagle_ray"
     sections = [
         _head(summary, record),
@@ -79,7 +79,7 @@ def _facts(summary: dict[str, Any]) -> str:
 
 
 def _categories(summary: dict[str, Any]) -> str:
-    """A line per group with its tau as a bar, and one for all of them."""
+    """Return one line per group with its tau as a bar, and a total."""
     groups = summary["groups"]
     if not groups:
         return ""
@@ -173,7 +173,7 @@ def _workers(timeline: dict[str, Any], slots: int) -> str:
 
 
 def _measured(summary: dict[str, Any]) -> str:
-    """report.baseline_rows: some of the rows decoded twice in one worker, with drafts and without."""
+    """Return the section on report.baseline_rows: rows decoded in one worker with and without drafts."""
     speeds = summary.get("baseline_rows")
     if not speeds or not speeds["rows"]:
         return ""
@@ -188,7 +188,7 @@ def _measured(summary: dict[str, Any]) -> str:
 
 
 def _compared(summary: dict[str, Any]) -> str:
-    """A run of the same rows by plain decoding, as the demo makes one."""
+    """Return the section on a plain-decoding run over equal inputs, as the demo makes one."""
     baseline = summary.get("baseline")
     if not baseline:
         return ""
@@ -215,7 +215,7 @@ def _speed_up(name: str, speeds: dict[str, Any]) -> list[str]:
 
 
 def _verified(summary: dict[str, Any]) -> str:
-    """report.verify_rows: stored outputs held against plain decoding's."""
+    """Return the section on report.verify_rows: stored outputs compared with plain decoding."""
     checked = summary.get("verify_rows")
     if not checked or not checked["rows"]:
         return ""
@@ -268,7 +268,7 @@ def _attempts(record: dict[str, Any]) -> str:
 
 
 def _moment(text: str) -> str:
-    """2026-11-21 12:00:00, of the record's own writing."""
+    """Format a timestamp of the record as 2026-11-21 12:00:00."""
     return escape(text.replace("T", " ").removesuffix("+00:00"))
 
 
@@ -290,12 +290,13 @@ def _figure(svg: str | None, words: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Cells], left: Sequence[int] = (0,), total: Cells | None = None) -> str:
-    """Return a table that becomes a block of labelled values per row on a narrow screen.
+    """Return a table that shows each row as a block of labelled values on narrow screens.
 
     Args:
-        rows: cells of HTML.
-        left: columns aligned left; the others are numbers.
-        total: a last line, of all the others.
+        header: column titles in plain text.
+        rows: cells in HTML.
+        left: indices of left-aligned columns; the others hold numbers.
+        total: cells of a last line that sums up the others.
     """
     places = [' class="left"' if i in left else "" for i in range(len(header))]
     labels = [f' data-label="{escape(cell)}"' if cell else "" for cell in header]

@@ -1,10 +1,10 @@
-"""The comparison of methods as text: the paper's table of speed-up and tau by task, and what lies behind it.
+"""Comparison of drafting methods as text: speed-up and tau by task, as in the EAGLE papers, and a table of details.
 
     T = 0: speed-up over plain decoding, tau
     method         chat        code         all
     eagle1   2.10x 2.95  2.61x 3.60  2.34x 3.21
 
-Every number comes out of the evaluation's JSON.
+Every number comes from the JSON of the evaluation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ same: outputs that are token for token plain decoding's"""
 
 
 def evaluation_text(numbers: dict[str, Any]) -> str:
-    """For each temperature the table by task and the table of details."""
+    """Return the table by task and the table of details for each temperature."""
     temperatures = dict.fromkeys(cell["temperature"] for cell in numbers["cells"])
     parts = [_about(numbers)]
     for temperature in temperatures:
@@ -78,7 +78,7 @@ def _interval(interval: dict[str, Any], form: str, unit: str = "") -> str:
 
 
 def _same(identity: dict[str, Any]) -> str:
-    """Return how many outputs are plain decoding's, and how many of the others rounding explains."""
+    """Return how many outputs are identical to plain decoding, and how many differences rounding explains."""
     differing = identity["num_compared"] - identity["num_equal"]
     same = f"{identity['num_equal']} of {identity['num_compared']}"
     edges = f", {identity['num_edges']} at a filter's edge" if identity["num_edges"] else ""

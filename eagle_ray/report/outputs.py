@@ -1,4 +1,4 @@
-"""Outputs: the token ids of every row of a run, by its key, so that two runs can be held against each other.
+"""Output token ids of every row of a run, by row key, for comparisons of two runs.
 
 >>> outputs(read)["q-1", 0]
 [17, 4, 2]
@@ -14,7 +14,7 @@ COLUMNS = ["request_id", "sample_index", "status", "output_token_ids"]
 
 
 def outputs(read: ReadColumns) -> dict[Key, Output]:
-    """Raises ValueError where the run stored no token ids."""
+    """Return the output token ids of each row. Raises ValueError if the run stored no token ids."""
     found: dict[Key, Output] = {}
     for table in read(COLUMNS):
         for row in table.to_pylist():

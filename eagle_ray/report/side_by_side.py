@@ -1,9 +1,7 @@
-"""Two runs side by side: the rows that both have, whether their outputs are the same, and both runs' numbers by group.
+"""Comparison of two runs: identical outputs among their shared rows, and the numbers of both runs by group.
 
-Reads the columns of both.
-
-    >>> side_by_side(read_a, read_b, by="category").identical
-    479
+>>> side_by_side(read_a, read_b, by="category").identical
+479
 """
 
 from __future__ import annotations
@@ -19,7 +17,12 @@ from eagle_ray.report.summary import ReadColumns, RunStats, summarise, total
 
 @dataclass(frozen=True, slots=True)
 class OutputDifference:
-    """Where one row's two outputs part. position: the first token that differs, from 0; None beside an error row."""
+    """Row with different outputs in two runs.
+
+    Attributes:
+        key: request_id and sample_index.
+        position: index of the first token that differs; None if the row is an error row in one of the runs.
+    """
 
     key: Key
     position: int | None
@@ -36,12 +39,14 @@ class OutputDifference:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Two runs over shared rows.
+    """Comparison of two runs.
 
     Attributes:
-        rows: of the first run, of the second and of both.
-        groups: the first run's counts and the second's, by group.
-        speed_ups: of the second run over the first on the rows that both have, by group and under TOTAL for all.
+        rows: number of rows in the first run, in the second run, and in both.
+        differences: shared rows with different outputs.
+        by: column of the groups, or None.
+        groups: counts of the first and of the second run, by group.
+        speed_ups: speed-up of the second run over the first on shared rows, by group and under TOTAL for all rows.
     """
 
     rows: tuple[int, int, int]
@@ -55,7 +60,7 @@ class SideBySide:
         return self.rows[2] - len(self.differences)
 
     def as_json(self) -> dict[str, Any]:
-        """Every number of the table, with each run's counts and ratios."""
+        """Return every number of the table, and the counts and ratios of each run."""
         whole = [total({name: pair[side] for name, pair in self.groups.items()}) for side in (0, 1)]
         named = self.groups if self.by else {}
         return {
@@ -72,7 +77,10 @@ class SideBySide:
 
 
 def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> SideBySide:
-    """by: a column that both runs carry, or None. Raises ValueError where a run stored no token ids."""
+    """Compare two runs. Raises ValueError if a run stored no token ids.
+
+    by: a column of both runs that defines the groups, or None.
+    """
     a, b = outputs(read_a), outputs(read_b)
     both = sorted(a.keys() & b.keys())
     differences = [OutputDifference.of(key, a[key], b[key]) for key in both if a[key] != b[key]]

@@ -1,7 +1,7 @@
-"""How much faster one run decoded than another: the ratio over the rows that both have, and its 95 % interval.
+"""Speed-up of one run over another: the ratio of decode speeds on their shared rows, and its 95 % interval.
 
-Rows are paired by key, so a prompt that is slow in both runs widens nothing. The interval covers the spread between
-rows. It does not cover a machine that was busier during one of the runs.
+Rows are paired by key, so a prompt that is slow in both runs does not widen the interval. The interval covers the
+variance between rows. It does not cover other load on the machine during one of the runs.
 
     >>> speed_ups(read_run, read_baseline, by="category")["code"]
     SpeedUp(ratio=1.46, interval=(1.31, 1.62), num_pairs=8)
@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 from eagle_ray.report.outputs import Key
 from eagle_ray.report.summary import ReadColumns, as_text
 
-FEWEST_PAIRS = 8  # of 300 simulated intervals over 8 pairs 92 % held the true ratio, over 4 pairs 82 %
-MOST_BLOCKS = 200  # more pairs are added up in blocks first: time and memory stay bounded
+FEWEST_PAIRS = 8  # 92 % of 300 simulated intervals contained the true ratio with 8 pairs, 82 % with 4 pairs
+MOST_BLOCKS = 200  # more pairs are first summed in blocks, which bounds time and memory
 RESAMPLES = 4000
 COLUMNS = ["request_id", "sample_index", "status", "completion_tokens", "decode_s"]
 TOTAL = None  # the group of all pairs
@@ -30,12 +30,12 @@ Pair = tuple[float, float, float, float]  # tokens and seconds of the faster sid
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """Tokens per second of one side over the other's.
+    """Ratio of the decode speeds of two sides, in tokens per second.
 
     Attributes:
-        ratio: of the pooled speeds; None without a pair.
-        interval: 95 %, two-sided; None for fewer than FEWEST_PAIRS pairs.
-        num_pairs: how many rows, or rounds, both sides have.
+        ratio: ratio of the pooled speeds; None without pairs.
+        interval: two-sided 95 % interval; None for fewer than FEWEST_PAIRS pairs.
+        num_pairs: number of rows, or rounds, that both sides have.
     """
 
     ratio: float | None
@@ -59,7 +59,10 @@ class SpeedUp:
 
 
 def speed_ups(run: ReadColumns, baseline: ReadColumns, by: str | None) -> dict[str | None, SpeedUp]:
-    """Return the speed-up of run over baseline for each value of the column by in run, and under TOTAL for all rows."""
+    """Return the speed-up of `run` over `baseline` for each value of the column `by` of `run`.
+
+    The entry TOTAL is for all rows.
+    """
     others = {key: speed for key, (_, *speed) in _speeds(baseline, None).items()}
     pairs: dict[str | None, list[Pair]] = defaultdict(list)
     for key, (group, tokens, seconds) in _speeds(run, by).items():
@@ -83,7 +86,10 @@ def _speeds(read: ReadColumns, by: str | None) -> dict[Key, tuple[str, float, fl
 
 
 def _interval(counts: np.ndarray) -> tuple[float, float] | None:
-    """Bootstrap over pairs, with percentiles expanded for few of them (Hesterberg 2015, section 4.1)."""
+    """Return the bootstrap interval over pairs, with percentiles expanded for few pairs.
+
+    The expansion is from Hesterberg 2015, section 4.1.
+    """
     if len(counts) < FEWEST_PAIRS:
         return None
     num = min(len(counts), MOST_BLOCKS)
@@ -98,7 +104,7 @@ def _interval(counts: np.ndarray) -> tuple[float, float] | None:
 
 
 def _ratios(sums: np.ndarray) -> np.ndarray:
-    """Return the ratio of speeds; sums has the four numbers of a Pair in its last dimension."""
+    """Return the ratios of speeds. The last dimension of `sums` is a Pair."""
     tokens, seconds, other_tokens, other_seconds = np.moveaxis(sums, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (tokens / seconds) / (other_tokens / other_seconds)
@@ -106,6 +112,9 @@ def _ratios(sums: np.ndarray) -> np.ndarray:
 
 
 def _t_quantile_975(freedom: int) -> float:
-    """Return Student's t at 97.5 %, by its expansion around the normal quantile: within 0.4 % from 7 on."""
+    """Return the 97.5 % quantile of Student's t by its expansion around the normal quantile.
+
+    The relative error is within 0.4 % for 7 or more degrees of freedom.
+    """
     z = NormalDist().inv_cdf(0.975)
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

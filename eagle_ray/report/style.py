@@ -1,4 +1,4 @@
-"""The report's style sheet: plain type, aligned figures, light and dark as the reader's system is."""
+"""Style sheet of the HTML report. It follows the light or dark mode of the system."""
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c1e21; --soft: #666c75; --rule: #e3e5e8; --one: #1f6f8b;

@@ -1,7 +1,6 @@
-"""What a run produced, how fast and how well its drafts did: counts over its Parquet files.
+"""Summary of a run: rows, tokens, times and draft statistics, counted over its Parquet files.
 
-Counts only add up, so that files, groups and runs do; every ratio is derived from them. Needs pyarrow and nothing
-else.
+Counts are additive over files, groups and runs. Every ratio is derived from them.
 
     >>> summary = summarise(read, by="category")
     >>> summary["code"].mean_acceptance_length
@@ -42,13 +41,13 @@ LISTS = (
     "calibrated_accepted",
     "calibrated_expected",
 )
-ReadColumns = Callable[[list[str]], Iterable[pa.Table]]  # these columns of a run, a file at a time
+ReadColumns = Callable[[list[str]], Iterable[pa.Table]]  # yields the named columns of a run, one table per file
 COLUMNS = ["status", "error_code", "finish_reason", *COUNTS.values(), *LISTS]
 
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """Counts over some rows. Tokens, steps and seconds are sums over the ok rows; lists are added entry by entry."""
+    """Additive counts over rows. Tokens, steps and seconds are sums over the ok rows; lists are added elementwise."""
 
     rows: int = 0
     errors: int = 0
@@ -77,7 +76,7 @@ class RunStats:
 
     @classmethod
     def of(cls, table: pa.Table) -> RunStats:
-        """The counts of a table that has COLUMNS."""
+        """Count the rows of a table with the columns COLUMNS."""
         ok = table.filter(pc.equal(table["status"], "ok"))
         return cls(
             rows=len(table),
@@ -95,12 +94,12 @@ class RunStats:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """tau, pooled: tokens per target pass over all steps, the bonus token included."""
+        """Return tau: tokens per target pass over all steps, including the bonus token."""
         return 1 + self.accepted_draft_tokens / self.steps if self.steps else None
 
     @property
     def nodes_per_step(self) -> float | None:
-        """Verified draft nodes per target pass, roots not counted."""
+        """Return the verified draft nodes per target pass, without the roots."""
         return self.draft_tokens / self.steps if self.steps else None
 
     @property
@@ -109,7 +108,7 @@ class RunStats:
 
     @property
     def ece_drafted(self) -> float | None:
-        """Expected calibration error of the head's own probabilities; ece_calibrated: of the calibrated ones."""
+        """Return the expected calibration error of the drafter's own probabilities."""
         return _calibration_error(self.confidence_nodes, self.confidence_accepted, self.confidence_expected)
 
     @property
@@ -118,11 +117,11 @@ class RunStats:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens after the first per second of their sequence's decoding: one sequence's speed, not the job's."""
+        """Return the decode speed of one sequence: tokens after the first per second of its decode time."""
         return (self.output_tokens - (self.rows - self.errors)) / self.decode_s if self.decode_s else None
 
     def as_json(self) -> dict[str, Any]:
-        """Counts and ratios, every one by its name."""
+        """Return all counts and ratios by name."""
         ratios = (
             "mean_acceptance_length",
             "draft_acceptance_rate",
@@ -135,7 +134,10 @@ class RunStats:
 
 
 def summarise(read: ReadColumns, by: str | None = None) -> dict[str, RunStats]:
-    """The counts of a run's files, by the values of one of its columns (null is ""); without one, under ""."""
+    """Return the counts of a run for each value of the column `by`, with "" for null.
+
+    If `by` is None, all rows are in one group "".
+    """
     groups: dict[str, RunStats] = {}
     for table in read(COLUMNS + ([by] if by else [])):
         for name, group in _groups_of(table, by):
@@ -144,7 +146,7 @@ def summarise(read: ReadColumns, by: str | None = None) -> dict[str, RunStats]:
 
 
 def summary_json(groups: dict[str, RunStats], by: str | None) -> dict[str, Any]:
-    """The groups and their total as ``_summary.json`` has them."""
+    """Return the groups and their total in the form of ``_summary.json``."""
     named = {name: group.as_json() for name, group in groups.items()} if by else {}
     return {"by": by, "total": total(groups).as_json(), "groups": named}
 
@@ -161,10 +163,10 @@ def _groups_of(table: pa.Table, by: str | None) -> list[tuple[str, RunStats]]:
 
 
 def as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The values as text, null as "": a group's name, whatever the column that was carried holds."""
+    """Convert a column of any type to text that can name groups, with "" for null."""
     try:
         return pc.fill_null(column.cast(pa.string()), "")
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # bytes that are no UTF-8, nested values
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # bytes that are not UTF-8, nested values
         return pa.chunked_array([[_text(value) for value in column.to_pylist()]], pa.string())
 
 
@@ -179,7 +181,7 @@ def _tally(column: pa.ChunkedArray) -> Counter[str]:
 
 
 def _sum_lists(column: pa.ChunkedArray) -> list[int]:
-    """Entry by entry over lists that may differ in length, as the drafts of two configurations do."""
+    """Sum lists elementwise. Their lengths can differ, because runs with other settings have other draft depths."""
     longest = pc.max(pc.list_value_length(column)).as_py() or 0
     if longest == 0:
         return []
@@ -188,7 +190,7 @@ def _sum_lists(column: pa.ChunkedArray) -> list[int]:
 
 
 def _calibration_error(nodes: list[int], accepted: list[int], expected: list[float]) -> float | None:
-    """|mean probability - accepted share| over the bins, weighted by their nodes."""
+    """Return the mean over the bins of |mean probability - accepted fraction|, weighted by the nodes of each bin."""
     gaps = (abs(e - a) for e, a in zip(expected, accepted, strict=True))
     return sum(gaps) / sum(nodes) if sum(nodes) else None
 

@@ -1,6 +1,6 @@
 """Plots as inline SVG: two axes with round ticks, and bars, lines and dots between them.
 
-Colours are the page's, by class, so that they follow its light and its dark; sizes are pixels.
+Colours come from CSS classes of the page, so they follow its light and dark modes. Sizes are in pixels.
 
     >>> plot = Plot(Axis.of_integers(1, 6, "depth"), Axis.over(0, 1, "share of steps", percent))
     >>> svg = plot.svg("acceptance by depth", [plot.bars([(1, 0.8), (2, 0.5)], width=0.7)])
@@ -17,11 +17,11 @@ Point = tuple[float, float]
 ROUND = (1, 2, 2.5, 5, 10)
 TIMES_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 TIME_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
-LEFT, RIGHT, TOP, BOTTOM = 48, 22, 30, 42  # around the frame: tick labels and titles
+LEFT, RIGHT, TOP, BOTTOM = 48, 22, 30, 42  # margins for tick labels and titles, in pixels
 
 
 def plain(value: float) -> str:
-    """12,000 or 2.5: as few digits as a tick needs."""
+    """Format a tick with few digits, such as 12,000 or 2.5."""
     return f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
 
 
@@ -31,7 +31,7 @@ def percent(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """low to high in the numbers' own unit, which the title names; ticks are shown as `show` writes them."""
+    """Axis from `low` to `high` in the unit that its title names. `show` formats a tick."""
 
     low: float
     high: float
@@ -41,7 +41,10 @@ class Axis:
 
     @classmethod
     def over(cls, low: float, high: float, title: str, show: Callable[[float], str] = plain, finest: float = 0) -> Axis:
-        """Widened to round ticks, about five of them. finest: the least distance between two, 1 for things."""
+        """Return an axis that is widened to about five round ticks.
+
+        finest: minimum distance of two ticks, such as 1 for counts.
+        """
         step = max(_round_step((high - low) / 5 or 1), finest)
         first, last = math.floor(low / step), math.ceil(round(high / step, 6))
         ticks = [round(step * i, 10) for i in range(first, max(last, first + 1) + 1)]
@@ -49,7 +52,7 @@ class Axis:
 
     @classmethod
     def of_time(cls, seconds: float, title: str, most_steps: int = 8) -> Axis:
-        """Run from 0 to just so many seconds; ticks in the largest unit that is not longer than their distance."""
+        """Return an axis from 0 to `seconds`. Its tick labels use the largest unit that is not above their distance."""
         step = next((step for step in TIMES_S if seconds <= most_steps * step), seconds / most_steps)
         size, unit = next(((size, unit) for size, unit in TIME_UNITS if step >= size), (1, "s"))
         ticks = [step * i for i in range(int(seconds / step + 1e-6) + 1)]
@@ -57,14 +60,14 @@ class Axis:
 
     @classmethod
     def of_integers(cls, low: int, high: int, title: str) -> Axis:
-        """Half a step wider on both sides, for bars; every integer has a tick as long as there is room."""
+        """Return an axis of integers that is 0.6 wider on both sides, for bars. It has at most about 12 ticks."""
         every = math.ceil((high - low + 1) / 12)
         return cls(low - 0.6, high + 0.6, title, [n for n in range(low, high + 1) if n % every == 0], plain)
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A frame of two axes. Its marks are strings of SVG; svg() puts them together."""
+    """Plot of two axes. Its methods return marks as SVG strings, which svg() combines."""
 
     x: Axis
     y: Axis
@@ -72,20 +75,29 @@ class Plot:
     height: int = 250
 
     def svg(self, label: str, marks: Iterable[str], kind: str = "plot") -> str:
-        """Return the whole figure. label: its text for screen readers. kind: its class in the style sheet."""
+        """Return the whole figure.
+
+        Args:
+            label: text for screen readers.
+            marks: SVG strings of the other methods.
+            kind: CSS class of the figure.
+        """
         size = f'viewBox="0 0 {self.width} {self.height}"'
         opening = f'<svg class="{kind}" {size} role="img" aria-label="{escape(label)}">'
         return "".join([opening, *self._grid(), *self._x_ticks(), *self._titles(), *marks, "</svg>"])
 
     def bars(self, points: Iterable[Point], width: float, kind: str = "one") -> str:
-        """Bars from the x axis up. width: in the numbers of the x axis."""
+        """Return bars from the x axis up to the points. width: width of a bar in units of the x axis."""
         return "".join(self._bar(x, y, width, kind) for x, y in points)
 
     def line(self, points: Iterable[Point], kind: str = "one") -> str:
         return f'<path class="line {kind}" d="M{self._path(points)}"/>'
 
     def steps(self, values: Sequence[float], width: float, kind: str = "one") -> str:
-        """A value for each `width` from 0 on, the last cut at the axis' end: the outline and what lies under it."""
+        """Return a step function and the area under it: value i holds from i * width to (i + 1) * width.
+
+        The last step ends at the end of the axis.
+        """
         sides = ((min(width * i, self.x.high), min(width * (i + 1), self.x.high)) for i in range(len(values)))
         corners = [(x, value) for value, pair in zip(values, sides, strict=True) for x in pair]
         ground = [(corners[-1][0], self.y.low), (0, self.y.low)]
@@ -93,20 +105,20 @@ class Plot:
         return area + self.line(corners, kind)
 
     def dots(self, points: Iterable[tuple[float, float, float]], kind: str = "one") -> str:
-        """(x, y, radius in pixels)."""
+        """Return dots from tuples (x, y, radius in pixels)."""
         places = ((*self._at(x, y), radius) for x, y, radius in points)
         return "".join(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"/>' for x, y, r in places)
 
     def notes(self, points: Iterable[tuple[float, float, str]]) -> str:
-        """(x, y, text): a word above each point."""
+        """Return labels above points, from tuples (x, y, text)."""
         return "".join(_text(*self._at(x, y), text, "middle", "note", up=6) for x, y, text in points)
 
     def upright(self, x: float) -> str:
-        """A line from the bottom to the top at x."""
+        """Return a vertical line at x."""
         return f'<path class="divide" d="M{self._path([(x, self.y.low), (x, self.y.high)])}"/>'
 
     def level(self, y: float) -> str:
-        """A line from left to right at y."""
+        """Return a horizontal line at y."""
         return f'<path class="divide" d="M{self._path([(self.x.low, y), (self.x.high, y)])}"/>'
 
     def _bar(self, x: float, y: float, width: float, kind: str) -> str:
@@ -115,7 +127,7 @@ class Plot:
         return f'<rect class="bar {kind}" x="{left:.1f}" y="{top:.1f}" {size}/>'
 
     def _at(self, x: float, y: float) -> Point:
-        """Pixels from the left and from the top."""
+        """Convert axis values to pixels from the left and from the top."""
         across = (x - self.x.low) / (self.x.high - self.x.low)
         up = (y - self.y.low) / (self.y.high - self.y.low)
         left = LEFT + across * (self.width - LEFT - RIGHT)
@@ -138,13 +150,13 @@ class Plot:
             yield _text(x, y + 17, self.x.show(tick), "middle")
 
     def _titles(self) -> Iterator[str]:
-        """The y axis' above it, read like any text; the x axis' under its right end."""
+        """Yield the title of the y axis, horizontal above it, and of the x axis, below its right end."""
         yield _text(0, 14, self.y.title, "start", "title")
         yield _text(self.width - RIGHT, self.height - 6, self.x.title, "end", "title")
 
 
 def sparkline(values: Sequence[float], most: float, width: int = 150, height: int = 26) -> str:
-    """A small plot without axes for a table's cell, from 0 to `most`, the same for each of its rows; cut there."""
+    """Return a small plot without axes for a table cell. Values range from 0 to `most` and are clipped there."""
     step, ground = width / len(values), height - 1
     tops = [ground - (height - 3) * min(value / most, 1) if most else ground for value in values]
     outline = " L".join(f"{step * (i + side):.1f} {top:.1f}" for i, top in enumerate(tops) for side in (0, 1))
@@ -158,6 +170,6 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick", up: fl
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least so much."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `least`."""
     power = 10 ** math.floor(math.log10(least))
     return next(factor * power for factor in ROUND if factor * power >= least * (1 - 1e-9))

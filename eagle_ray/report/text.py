@@ -1,11 +1,9 @@
-"""Plain-text tables: the same in a terminal, a file and a job's log.
+"""Plain-text tables for terminals, files and job logs. Every number comes from ``_summary.json``.
 
-Every number comes out of ``_summary.json``.
-
-    >>> print(render(["task", "rows"], [["code", "4"], ["math", "12"]]))
-    task  rows
-    code     4
-    math    12
+>>> print(render(["task", "rows"], [["code", "4"], ["math", "12"]]))
+task  rows
+code     4
+math    12
 """
 
 from __future__ import annotations
@@ -19,31 +17,31 @@ MOST_DIFFERENCES = 10
 
 
 def render(header: list[str], rows: list[list[str]]) -> str:
-    """Columns two spaces apart; the first is aligned left, the others right."""
+    """Return a table with two spaces between columns. The first column is left-aligned, the others right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(_line(line, widths) for line in lines)
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """A number with thousands apart; ABSENT for none."""
+    """Format a number with thousands separators, or return ABSENT for None."""
     return ABSENT if value is None else f"{value:,.{digits}f}"
 
 
 def interval_text(speeds: dict[str, Any]) -> str:
-    """Return the interval of a speed-up as [low, high], or that there were too few rows for one."""
+    """Return the interval of a speed-up as [low, high], or TOO_FEW if it has none."""
     interval = speeds.get("speed_up_interval")
     return TOO_FEW if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def interval_words(measured: dict[str, Any]) -> str:
-    """Return the interval, or the lack of one, as the end of a sentence."""
+    """Return the interval, or its absence, as the end of a sentence."""
     text = interval_text(measured)
     return f"{text} for an interval" if text == TOO_FEW else f"{INTERVAL} {text}"
 
 
 def run_table(summary: dict[str, Any]) -> str:
-    """A run at a glance: a line per group and one for all of it, then what its drafts and its errors were."""
+    """Return one line per group, a total, and notes on speed, drafts, checks and errors of a run."""
     header = [summary["by"] or "", "rows", "errors", "tokens", "tau", "nodes/step", "tokens/s of a row"]
     groups = {name or "(none)": counts for name, counts in summary["groups"].items()} | {"all": summary["total"]}
     table = render(header, [_run_line(name, counts) for name, counts in groups.items()])
@@ -55,7 +53,7 @@ def run_table(summary: dict[str, Any]) -> str:
 
 
 def difference_line(row: dict[str, Any]) -> str:
-    """Return one line about a row whose output is not plain decoding's."""
+    """Return one line about a row with an output that differs from plain decoding."""
     return (
         f"id {row['request_id']} sample {row['sample_index']} differs from plain decoding at output token "
         f"{row['position']}: {row['token']}; plain decoding gives {row['plain_token']} ({rounding_words(row)})"
@@ -63,21 +61,21 @@ def difference_line(row: dict[str, Any]) -> str:
 
 
 def rounding_words(row: dict[str, Any]) -> str:
-    """Say whether rounding explains where a row differs from plain decoding, and how."""
+    """Describe whether and how rounding explains that a row differs from plain decoding."""
     if not row["near_tie"]:
         return "not explained by rounding"
     return "edge of top-k, top-p or min-p" if row.get("cause") == "cut" else "near-tie"
 
 
 def comparison_table(comparison: dict[str, Any], by: str) -> str:
-    """A run beside plain decoding: a line per group and one for all of it."""
+    """Return a table that compares a run with plain decoding: one line per group and a total."""
     header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up", INTERVAL]
     groups = comparison["groups"] | {"all": comparison["total"]}
     return render(header, [_comparison_line(name, speeds) for name, speeds in groups.items()])
 
 
 def side_by_side_table(numbers: dict[str, Any]) -> str:
-    """Two runs over the same rows: a line per group and one for all, then where their outputs part."""
+    """Return a table of two runs over equal inputs: one line per group, a total, and the first output differences."""
     header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A", INTERVAL]
     groups = {name or "(none)": pair for name, pair in numbers["groups"].items()} | {"all": numbers["total"]}
     table = render(header, [_pair_line(name, pair) for name, pair in groups.items()])
@@ -138,7 +136,7 @@ def _run_line(name: str, counts: dict[str, Any]) -> list[str]:
 
 
 def _work(work: dict[str, Any] | None) -> str:
-    """How fast the last attempt that had work was, all workers together."""
+    """Return the speed of the last attempt that generated rows, over all workers."""
     if not work or not work["tokens_per_s"]:
         return ""
     busy = f", slots {work['busy_slots']:.0%} busy" if work["busy_slots"] else ""
@@ -146,7 +144,7 @@ def _work(work: dict[str, Any] | None) -> str:
 
 
 def _steps(work: dict[str, Any] | None) -> str:
-    """What the engines' steps were spent on."""
+    """Return the steps of the engines, their verified rows, plain steps, reused prompt tokens and preemptions."""
     engine = (work or {}).get("engine")
     if not engine or not engine["num_steps"]:
         return ""
@@ -161,13 +159,13 @@ def _steps(work: dict[str, Any] | None) -> str:
 
 
 def _off(share: float, num_probes: int) -> str:
-    """How many of the steps drafted nothing; where most of them, and by choice, why."""
+    """Return the share of steps without drafts, with the reason if the planner chose this for most steps."""
     why = " (here drafts cost more than they gain)" if share > 0.5 and num_probes else ""
     return f"{share:.0%} without drafts{why}, {num_probes} probes"
 
 
 def _baseline(measured: dict[str, Any] | None) -> str:
-    """What drafts gained over plain decoding (report.baseline_rows)."""
+    """Return the measured speed-up over plain decoding (report.baseline_rows)."""
     if not measured or not measured["rows"]:
         return ""
     return (
@@ -178,7 +176,7 @@ def _baseline(measured: dict[str, Any] | None) -> str:
 
 
 def _verification(found: dict[str, Any] | None) -> str:
-    """Whether outputs are plain decoding's (report.verify_rows)."""
+    """Return how many outputs are identical to plain decoding (report.verify_rows)."""
     if not found or not found["rows"]:
         return ""
     others = ""
@@ -190,7 +188,7 @@ def _verification(found: dict[str, Any] | None) -> str:
 
 
 def _depths(counts: dict[str, Any]) -> str:
-    """How many of the steps accepted a draft token at each depth."""
+    """Return the share of steps that accepted a draft token at each depth."""
     if not counts["accepted_by_depth"] or not counts["steps"]:
         return ""
     shares = [f"{accepted / counts['steps']:.0%}" for accepted in counts["accepted_by_depth"]]
@@ -198,7 +196,7 @@ def _depths(counts: dict[str, Any]) -> str:
 
 
 def _calibration(counts: dict[str, Any]) -> str:
-    """How far the probabilities of drafted nodes were from what was accepted."""
+    """Return the expected calibration errors of the drafted and of the calibrated probabilities."""
     drafted, calibrated = counts["ece_drafted"], counts["ece_calibrated"]
     return "" if drafted is None else f"calibration error: {drafted:.3f} as drafted, {calibrated:.3f} calibrated"
 

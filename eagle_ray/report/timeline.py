@@ -1,7 +1,7 @@
-"""When the work was done: tokens and busy slots over time, per worker, from the moments that rows carry.
+"""Timeline of a run: tokens per second and busy slots of each worker, from the timestamps of its rows.
 
-A row holds its slot from started_at + queue_s to finished_at and makes its tokens evenly from the first one on. What
-lies between attempts is left out: their spans stand one after the other.
+A row occupies its slot from started_at + queue_s to finished_at. The timeline spreads its tokens evenly from the first
+token to finished_at. It omits the time between attempts: the spans of the attempts follow each other directly.
 
     >>> timeline(read)["workers"]["host:71"]["tokens_per_s"]
     [0.0, 151.2, 148.9, 60.3]
@@ -23,15 +23,21 @@ MOMENTS = ["attempt", "started_at", "finished_at"]
 COLUMNS = [*MOMENTS, "worker_id", "queue_s", "ttft_s", "completion_tokens"]
 MOST_BINS = 120
 WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
-MOST_WORKERS = 32  # of their own in the result; what the others did is added up
+MOST_WORKERS = 32  # workers with their own entry; the rest are summed up under OTHERS
 OTHERS = "others"
-SHORTEST_S = 1e-6  # of a row's time: nothing is divided by 0
-ROWS_AT_ONCE = 4096  # rows times bins are in memory
+SHORTEST_S = 1e-6  # minimum duration of a row, which avoids divisions by 0
+ROWS_AT_ONCE = 4096  # bounds the memory of an array of rows x bins
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An attempt's first moment and last, in seconds of Unix time, and where it begins on the axis."""
+    """Time span of an attempt.
+
+    Attributes:
+        started: Unix time of its first row's start, in seconds.
+        finished: Unix time of its last row's end, in seconds.
+        offset: its start on the time axis, in seconds.
+    """
 
     started: float
     finished: float
@@ -44,9 +50,14 @@ class Span:
 
 @dataclass(slots=True)
 class Work:
-    """Of one worker, for each bin: tokens made, and seconds of slots held.
+    """Work of one worker per time bin.
 
-    first, last: when its rows began and ended, in seconds of the axis.
+    Attributes:
+        tokens: tokens generated in each bin.
+        slot_seconds: occupied seconds of all slots in each bin.
+        rows: number of rows.
+        first: start of its first row on the time axis, in seconds.
+        last: end of its last row on the time axis, in seconds.
     """
 
     tokens: np.ndarray
@@ -68,7 +79,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """num equal stretches of width seconds, from 0."""
+    """`num` equal time bins of `width` seconds, from 0."""
 
     width: float
     num: int
@@ -79,7 +90,10 @@ class Bins:
         return cls(width, max(1, int(np.ceil(seconds / width))))
 
     def spread(self, begin: np.ndarray, end: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-        """amounts, each even over its own [begin, end], by bin; one without length falls on its moment."""
+        """Distribute each amount evenly over its interval [begin, end] and return the sum per bin.
+
+        An amount with an interval of length 0 falls into one bin.
+        """
         length = np.maximum(end - begin, SHORTEST_S)
         edges = np.arange(self.num + 1) * self.width
         shares = np.clip((edges - (end - length)[:, None]) / length[:, None], 0, 1)
@@ -87,7 +101,10 @@ class Bins:
 
 
 def timeline(read: ReadColumns) -> dict[str, Any] | None:
-    """As ``_summary.json`` has it, lists with an entry per bin of bin_s seconds; None where no row was answered."""
+    """Return the timeline in the form of ``_summary.json``, or None if no row has timestamps.
+
+    Its lists have one entry per bin of bin_s seconds.
+    """
     spans = _spans(read)
     if not spans:
         return None
@@ -107,7 +124,7 @@ def _attempt(number: int, span: Span) -> dict[str, Any]:
 
 
 def _rates(work: Work, bins: Bins) -> dict[str, Any]:
-    """The means are over the time from its first row's start to its last row's end."""
+    """Return the rates of a worker. Its means are over the time from its first row's start to its last row's end."""
     seconds = max(work.last - work.first, SHORTEST_S)
     return {
         "rows": work.rows,
@@ -120,7 +137,7 @@ def _rates(work: Work, bins: Bins) -> dict[str, Any]:
 
 
 def _busiest(workers: dict[str, Work], bins: Bins) -> dict[str, Work]:
-    """The MOST_WORKERS that made most tokens, by name, and the others as one."""
+    """Return the MOST_WORKERS workers with the most tokens, sorted by name, and the sum of the rest as OTHERS."""
     ranked = sorted(workers, key=lambda name: -workers[name].tokens.sum())
     kept = {name: workers[name] for name in sorted(ranked[:MOST_WORKERS])}
     if len(ranked) > MOST_WORKERS:
@@ -131,7 +148,7 @@ def _busiest(workers: dict[str, Work], bins: Bins) -> dict[str, Work]:
 
 
 def _spans(read: ReadColumns) -> dict[int, Span]:
-    """Each attempt's, one after the other."""
+    """Return the span of each attempt. Each offset is the total duration of the attempts before it."""
     found: dict[int, Span] = {}
     for table in map(_answered, read(MOMENTS)):
         ends = table.group_by("attempt").aggregate([("started_at", "min"), ("finished_at", "max")]).to_pylist()
@@ -147,13 +164,13 @@ def _spans(read: ReadColumns) -> dict[int, Span]:
 
 
 def _answered(table: pa.Table) -> pa.Table:
-    """Without the rows that no engine took, as most error rows are."""
+    """Drop the rows without timestamps. No engine ran these rows; most error rows are among them."""
     return table.filter(pc.and_(pc.is_valid(table["started_at"]), pc.is_valid(table["finished_at"])))
 
 
 def _work(read: ReadColumns, spans: dict[int, Span], bins: Bins) -> dict[str, Work]:
     workers: dict[str, Work] = {}
-    known = pa.array(list(spans), pa.int32())  # a run that is at work may have begun another attempt since
+    known = pa.array(list(spans), pa.int32())  # a running job may have started another attempt in the meantime
     for table in map(_answered, read(COLUMNS)):
         table = table.filter(pc.is_in(table["attempt"], known))
         for start in range(0, len(table), ROWS_AT_ONCE):
@@ -176,7 +193,7 @@ def _add_rows(workers: dict[str, Work], table: pa.Table, spans: dict[int, Span],
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """null is 0: an error row that ran for a while made no tokens."""
+    """Return the values as floats, with 0 for null: an error row that ran for a while has no tokens."""
     return pc.fill_null(column.cast(pa.float64()), 0.0).to_numpy()
 
 

@@ -1,6 +1,6 @@
-"""The laws that every output row keeps: what its acceptance counts must add up to.
+"""Invariants of an output row, mostly equalities between its acceptance counts.
 
-Pure checks of one row, as a dictionary of the output columns.
+Each check reads one row as a dictionary of the output columns.
 
     >>> broken_laws(row)
     ['completion_tokens is 12, not 1 + num_spec_steps + num_accepted_draft_tokens - num_discarded_tokens = 13']
@@ -14,7 +14,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-# Columns that say something about an answer: null where there is none.
+# Columns about the output of a row. They are null in error rows.
 STATISTICS = (
     "finish_reason",
     "completion_tokens",
@@ -47,7 +47,7 @@ STATISTICS = (
 
 
 def broken_laws(row: Row) -> list[str]:
-    """What is wrong with this row; empty for a good one. Columns that the job was told not to store are null."""
+    """Return the violated invariants of a row. Columns that the configuration does not store must be null."""
     checks = (_error_row,) if row["status"] == "error" else (_counts, _by_depth, _ratios, _per_step, _tokens)
     return [problem for check in checks for problem in check(row)]
 

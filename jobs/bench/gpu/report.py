@@ -1,8 +1,8 @@
-"""What a GPU benchmark found: as Markdown tables, as a page of plots, and as a section for jobs/RESULTS.md.
+"""Report of a GPU benchmark as Markdown tables, an HTML page of plots, and a section for jobs/results/gpu.md.
 
     section(json.loads(Path("results.json").read_text()))
 
-Everything is written from the JSON of `jobs/bench/gpu`, however far it came. Knows no torch and no engine.
+Its input is the JSON of `jobs/bench/gpu`, which may be incomplete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CELL_COLUMNS += ("tau", "rows", "step ms", "draft", "verify", "rest", "host", "s
 
 
 def section(found: Found) -> str:
-    """Everything worth keeping, dated and labelled."""
+    """Return the dated Markdown section: setup, failed checks, tables, and failed or skipped measurements."""
     about, failed = found["about"], [c for c in found["checks"] if c["ok"] is False]
     title = "the same code on a CPU (smoke: says nothing of a GPU)" if about.get("smoke") else "on a GPU"
     lines = [f"## {about.get('date')} · {title}", "", _label(about), ""]
@@ -34,7 +34,7 @@ def section(found: Found) -> str:
 
 
 def markdown(found: Found) -> str:
-    """All checks, then the section."""
+    """Return a Markdown document with a table of all checks, then the section."""
     said = {True: "ok", False: "**FAILED**", None: "not asked"}
     rows = [[c["name"], said[c["ok"]], c["detail"]] for c in found["checks"]]
     return "# Results\n\n" + table(("check", "", "what was seen"), rows) + "\n" + section(found)
@@ -172,7 +172,7 @@ def _times(ratio: float | None) -> str:
 
 
 def page(found: Found) -> str:
-    """Plots of speed over batch size, one for each shape and context, and of the synthetic pairs; no other file."""
+    """Return a self-contained HTML page with speed over batch size, for each shape and context and synthetic pair."""
     about = found["about"]
     figures = [_over_batches(found, shape, context) for shape, context in _groups(found)]
     figures += [_break_even(found, shape) for shape in dict.fromkeys(s["shape"] for s in found["synthetic"])]
