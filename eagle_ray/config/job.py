@@ -77,7 +77,7 @@ class InputConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """Target model and draft model. draft defaults to embedded:tiny if target is embedded:tiny, and to null otherwise."""
+    """Target and draft model. draft defaults to embedded:tiny if target is embedded:tiny, and to null otherwise."""
 
     target: Name = Field(
         default="embedded:tiny", description="embedded:tiny, a local directory or a hub id such as org/name"
