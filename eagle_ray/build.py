@@ -34,16 +34,20 @@ from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.errors import EngineError
-from eagle_ray.models.cpu_name import cpu_name
+from eagle_ray.models.cpu_runtime import (
+    cpu_name,
+    run_in_temporary_thread,
+    tune_malloc,
+    tune_num_threads,
+    use_huge_pages,
+)
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import load_config, load_target
-from eagle_ray.models.malloc import tune_malloc, use_huge_pages
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers
 from eagle_ray.models.supported_models import kv_elements_per_token, max_exact_position
 from eagle_ray.models.target import TargetModel
-from eagle_ray.models.threads import run_in_temporary_thread, tune_num_threads
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts

@@ -39,8 +39,7 @@ from eagle_ray.models.head_checkpoint import load_head, meta_head
 from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Planner
-from eagle_ray.planner.sequoia_planner import SequoiaPlanner
-from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.planner.static_planner import SequoiaPlanner, StaticPlanner
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
 from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration

@@ -1,6 +1,7 @@
-"""Worker: one engine that answers tables of requests, good rows and bad ones.
+"""Worker: one engine that turns tables of requests into tables of output rows.
 
-A bad row becomes an error row; nothing but a dead engine is raised.
+A bad row becomes an error row. A row that holds a slot longer than its timeout becomes an error row too; the clock
+starts when the engine admits the sequence, so time in the queue does not count. Only a dead engine raises.
 
     worker = Worker(config, run, passthrough=[], threads=2)
     table = await worker.answer(requests)
@@ -12,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,13 +24,41 @@ from eagle_ray.batch.output.output_rows import OutputRows
 from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.batch.process_id import process_name
 from eagle_ray.batch.sequences import RequestRow, sequences_of
-from eagle_ray.batch.timeout import with_timeout
 from eagle_ray.build import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.errors import EngineError, RequestError
+
+
+async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:
+    """What `answer` returns for the sequence. Raises RequestError("timeout") timeout_s seconds after its admission."""
+    if timeout_s is None:
+        return await answer
+    task = asyncio.ensure_future(answer)
+    try:
+        while not task.done():
+            if (left := _seconds_left(sequence, timeout_s)) <= 0:
+                raise _timeout(sequence, timeout_s)
+            await asyncio.wait([task], timeout=left)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+def _seconds_left(sequence: Sequence, timeout_s: float) -> float:
+    """At least so long the sequence may still go on: all of it before it is admitted."""
+    return timeout_s if sequence.admitted_at is None else sequence.admitted_at + timeout_s - time.monotonic()
+
+
+def _timeout(sequence: Sequence, timeout_s: float) -> RequestError:
+    return RequestError(
+        "timeout",
+        f"not done {timeout_s:g} s after it got a slot, {len(sequence.output_ids)} of {sequence.max_tokens} tokens "
+        "made: raise execution.row_timeout_s or lower max_tokens",
+    )
+
 
 log = logging.getLogger("eagle_ray")
 

@@ -17,7 +17,7 @@ from eagle_ray.batch.output.manifest import DATA, REPORT, RUN, SUCCESS, SUMMARY,
 from eagle_ray.batch.output.part_files import has_column, read_tables
 from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
 from eagle_ray.config import ConfigError
-from eagle_ray.report.side_by_side import side_by_side
+from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.text import run_table, side_by_side_table
 from eagle_ray.storage.path import StoragePath, read_json_object
 

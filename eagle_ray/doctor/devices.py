@@ -20,7 +20,7 @@ from eagle_ray.doctor.check_result import Finding, counted, gib
 from eagle_ray.doctor.system import free_memory, num_cores, total_memory
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import CHOICE, why_not
-from eagle_ray.models.cpu_name import cpu_name
+from eagle_ray.models.cpu_runtime import cpu_name
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.supported_models import head_dims
 from eagle_ray.sampling.sampler import SamplingParams

@@ -14,8 +14,7 @@ from importlib import import_module
 
 from eagle_ray.config import JobConfig
 from eagle_ray.doctor.check_result import Finding
-from eagle_ray.doctor.packages import software
-from eagle_ray.doctor.system import disks
+from eagle_ray.doctor.system import disks, software
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:

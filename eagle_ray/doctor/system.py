@@ -1,18 +1,24 @@
-"""The machine itself: cores, memory and disks, as far as this process may use them. Needs neither torch nor Ray.
+"""Checks of the machine: cores, memory, disks, and the installed versions of Python and packages.
+
+Needs neither torch nor Ray, and imports none of the packages that it checks, so it works where they are broken. In a
+container the limits are the container's (control groups v2), not the host's.
 
     >>> num_cores(), free_memory()
     (2, 22388424704)
-
-In a container the limits are its own (control groups of version 2), not those of the host.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
+from importlib import metadata
 from math import ceil
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from eagle_ray import __version__
 from eagle_ray.doctor.check_result import GIB, Finding, gib
 
 LEAST_OUTPUT = GIB  # free, for rows and the record of a run
@@ -96,3 +102,38 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+OURS = "eagle-ray"
+
+
+def software() -> list[Finding]:
+    """eagle_ray and Python, then its packages."""
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    about = Finding("eagle_ray", f"{__version__}, Python {python}", {"eagle_ray": __version__, "python": python})
+    try:
+        wanted = [Requirement(text) for text in metadata.requires(OURS) or ()]
+    except metadata.PackageNotFoundError:
+        todo = "run `pip install -e .` in the checkout: without it the versions of its packages are not checked"
+        return [about, Finding("packages", "eagle_ray runs from its files and is not installed", advice=todo)]
+    return [about, packages([each for each in wanted if each.marker is None or each.marker.evaluate()])]
+
+
+def packages(wanted: list[Requirement]) -> Finding:
+    """Their versions; a problem where one is missing or not of the versions that are asked for."""
+    found = {each.name: _version(each.name) for each in wanted}
+    wrong = [each for each in wanted if not _satisfies(found[each.name], each)]
+    says = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+    problem = f"pip install {' '.join(repr(str(each)) for each in wrong)}" if wrong else None
+    return Finding("packages", says, dict(found), problem)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _satisfies(version: str | None, wanted: Requirement) -> bool:
+    return version is not None and wanted.specifier.contains(version, prereleases=True)

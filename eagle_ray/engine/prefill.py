@@ -1,6 +1,9 @@
 """Prefiller: run prompt chunks through target and drafter, and sample the first token after each prompt.
 
-A chunk that follows blocks from the prefix cache starts in the middle of a prompt, for target and drafter alike.
+A chunk that follows blocks from the prefix cache starts in the middle of a prompt, for target and drafter alike. A
+block enters the prefix cache once the target has filled it. DraftPrefixState keeps two more things per block for the drafter:
+the feature of its last token, which is part of the next input, and whether the drafter has read all tokens up to its
+end. If it has not, a sequence that reuses the block drafts from later tokens only.
 """
 
 from __future__ import annotations
@@ -15,10 +18,60 @@ from eagle_ray.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import PrefillChunk
 from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.engine.draft_prefix_state import DraftPrefixState
 from eagle_ray.engine.top_logprobs import likeliest, ranked, record_prompts
+from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
+
+
+class DraftPrefixState:
+    """One entry for each block, overwritten whenever the block is filled anew."""
+
+    def __init__(self, blocks: BlockManager):
+        self._blocks = blocks
+        self._last_features: Tensor | None = None  # [blocks, H], made when H is known
+        self._is_read = [False] * blocks.num_blocks
+        self._reads_all = [False] * blocks.num_slots  # the drafter has read the slot's sequence from its start
+
+    def fill(self, chunks: list[PrefillChunk], features: Float[Tensor, "R H"]) -> None:
+        """The target's features of the chunks' rows: keep those of rows that end a block."""
+        if self._last_features is None:
+            self._last_features = features.new_empty(self._blocks.num_blocks, features.shape[1])
+        rows, blocks, first = [], [], 0
+        for chunk in chunks:
+            for index in self._completed_blocks(chunk):
+                rows.append(first + (index + 1) * self._blocks.size - 1 - chunk.start)
+                blocks.append(self._blocks.block(chunk.sequence.slot, index))
+            first += chunk.num_tokens
+        self._last_features.index_copy_(0, self._tensor(blocks), features[self._tensor(rows)])
+
+    def read(self, chunks: list[PrefillChunk], drafting: bool) -> list[int]:
+        """The drafter reads the chunks, or not; returns the first column that each one's sequence may see there.
+
+        In the order of the chunks: one may reuse the blocks that another fills in this very pass.
+        """
+        firsts = []
+        for chunk in chunks:
+            slot, reused = chunk.sequence.slot, chunk.num_reused // self._blocks.size
+            if chunk.start == chunk.sequence.num_reused:
+                self._reads_all[slot] = all(self._is_read[self._blocks.block(slot, i)] for i in range(reused))
+            firsts.append(0 if self._reads_all[slot] else chunk.num_reused)
+            self._reads_all[slot] &= drafting
+            for index in self._completed_blocks(chunk):
+                self._is_read[self._blocks.block(slot, index)] = self._reads_all[slot]
+        return firsts
+
+    def features_before(self, chunks: list[PrefillChunk]) -> Float[Tensor, "B H"]:
+        """The feature of the token before each chunk, which must start where a block ends."""
+        before = [self._blocks.block(c.sequence.slot, c.start // self._blocks.size - 1) for c in chunks]
+        return self._last_features[self._tensor(before)]
+
+    def _completed_blocks(self, chunk: PrefillChunk) -> range:
+        """Which of the slot's blocks are full after the chunk and were not before."""
+        return range(chunk.start // self._blocks.size, chunk.end // self._blocks.size)
+
+    def _tensor(self, values: list[int]) -> Int[Tensor, " N"]:
+        return to_device(values, self._last_features.device)
 
 
 @dataclass(frozen=True, slots=True)

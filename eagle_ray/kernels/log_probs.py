@@ -1,6 +1,8 @@
-"""Log-probabilities of given tokens straight from logits of any width: the sum of exponentials and one number a row.
+"""Log-probabilities of given tokens from logits of any width: one logsumexp and one logit per row.
 
-Equal to sampling.log_probs_of within fp32's rounding.
+Equal to `sampling.log_probs_of` within fp32's rounding. Several programs read parts of one row; each returns
+(maximum, sum of exp(x - maximum)), which are then combined. NaN or +inf anywhere makes the row's result NaN, as in
+log_softmax; so does a row of nothing but -inf.
 """
 
 from __future__ import annotations
@@ -12,8 +14,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.logsumexp import log_of_sums, part_of_sum
 from eagle_ray.kernels.topk_topp import load_row
+
+
+@triton.jit
+def part_of_sum(x):
+    """A part's highest and its sum relative to that; -inf and 0 where it holds nothing above -inf."""
+    highest = tl.max(x)
+    return highest, tl.sum(tl.where(highest == -float("inf"), tl.exp(x), tl.exp(x - highest)))
+
+
+@triton.jit
+def log_of_sums(highest, sums):
+    """Over the parts; parts that do not exist have -inf and 0."""
+    top = tl.max(highest)
+    return top + tl.log(tl.sum(tl.where(highest == -float("inf"), sums, sums * tl.exp(highest - top))))
+
 
 BLOCK = 4096  # tokens of a part
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle_ray.kernels.gumbel import gumbel, noise_key
 from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.logsumexp import log_of_sums, part_of_sum
+from eagle_ray.kernels.log_probs import log_of_sums, part_of_sum
 from eagle_ray.kernels.sort_key import ranked, score_of, token_of
 from eagle_ray.kernels.topk_topp import load_row
 

@@ -1,6 +1,9 @@
-"""The ASGI application: OpenAI's routes and the web page over one Service.
+"""The ASGI application: the routes of OpenAI's protocol and the web page over one Service.
 
-Every refusal has OpenAI's form. A client that leaves ends its request.
+Every error response has OpenAI's form. A client that disconnects aborts its request.
+
+The web page at ``/`` is a few static files. It is an ordinary client: it requests stream_options.include_steps and
+draws the result. Its content security policy allows only its own scripts and requests to this server.
 
     app = build_app(service)
 """
@@ -8,7 +11,9 @@ Every refusal has OpenAI's form. A client that leaves ends its request.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from importlib.resources import files
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -20,14 +25,13 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.http_errors import ApiError, api_error
-from eagle_ray.serve.metrics_snapshot import Snapshot, prometheus_text
 from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi
+from eagle_ray.serve.parse import ClientDisconnected, read_body
 from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from eagle_ray.serve.request_body import ClientDisconnected, read_body
 from eagle_ray.serve.service import Service
-from eagle_ray.serve.static_files import page_routes
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
@@ -213,3 +217,43 @@ async def _while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> R
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
+
+
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{what} {where}" for what, where in POLICY.items()),
+    "Cache-Control": "no-cache",  # kept, but asked for again: a new version is seen at once
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def page_routes() -> list[Route]:
+    """index.html at the root, its icon where browsers look for one unasked, and every file under /page."""
+    found = {file.name: _File(file.name, file.read_bytes()) for file in files(__package__).joinpath("page").iterdir()}
+    named = {f"/page/{name}": file for name, file in found.items()}
+    named |= {"/": found["index.html"], "/favicon.ico": found["icon.svg"]}
+    return [Route(path, file.send) for path, file in named.items()]
+
+
+class _File:
+    """One file, read once."""
+
+    def __init__(self, name: str, content: bytes):
+        self._content, self._kind = content, KINDS[name.rpartition(".")[2]]
+        self._headers = HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+
+    async def send(self, request: Request) -> Response:
+        if self._headers["ETag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._content, headers=self._headers, media_type=self._kind)

@@ -27,9 +27,8 @@ from starlette.applications import Starlette
 from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
+from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merge
 from eagle_ray.serve.keys import ApiKeys, read_keys
-from eagle_ray.serve.metrics_aggregator import MetricsAggregator
-from eagle_ray.serve.metrics_snapshot import Snapshot, merge
 from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
 

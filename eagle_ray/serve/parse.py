@@ -1,19 +1,24 @@
-"""From a body's bytes to a request, or to the first thing in it that is wrong, by its parameter.
+"""Read a request body and parse it into a request, or raise an ApiError that names the first wrong parameter.
 
-JSON is read strictly: what is given twice, NaN and half a surrogate pair are refused.
+The body must be JSON by its content type, within the size limit and the time limit; reading ends if the client
+disconnects. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogates are errors.
 
     >>> parse(CompletionRequest, b'{"prompt": "Hi", "echo": true}').echo
     True
+    >>> data = await read_body(request, most=8 << 20)
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import reprlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.protocol import AnyRequest
@@ -81,3 +86,53 @@ def _place(part: str | int) -> str:
     if isinstance(part, int):
         return f"[{part}]"
     return f".{part}" if part.isidentifier() and part not in ("str", "int", "StreamOptions") else ""
+
+
+ARRIVES_WITHIN_S = 60.0
+
+
+class ClientDisconnected(Exception):
+    """The client disconnected; no one waits for the response."""
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """most: bytes. Raises ApiError, and ClientDisconnected where it breaks off."""
+    _check_kind(request.headers)
+    if int(request.headers.get("content-length", 0)) > most:
+        raise _too_large(most)
+    try:
+        return await asyncio.wait_for(_whole(request, most), ARRIVES_WITHIN_S)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body was not here after {ARRIVES_WITHIN_S:g} s", code="body_too_slow") from None
+    except ApiError:
+        raise
+    except Exception:  # ClientDisconnect, and what the server that we run in has for it: Ray's own is a cancelled task
+        raise ClientDisconnected from None
+
+
+async def _whole(request: Request, most: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise _too_large(most)
+    return bytes(body)
+
+
+def _check_kind(headers: Mapping[str, str]) -> None:
+    """Web pages of strangers may send other kinds, or name none, to this machine without asking it.
+
+    From elsewhere nothing said is JSON: only browsers name an origin.
+    """
+    said = headers.get("content-type", "")
+    kind = said.partition(";")[0].strip().lower()
+    if (
+        (kind or "origin" in headers)
+        and kind != "application/json"
+        and not (kind.startswith("application/") and kind.endswith("+json"))
+    ):
+        raise ApiError(415, f"Content-Type must be application/json, got {said}", code="bad_content_type")
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")

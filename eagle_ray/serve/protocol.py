@@ -1,7 +1,7 @@
-"""What clients send: OpenAI's chat and text completions, as models that refuse what they cannot do.
+"""Request bodies of OpenAI's chat and text completions, as models that refuse what the engine cannot do.
 
-A field's description completes the sentence "must be ...". A parameter that is not built is refused by name unless its
-value asks for nothing; it is never ignored (``unbuilt``). null always means absent.
+A field's description completes the sentence "must be ...". An unsupported parameter is refused by name unless its value
+is a no-op; it is never ignored (``unsupported.py``). null always means absent.
 
     >>> CompletionRequest.model_validate({"prompt": "Hi", "echo": True}).prompts
     ['Hi']
@@ -11,12 +11,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
-from eagle_ray.serve.fields import Stop, Stops, Text, Texts, TokenId, TokenIds
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
+
+
+def _utf8(text: str) -> str:
+    """Half a surrogate pair, which JSON can spell, is no text."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_utf8)]
+Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1), AfterValidator(_utf8)]
+Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
 
 MAX_TOP_LOGPROBS = 20
 MAX_SEQUENCES = 1024
@@ -59,7 +73,7 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """include_steps is ours: see serve/step_trace.py."""
+    """include_steps is ours: see serve/stream.py."""
 
     include_usage: bool = False
     include_steps: bool = Field(

@@ -23,6 +23,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
 from eagle_ray.serve.admission import Admission, Need
+from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.generation_request import (
     Choice,
@@ -35,7 +36,6 @@ from eagle_ray.serve.generation_request import (
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.metrics_snapshot import Snapshot
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.openai_client_compat import without_nulls
 from eagle_ray.serve.parse import parse
@@ -47,7 +47,6 @@ from eagle_ray.serve.protocol import (
     TokenizeRequest,
     num_characters,
 )
-from eagle_ray.serve.replica_metrics import ReplicaMetrics
 from eagle_ray.serve.responses import Json, answer_of
 from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage

@@ -1,22 +1,32 @@
-"""What a stream carries, each event a chunk of one choice, as its sequence grows.
+"""The chunks of a streamed response: each event is a chunk of one choice, sent as its sequence grows.
 
-    chunks = ChoiceChunks(asked, choice, text)
-    for count in counts:                        # of output ids, as the engine tells them
+    chunks = ChoiceChunks(request, choice, tokenizer)
+    for count in counts:                        # numbers of output ids, as the engine reports them
         yield from chunks.until(count)
 
-A chunk has whole characters only and never a part of a stop string; a step of the engine is one chunk at most. A client
-that asks for stream_options.include_steps is also told how each token came (``steps``).
+A chunk has complete characters only and never a part of a stop string. One engine step gives at most one chunk.
+
+With stream_options.include_steps a chunk also says how each token was made: by which decode step, and at which depth of
+its draft. The tokens of a step are the accepted drafts at depths 1, 2, ..., then the target's own token at depth 0.
+Step 0 is the prompt's pass, which gives one token of the target.
+
+    >>> Steps(sequence).next(["The", " capital", " is"])      # texts of the first three output ids
+    [{'step': 0, 'num_draft_tokens': 0, 'num_accepted_draft_tokens': 0, 'tokens': [
+         {'id': 95, 'text': 'The', 'depth': 0}]},
+     {'step': 1, 'num_draft_tokens': 12, 'num_accepted_draft_tokens': 1, 'tokens': [
+         {'id': 17, 'text': ' capital', 'depth': 1}, {'id': 9, 'text': ' is', 'depth': 0}]}]
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count, groupby
 from typing import Any
 
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.serve.generation_request import Choice, GenerationRequest
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import Json, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
-from eagle_ray.serve.step_trace import Steps
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.tokenizer import Tokenizer
 
@@ -117,3 +127,45 @@ class ChoiceChunks:
     def _with(self, said: dict[str, Any]) -> Json:
         chunk = _head(self._asked) | {"choices": [{"index": self._choice.index} | said]}
         return chunk | {"usage": None} if wants_usage(self._asked) else chunk
+
+
+Place = tuple[int, int]
+"""A token's step and its depth in that step's draft."""
+
+
+class Steps:
+    """The steps of one sequence, from its first output id on, in portions of any size."""
+
+    def __init__(self, sequence: Sequence):
+        self._sequence = sequence
+        self._places = _places(sequence)
+        self._num_told = 0
+
+    def next(self, texts: list[str]) -> list[dict[str, Any]]:
+        """The next output ids, one for each text, by step. They must be there already."""
+        start, self._num_told = self._num_told, self._num_told + len(texts)
+        ids = self._sequence.output_ids[start : self._num_told]
+        told = list(zip(ids, texts, self._places, strict=False))
+        return [
+            self._counts(step)
+            | {"tokens": [{"id": token, "text": text, "depth": depth} for token, text, (_, depth) in tokens]}
+            for step, tokens in groupby(told, key=lambda item: item[2][0])
+        ]
+
+    def _counts(self, step: int) -> dict[str, int]:
+        """Candidates that the step verified and accepted, before any cut at the output's end."""
+        stats = self._sequence.stats
+        return {
+            "step": step,
+            "num_draft_tokens": stats.per_step_budget[step - 1] - 1 if step else 0,
+            "num_accepted_draft_tokens": stats.per_step_accepted[step - 1] if step else 0,
+        }
+
+
+def _places(sequence: Sequence) -> Iterator[Place]:
+    """Place by place, each to be asked for once its token is there."""
+    yield 0, 0
+    for step in count(1):
+        for depth in range(1, sequence.stats.per_step_accepted[step - 1] + 1):
+            yield step, depth
+        yield step, 0

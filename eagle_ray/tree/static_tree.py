@@ -1,15 +1,26 @@
-"""StaticTree: a fixed set of nodes, each named by the ranks of its path from the root.
+"""StaticTree: a fixed set of nodes, each named by the ranks of its path from the root; and the best one by acceptance.
 
     tree = StaticTree.of([(0, 0), (1,)])      # the best child, its best child, and the second best child
     tree.paths                                # ((0,), (1,), (0, 0)), breadth-first
-    tree.expanded(1)                          # [(0, 0)]: of level 1 only the best child has children
+    tree.parents_at(1)                        # [(0, 0)]: at level 1 only the best child has children
 
-Which tokens stand there is decided by each step's draft; which nodes there are is not.
+Each step's draft decides the tokens; the nodes are fixed.
+
+`best_tree` returns the tree with the most accepted drafts, given acceptance rates by depth and rank (Sequoia, arXiv
+2402.12374, section 4.1).
+
+    acceptance = [[0.6, 0.2], [0.5, 0.1]]             # of the first and second child: of roots, of their children
+    best_tree(acceptance, num_nodes=2)                # (0,) and (0, 0): 0.6 + 0.6 * 0.5 is more than 0.6 + 0.2
+
+A node yields the product of the rates along its path. The paper uses dynamic programming over subtrees. No rate exceeds
+1, so no node yields more than its parent: the best tree consists of the best nodes, and a heap gives them in order. A
+test compares it with the dynamic programming.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Path = tuple[int, ...]
@@ -63,3 +74,20 @@ MC_SIM_7B_63 = StaticTree.of(
         *[(1, 0, 0), (1, 1), (2, 0), (2, 1), (3, 0)],
     ]
 )
+
+
+def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
+    """The tree of num_nodes nodes, or of all there can be, with the most accepted tokens expected.
+
+    acceptance: [depth][rank], that the target's pick is this child of a node that it reached; it bounds the tree.
+    """
+    waiting = [(-rate, (rank,)) for rank, rate in enumerate(acceptance[0])]
+    heapq.heapify(waiting)
+    paths = []
+    while waiting and len(paths) < num_nodes:
+        value, path = heapq.heappop(waiting)
+        paths.append(path)
+        if len(path) < len(acceptance):
+            for rank, rate in enumerate(acceptance[len(path)]):
+                heapq.heappush(waiting, (value * rate, (*path, rank)))
+    return StaticTree.of(paths)

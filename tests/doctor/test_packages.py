@@ -3,7 +3,7 @@
 import pytest
 from packaging.requirements import Requirement
 
-from eagle_ray.doctor.packages import packages, software
+from eagle_ray.doctor.system import packages, software
 
 
 def test_what_is_installed_is_what_is_asked_for():

@@ -11,9 +11,8 @@ from eagle_ray.config import load_config
 from eagle_ray.doctor import memory_estimate
 from eagle_ray.doctor.check_result import Finding, findings_text
 from eagle_ray.doctor.cluster_checks import Workers, workers
-from eagle_ray.doctor.memory_estimate import Footprint
+from eagle_ray.doctor.memory_estimate import Footprint, loaded_bytes, tensor_headers
 from eagle_ray.doctor.model_checks import memory, pair_here
-from eagle_ray.doctor.weight_sizes import loaded_bytes, tensor_headers
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
 from tests.conftest import PAIR

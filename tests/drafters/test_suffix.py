@@ -6,8 +6,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.drafters.suffix import SuffixIndex
-from eagle_ray.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from eagle_ray.drafters.suffix import ROOT, SuffixAutomaton, SuffixIndex
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from eagle_ray.serve.listeners import Listener, listeners
+from eagle_ray.serve.node_address import Listener, listeners
 
 MARK = "EAGLE_RAY_TEST_MARK"  # inherited, so that processes are found after their parent has ended
 

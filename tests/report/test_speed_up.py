@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eagle_ray.report.comparison import compare
-from eagle_ray.report.side_by_side import side_by_side
+from eagle_ray.report.comparison import compare, side_by_side
 from eagle_ray.report.speed_up import FEWEST_PAIRS, Pair, SpeedUp
 from eagle_ray.report.text import comparison_table, interval_words, side_by_side_table
 from tests.report.test_summary import error, reader, row, write

@@ -13,8 +13,8 @@ from eagle_ray.batch.output.schema import request_schema, table_of
 from eagle_ray.batch.worker import Worker
 from eagle_ray.config import ServeConfig
 from eagle_ray.serve.app import build_app
+from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.metrics_snapshot import Snapshot, prometheus_text
 from eagle_ray.serve.service import Service
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import small_job

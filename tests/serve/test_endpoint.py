@@ -20,8 +20,7 @@ from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import _check_port
 from eagle_ray.config import ConfigError, load_serve_config
 from eagle_ray.serve.deployment import ReplicaPlan, plan_replicas
-from eagle_ray.serve.metrics_aggregator import STALE_S, MetricsAggregator
-from eagle_ray.serve.metrics_snapshot import Snapshot, merge
+from eagle_ray.serve.endpoint_metrics import STALE_S, MetricsAggregator, Snapshot, merge
 from tests.batch.nodes import cluster_of, parent_of
 from tests.helpers.processes import Watched, descendants
 
@@ -74,7 +73,7 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
 
 def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("eagle_ray.serve.metrics_aggregator.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("eagle_ray.serve.endpoint_metrics.time.monotonic", lambda: now[0])
 
     def put(board, name, counters, known=None):
         told = asyncio.run(board.put(name, Snapshot(counters, {"running": 1}), known or {}))

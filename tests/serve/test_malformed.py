@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from eagle_ray.serve import request_body as bodies
+from eagle_ray.serve import parse as bodies
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest

@@ -13,8 +13,15 @@ import ray
 from grpc.aio._server import Server
 from ray import serve
 
-from eagle_ray.serve.listeners import Listener, listeners
-from eagle_ray.serve.node_address import GRPC_METHODS, AtNodeAddress, at_node_address, bind_grpc_servers, exposed
+from eagle_ray.serve.node_address import (
+    GRPC_METHODS,
+    AtNodeAddress,
+    Listener,
+    at_node_address,
+    bind_grpc_servers,
+    exposed,
+    listeners,
+)
 
 
 @pytest.fixture(autouse=True)

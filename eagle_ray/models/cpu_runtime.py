@@ -1,0 +1,135 @@
+"""Settings of the process for CPU inference: heap, huge pages, threads, and the processor's name.
+
+A pass over many long contexts makes tensors of tens of megabytes. By default glibc returns such memory to the system as
+soon as it is free, and the next layer gets it zeroed page by page: a pass over 64 sequences of 440 tokens took 494 ms
+instead of 181 with the 230M pair of `jobs/bench/engine.py` on two cores (measured 2026-11-22).
+
+A second thread gains little for a small model on an idle machine and loses a multiple on a busy one, where every
+operation waits for the thread that is not running.
+
+    tune_malloc()           # keep freed memory in the process
+    use_huge_pages()        # back weights with huge pages
+    tune_num_threads(...)   # as many threads as gain something
+    cpu_name()              # 'AMD EPYC 9R14': part of the key of measured costs
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of linux/mman.h
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGE = 2 << 20  # bytes
+MIN_REGION = 16 << 20  # bytes: weights and caches, and not the stacks of threads
+MAX_HEAP_BLOCK = 1 << 30  # bytes; what is larger still comes from the system and goes back to it
+
+
+@cache
+def tune_malloc() -> bool:
+    """For this process and for good. Returns whether it could be done: there is nothing to do but on glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return all([mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK), mallopt(M_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK - 1)])
+
+
+def use_huge_pages() -> int:
+    """Move the large private memory of this process into huge pages now, and return how many bytes were asked for.
+
+    A pass reads every weight once, and with pages of 4 KiB much of that time goes into finding them: with 230M packed
+    parameters in fp32, linear layers of one row took 21 to 28 ms instead of 29 to 36 (two cores of an AMD EPYC,
+    2026-11-25, four pairs of runs by turns). Call it once the weights are where they stay; it takes about 2 s a GB.
+    Returns 0 where the system has no huge pages to give.
+    """
+    if not HUGE_PAGES.is_file() or "[never]" in HUGE_PAGES.read_text():
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    num_bytes = 0
+    for begin, end in _large_regions():
+        madvise(begin, end - begin, MADV_HUGEPAGE)
+        madvise(begin, end - begin, MADV_COLLAPSE)  # kernels before 6.1 refuse, and do it by and by
+        num_bytes += end - begin
+    return num_bytes
+
+
+def _large_regions() -> list[tuple[int, int]]:
+    """Return the addresses of private memory, in whole huge pages, of MIN_REGION bytes or more."""
+    regions = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *name = line.split()
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        begin, end = -(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        is_heap = inode == "0" and name in ([], ["[heap]"])
+        if access == "rw-p" and is_heap and end - begin >= MIN_REGION:
+            regions.append((begin, end))
+    return regions
+
+
+MIN_SPEEDUP = 1.2  # times faster that twice the threads must be
+REPLAYS = 7
+LONG_S = 0.05  # runs this long are timed once: their difference is no accident
+Result = TypeVar("Result")
+
+
+def tune_num_threads(run: Callable[[], object]) -> int:
+    """Set torch's number of threads, at most the present one, and return it.
+
+    run: takes the time of a pass, such as one over as many tokens as there are slots.
+    """
+    threads = torch.get_num_threads()
+    while threads > 1:
+        seconds = _seconds(run, (threads, threads // 2))
+        if seconds[threads // 2] > MIN_SPEEDUP * seconds[threads]:
+            break
+        threads //= 2
+    torch.set_num_threads(threads)
+    return threads
+
+
+def run_in_temporary_thread(work: Callable[[], Result]) -> Result:
+    """What `work` returns or raises, done in a thread that is over then. For what comes before an engine's own thread.
+
+    OpenMP keeps helpers for every thread that ever computed in parallel. Once they are more than the cores, the GNU
+    library puts those of the thread that computes now to sleep after each operation, and passes take 1.4 times as long
+    (107M parameters, 16 rows, 2 threads on 2 cores). A thread takes its helpers with it when it ends.
+    """
+    with ThreadPoolExecutor(1, "eagle-ray-start") as passing:
+        return passing.submit(work).result()
+
+
+@torch.inference_mode()
+def _seconds(run: Callable[[], object], numbers: tuple[int, int]) -> dict[int, float]:
+    """The quickest of a few runs with each number of threads, by turns; the first turn is for what is made once."""
+    best = dict.fromkeys(numbers, torch.inf)
+    for replay in range(1 + REPLAYS):
+        for number in numbers:
+            torch.set_num_threads(number)
+            started = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - started
+            best[number] = min(best[number], seconds) if replay else torch.inf
+        if replay and max(best.values()) > LONG_S:
+            break
+    return best
+
+
+INFO = Path("/proc/cpuinfo")
+
+
+@cache
+def cpu_name() -> str:
+    """As the system names it; Python's own name is empty on Linux."""
+    lines = INFO.read_text().splitlines() if INFO.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())

@@ -1,0 +1,186 @@
+"""Metrics of the endpoint: counted by each replica, merged over replicas, rendered in Prometheus' format.
+
+Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted tokens / drafts.
+
+    replica    ReplicaMetrics counts finished sequences and makes a Snapshot
+    one actor  MetricsAggregator holds the last Snapshot of every replica, so that each replica can answer for all
+    HTTP       prometheus_text(merge(snapshots))
+
+Counters never decrease: the counters of replicas that have ended are kept. If the aggregator is restarted, the first
+replica that reports gives it the last known totals.
+
+    >>> print(prometheus_text(merge([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})])))
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine.async_engine import Occupancy
+from eagle_ray.engine.counters import EngineCounters
+
+PREFIX = "eagle_ray_"
+GAUGES = {
+    "num_requests_running": "sequences that hold a slot",
+    "num_requests_waiting": "sequences that wait for a slot",
+    "num_slots": "sequences that can be decoded together",
+    "num_kv_blocks_used": "blocks of the KV cache that sequences hold",
+    "num_kv_blocks": "blocks of the KV cache",
+    "replicas": "replicas that answer",
+}
+COUNTERS = {
+    "prompt_tokens": "prompt tokens of answered sequences",
+    "generation_tokens": "output tokens of answered sequences",
+    "request_success": "answered sequences by the reason of their end",
+    "request_aborted": "sequences whose client left, or whose request failed",
+    "http_errors": "refused requests by code",
+    "spec_decode_num_drafts": "decode steps of answered sequences that verified a draft",
+    "spec_decode_num_draft_tokens": "draft tokens verified for answered sequences",
+    "spec_decode_num_accepted_tokens": "draft tokens accepted by the target for answered sequences",
+    "spec_decode_num_accepted_tokens_per_pos": "of these, by their place in the draft",
+    "engine_steps": "decode steps of the engine",
+    "engine_plain_steps": "steps of the engine that drafted nothing",
+    "engine_verify_rows": "rows of the engine's decode passes, padding included",
+    "engine_prefill_tokens": "prompt tokens computed by the engine",
+    "engine_reused_tokens": "prompt tokens found in other sequences' blocks",
+    "engine_preemptions": "sequences put back for want of KV space",
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "from a sequence's arrival to its first token",
+    "e2e_request_latency_seconds": "from a sequence's arrival to its end",
+    "inter_token_latency_seconds": "mean time between two tokens of a sequence",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Samples by name and labels, such as ``request_success_total{finished_reason="stop"}``."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+def merge(parts: Iterable[Snapshot]) -> Snapshot:
+    counters: Counter[str] = Counter()
+    gauges: Counter[str] = Counter()
+    for part in parts:
+        counters.update(part.counters)
+        gauges.update(part.gauges)
+    return Snapshot(dict(counters), dict(gauges))
+
+
+def prometheus_text(snapshot: Snapshot) -> str:
+    """The exposition format, version 0.0.4, every digit of a counter: rates are read off the last ones.
+
+    What was never counted is 0, but for what labels tell apart.
+    """
+    kinds = [(COUNTERS, "counter", "_total"), (GAUGES, "gauge", ""), (HISTOGRAMS, "histogram", "")]
+    samples = snapshot.counters | snapshot.gauges
+    lines: list[str] = []
+    for names, kind, ending in kinds:
+        for name, description in names.items():
+            full = PREFIX + name + ending
+            lines += [f"# HELP {full} {description}", f"# TYPE {full} {kind}"]
+            lines += [f"{PREFIX}{key} {value}" for key, value in samples.items() if _family(key) == name + ending]
+    return "\n".join(lines) + "\n"
+
+
+def _family(sample: str) -> str:
+    """The metric that a sample belongs to."""
+    name = sample.partition("{")[0]
+    for histogram in HISTOGRAMS:
+        if name.startswith(histogram):
+            return histogram
+    return name
+
+
+STALE_S = 10.0  # a replica that has said nothing for so long does not answer: what it holds does not count
+RETIRED_S = 600.0  # and will not come back: its counters are kept among all others' that have ended
+RETIRED = ""
+
+
+class MetricsAggregator:
+    def __init__(self):
+        self._last: dict[str, tuple[float, Snapshot]] = {}
+
+    async def put(self, replica: str, snapshot: Snapshot, known: dict[str, Snapshot]) -> dict[str, Snapshot]:
+        """Keep this replica's snapshot; returns everybody's. known: what the replica was told the last time."""
+        now = time.monotonic()
+        if not self._last:
+            self._last = {name: (now, part) for name, part in known.items()}
+        before = self._last[replica][1].counters if replica in self._last else {}
+        counters = {name: max(before.get(name, 0), value) for name, value in snapshot.counters.items()}
+        self._last[replica] = now, Snapshot(before | counters, snapshot.gauges)
+        self._retire(now)
+        return {
+            name: part if now - said < STALE_S else Snapshot(part.counters, {})
+            for name, (said, part) in self._last.items()
+        }
+
+    def _retire(self, now: float) -> None:
+        ended = [name for name, (said, _) in self._last.items() if name != RETIRED and now - said > RETIRED_S]
+        for name in ended:
+            _, kept = self._last.get(RETIRED, (now, Snapshot()))
+            self._last[RETIRED] = now, merge([Snapshot(kept.counters), Snapshot(self._last.pop(name)[1].counters)])
+
+
+BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+
+class ReplicaMetrics:
+    """Of one replica. Used on its event loop alone."""
+
+    def __init__(self):
+        self._counts: Counter[str] = Counter()
+
+    def answered(self, sequence: Sequence, arrived_at: float) -> None:
+        """Count a finished sequence. arrived_at: when its request was admitted, by time.monotonic."""
+        stats = sequence.stats
+        self._add("prompt_tokens", len(sequence.prompt_ids))
+        self._add("generation_tokens", len(sequence.output_ids))
+        self._add("request_success", 1, f'finished_reason="{sequence.finish_reason}"')
+        self._add("spec_decode_num_drafts", stats.num_steps - stats.num_plain_steps)
+        self._add("spec_decode_num_draft_tokens", stats.num_draft_tokens)
+        self._add("spec_decode_num_accepted_tokens", stats.num_accepted_draft_tokens)
+        for place, count in enumerate(stats.accepted_by_depth):
+            self._add("spec_decode_num_accepted_tokens_per_pos", count, f'position="{place}"')
+        first, end = sequence.first_token_at, sequence.finished_at
+        self._observe("time_to_first_token_seconds", first - arrived_at)
+        self._observe("e2e_request_latency_seconds", end - arrived_at)
+        if len(sequence.output_ids) > 1:
+            self._observe("inter_token_latency_seconds", (end - first) / (len(sequence.output_ids) - 1))
+
+    def aborted(self, number: int) -> None:
+        self._add("request_aborted", number)
+
+    def refused(self, code: str | None) -> None:
+        self._add("http_errors", 1, f'code="{code}"')
+
+    def snapshot(self, engine: EngineCounters, held: Occupancy, in_flight: int) -> Snapshot:
+        """in_flight: sequences of requests that are not answered yet."""
+        counters = dict(self._counts)
+        for name in COUNTERS:
+            if name.startswith("engine_"):
+                counters[f"{name}_total"] = getattr(engine, f"num_{name.removeprefix('engine_')}")
+        gauges = {
+            "num_requests_running": held.num_running,
+            "num_requests_waiting": max(0, in_flight - held.num_running),
+            "num_slots": engine.num_slots,
+            "num_kv_blocks_used": held.num_blocks_used,
+            "num_kv_blocks": held.num_blocks,
+            "replicas": 1,
+        }
+        return Snapshot(counters, gauges)
+
+    def _add(self, name: str, number: float, labels: str = "") -> None:
+        self._counts[f"{name}_total{{{labels}}}" if labels else f"{name}_total"] += number
+
+    def _observe(self, name: str, seconds: float) -> None:
+        for bound in (*BUCKETS_S, "+Inf"):
+            self._counts[f'{name}_bucket{{le="{bound}"}}'] += bound == "+Inf" or seconds <= bound
+        self._counts[f"{name}_sum"] += seconds
+        self._counts[f"{name}_count"] += 1
