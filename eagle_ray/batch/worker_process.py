@@ -1,7 +1,7 @@
 """WorkerProcess: a Worker in a process of its own, spoken to as if it were here.
 
 An engine's thread lives in Python, and whatever else Python does in its process holds it up: beside Ray Data's the same
-work took 1.1 times as long (`jobs/RESULTS.md`). Here that thread shares a process with nothing but the Worker
+work took 1.1 times as long (`jobs/results/pipeline.md`). Here that thread shares a process with nothing but the Worker
 (``worker_main``), and the process that asks needs neither torch nor the memory that torch takes. They talk through a
 ``Channel``, several questions at a time. Each outlives the other by a moment: where the worker's process ends, what was
 asked gets an EngineError that says how; where this one ends, the worker's process finds the channel closed and ends

@@ -1,9 +1,9 @@
 """Prefiller: run prompt chunks through target and drafter, and sample the first token after each prompt.
 
 A chunk that follows blocks from the prefix cache starts in the middle of a prompt, for target and drafter alike. A
-block enters the prefix cache once the target has filled it. DraftPrefixState keeps two more things per block for the drafter:
-the feature of its last token, which is part of the next input, and whether the drafter has read all tokens up to its
-end. If it has not, a sequence that reuses the block drafts from later tokens only.
+block enters the prefix cache once the target has filled it. DraftPrefixState keeps two more things per block, for the
+drafter: the feature of its last token, which is part of the next input, and whether the drafter has read all tokens up
+to its end. If it has not, a sequence that reuses the block drafts from later tokens only.
 """
 
 from __future__ import annotations

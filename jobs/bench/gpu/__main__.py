@@ -6,7 +6,7 @@ of Python it imports torch, transformers (with tokenizers, safetensors, jinja2) 
 needs pydantic or Ray. On a CPU and tiny shapes, the same code: python -m jobs.bench.gpu --smoke
 
     results.json     everything, written anew after every cell: a run that is cut off leaves what it has
-    results.md       tables, and at the end a section for jobs/RESULTS.md, also printed last
+    results.md       tables, and at the end a section for jobs/results/gpu.md, also printed last
     results.html     plots
 
 A *widened* pair is the embedded pair inside a Llama's shape (`jobs/bench/widening.py`): the tiny pair's acceptance at
