@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-ray test-rest test-slow chaos clients bench-serve soak lint install clean
+.PHONY: help demo check test test-ray test-rest test-slow chaos clients bench-serve soak lint style types install clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -11,8 +11,8 @@ help:                           ## what there is
 demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
 
-test: $(VENV)/.installed lint   ## lint and every fast test, those that start Ray beside all others
-	$(MAKE) --no-print-directory -j 2 test-ray test-rest
+test: $(VENV)/.installed style  ## lint and every fast test, in two processes: tests that start Ray, and all others
+	$(MAKE) --no-print-directory -j 2 test-ray test-rest types
 
 test-ray: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "ray and not slow"
@@ -35,9 +35,17 @@ soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real e
 clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, litellm, curl, lm-eval, aiperf, schemathesis on a real server
 	$(BIN)/python -m jobs.check_clients --python $(VENV)-clients/bin/python
 
-lint: $(VENV)/.installed
+lint: style types               ## ruff and mypy
+
+style: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+check: $(VENV)/.installed lint  ## lint and the tests of the pure packages, under a minute
+	$(BIN)/python -m pytest tests/tree tests/kv tests/sampling tests/report tests/storage tests/test_config.py tests/test_*_law.py tests/test_vocabulary.py -m "not ray and not slow"
 
 install: $(VENV)/.installed     ## make the environment in .venv
 

@@ -62,7 +62,7 @@ GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
-MIN_KV_TOKENS = 64  # tokens that must have room beside one tree
+MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
 IGNORE_PATTERNS = [
     "original/*",
@@ -417,7 +417,7 @@ def _draft_path(model: ModelConfig, speculative: SpeculativeConfig) -> Path:
 
 
 def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
-    """What model.draft holds, beside its target. Raises as build_engine_from_config does."""
+    """Load model.draft for its target. Raises as build_engine_from_config does."""
     weights = load_weights(speculative, _draft_path(model, speculative), causal_lm.config.get_text_config(decoder=True))
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)

@@ -37,16 +37,16 @@ class GraphRunner(Protocol):
         """Whether `run` still does what it is for."""
 
     def batch_size(self, num_sequences: int) -> int:
-        """Sequences of a pass for so many."""
+        """Return the padded number of sequences of a pass."""
 
     def num_rows(self, num_rows: int) -> int:
-        """Rows of a pass for so many."""
+        """Return the padded number of rows of a pass."""
 
     def num_nodes(self, num_nodes: int) -> int:
-        """Nodes of each tree for so many."""
+        """Return the padded number of nodes per tree."""
 
     def context(self, longest: int) -> int:
-        """Tokens in the cache that a pass is prepared for where the longest sequence has so many."""
+        """Return the padded context length, in tokens, for a longest sequence of `longest` tokens."""
 
     def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
         """What the function returns, with its results for these inputs.

@@ -19,10 +19,8 @@ from eagle_ray.errors import EngineError, RequestError, one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
-MAX_CHARS_PER_TOKEN = (
-    8  # characters; a text of more than so many for each token that there is room for is looked at first
-)
-MAX_TOKENS_LOST_AT_CUT = 64  # tokens: a text's beginning has at most so many more than it has within the whole text
+MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
+MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
 
 
 class Tokenizer:

@@ -9,6 +9,7 @@ import eagle_ray
 PACKAGE = Path(eagle_ray.__file__).parent
 NOT_OURS_TO_SAY = {"assets", "corpus"}  # texts that models learn from and answer
 WORDS = ["who", "whom", "whoever", "nobody", "somebody", "anybody", "in vain", "as it comes"]
+WORDS += ["anew", "beside", "so many", "does not know"]
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
 

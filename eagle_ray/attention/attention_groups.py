@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 READ_COST = 5  # rows: reading a column takes as long as that many rows that meet it
-CALL_COST = 200  # one more call in a layer takes as long as reading so many columns for nothing: measured at 16
+CALL_COST = 200  # columns that take as long to read as one more call in a layer: measured at 16
 GROUP_COST = 700  # likewise of what is made for each group once for all layers
 
 

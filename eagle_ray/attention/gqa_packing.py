@@ -1,4 +1,4 @@
-"""GQAPacking: packed rows of trees to query heads that lie beside the key/value head they share, and back.
+"""GQAPacking: packed rows of trees to query heads grouped by the key/value head they share, and back.
 
     query [R, heads, d]  ->  [b, kv_heads, G * n, d]      rows of tree b by head of the group, then by node
     out   [b, kv_heads, G * n, dv]  ->  [R, heads, dv]

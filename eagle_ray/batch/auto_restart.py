@@ -2,7 +2,7 @@
 
 The parent never touches Ray: a Ray that has died inside a process cannot be trusted there again, so each attempt is a
 new process that runs the same command. Permanent outcomes end it at once, and so does a busy output: another driver is
-doing the work. The wait before a restart doubles, is shortened at random, and begins anew once files were added.
+doing the work. The wait before a restart doubles, is shortened at random, and is reset once files were added.
 
     >>> keep_going(["-c", "job.yaml", "--keep-going"], config).outcome.name
     'done'
@@ -135,7 +135,7 @@ def _run_child(arguments: Sequence[str]) -> RunResult:
         try:
             code = child.wait()
         except KeyboardInterrupt:
-            child.send_signal(signal.SIGTERM)  # a second signal beside the terminal's own is not heard
+            child.send_signal(signal.SIGTERM)  # the terminal may have sent it as well; a second signal is ignored
             code = child.wait()
         ending = _ending_of(path, code)
     if ending.outcome.is_transient and is_interrupted():

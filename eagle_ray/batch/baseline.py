@@ -1,4 +1,4 @@
-"""BaselineComparison: the job's engine and a plain one beside it, over the same weights, slots and caches.
+"""BaselineComparison: the job's engine and a plain one over the same weights, slots and caches.
 
 What drafts gained is measured fairly: the same rows in the same slots of one worker in which nothing else runs, both
 engines warm and replayed alike, in turns whose order is reversed each time, so that a machine that grows slower slows

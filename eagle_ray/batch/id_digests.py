@@ -20,7 +20,7 @@ SIZE = 16  # bytes
 DIGEST = np.dtype(f"S{SIZE}")
 Digests = np.ndarray  # one-dimensional, of DIGEST
 EMPTY = np.empty(0, DIGEST)
-AT_ONCE = 1 << 16  # ids are looked up so many at once: what a look-up takes does not grow with the job
+AT_ONCE = 1 << 16  # ids per look-up, so that its memory does not grow with the job
 
 
 def digest(request_id: str) -> bytes:

@@ -1,11 +1,10 @@
-"""WorkerProcess: a Worker in a process of its own, spoken to as if it were here.
+"""WorkerProcess: a Worker in a child process, used like a local object.
 
-An engine's thread lives in Python, and whatever else Python does in its process holds it up: beside Ray Data's the same
-work took 1.1 times as long (`jobs/results/pipeline.md`). Here that thread shares a process with nothing but the Worker
-(``worker_main``), and the process that asks needs neither torch nor the memory that torch takes. They talk through a
-``Channel``, several questions at a time. Each outlives the other by a moment: where the worker's process ends, what was
-asked gets an EngineError that says how; where this one ends, the worker's process finds the channel closed and ends
-too.
+The engine's thread runs Python, so other Python code of its process delays it: in Ray Data's process the same work took
+1.1 times as long (`jobs/results/pipeline.md`). In the child process it shares the interpreter only with the Worker
+(``worker_subprocess``), and the parent needs neither torch nor its memory. They talk through a ``Channel``, several
+requests at a time. If the child ends, pending requests get an EngineError that says how it ended; if the parent ends,
+the child finds the channel closed and ends too.
 
     worker = WorkerProcess(config, run, passthrough=[], threads=2)
     worker.wait_until_ready()
@@ -55,7 +54,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
-    """What the worker's process says to a question, beside the table.
+    """What the worker process replies in addition to the table.
 
     counters: the engine's at that moment; None where it is not ready, or dead.
     error: why there is no table.

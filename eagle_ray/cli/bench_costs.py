@@ -27,7 +27,7 @@ TITLES = {
 
 
 def bench_costs(config: JobConfig, threads: int | None) -> str:
-    """Measure a job's pair anew, keep that for its next runs with as many CPU threads (None: torch's own), and show it.
+    """Measure a job's pair, keep the costs for runs with as many CPU threads (None: torch's default), and show them.
 
     Raises ConfigError as build_engine_from_config does, and for a job without drafts.
     """

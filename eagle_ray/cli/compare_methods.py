@@ -1,4 +1,4 @@
-"""evaluate: methods beside each other on one's own prompts: ``eagle-ray compare`` without runs, jobs/evaluate.py.
+"""Compare draft methods on the user's prompts: ``eagle-ray compare`` without runs, jobs/evaluate.py.
 
     >>> print(evaluation_text(evaluate(config, ["eagle1", "eagle2"], [0.0, 1.0], batch=1, per_task=None)))
     T = 0: speed-up over plain decoding, tau
@@ -81,7 +81,8 @@ def use_threads(threads: int | None) -> None:
 def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPrompt]:
     """The rows that can be answered, in order; the others are named."""
     text = load_tokenizer(config.model)
-    limits, count = model_limits(config.model), Counter()
+    limits = model_limits(config.model)
+    count: Counter[str] = Counter()
     for row in requests_of(plan_input(config)):
         task = str(row.get(GROUP_BY) or NO_TASK)
         ask = partial(_asked, row, config, text)
@@ -123,10 +124,10 @@ def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Mo
     for temperature in dict.fromkeys(turn.temperature for turn in turns):
         here = [turn for turn in turns if turn.temperature == temperature]
         for way in ways:
-            beside = next((name for name in (way.reference, PUBLISHED) if name in names - {way.name, PLAIN}), None)
+            reference = next((name for name in (way.reference, PUBLISHED) if name in names - {way.name, PLAIN}), None)
             for task in [*dict.fromkeys(turn.task for turn in here), None]:
                 of_task = [turn for turn in here if task in (turn.task, None)]
-                numbers = figures(of_task, way.name, PLAIN, beside, partial(_identity, causal_lm))
+                numbers = figures(of_task, way.name, PLAIN, reference, partial(_identity, causal_lm))
                 yield {"temperature": temperature, "method": way.name, "task": task} | numbers
 
 

@@ -53,7 +53,7 @@ SHOWN_CHARACTERS = 600
 
 
 def run_demo(output: StoragePath) -> int:
-    """Write OUTPUT and OUTPUT/baseline anew and print what there is to see; returns the exit code."""
+    """Run the demo into OUTPUT and OUTPUT/baseline, print the comparison and return the exit code."""
     return run_and_report(lambda: _demo(output), "info")
 
 
@@ -65,7 +65,7 @@ def _demo(output: StoragePath) -> str:
     log.info("plain decoding into %s", baseline.display_path)
     run_to_completion(demo_config(baseline, "none"))
     comparison = compare(partial(read_tables, output / DATA), partial(read_tables, baseline / DATA), GROUP_BY).as_json()
-    summary = read_json(output / SUMMARY) | {"baseline": comparison}
+    summary = {**(read_json(output / SUMMARY) or {}), "baseline": comparison}
     write_json(output / SUMMARY, summary)
     write_report(output, summary)
     table = f"{comparison_table(comparison, GROUP_BY)}\n{LEGEND}"

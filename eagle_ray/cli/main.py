@@ -167,7 +167,13 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     exists.add_argument(
         "--resume", dest="if_exists", action="store_const", const="resume", help="go on from the output"
     )
-    exists.add_argument("--overwrite", dest="if_exists", action="store_const", const="overwrite", help="start anew")
+    exists.add_argument(
+        "--overwrite",
+        dest="if_exists",
+        action="store_const",
+        const="overwrite",
+        help="delete the output and start again",
+    )
     parser.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
     parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""review: a run looked at afterwards, or while it works: its numbers, table and page, or two runs beside each other.
+"""Report on a run that is over or under way: its numbers, table and HTML page; or compare two runs.
 
 Reads what the run has written so far and writes nothing but ``report.html``. Needs neither Ray nor torch.
 

@@ -1,6 +1,6 @@
 """The endpoint: from a configuration to an address that answers, until it is told to end.
 
-It stands beside the command line, above the rooms it joins: ``data`` joins or starts a cluster, ``serve`` runs on it.
+It joins two packages: ``batch`` joins or starts a Ray cluster, ``serve`` runs on it.
 
     >>> run_endpoint(load_serve_config("configs/serve_demo.yaml"))
 """

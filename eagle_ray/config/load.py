@@ -25,7 +25,10 @@ from eagle_ray.config.serve import ServeConfig
 Root = TypeVar("Root", JobConfig, ServeConfig)
 ENV_PREFIX = "EAGLE_RAY__"
 SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
-COMMANDS = {JobConfig: "run", ServeConfig: "serve"}  # the command that reads each kind of file
+COMMANDS: dict[type[BaseModel], str] = {
+    JobConfig: "run",
+    ServeConfig: "serve",
+}  # the command that reads each kind of file
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
 # Supported values of keys whose schema also describes values for later releases.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -62,7 +63,8 @@ class StepTimer:
             total += time.perf_counter() - self._host
         return StepTimes(draft, verify, total - draft - verify)
 
-    def _between(self, a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
+    def _between(self, a: Any, b: Any) -> float:
+        """Return the seconds between two marks: host times, or CUDA events."""
         if not self._on_cuda:
             return b - a
         b.synchronize()

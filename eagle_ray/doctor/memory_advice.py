@@ -64,7 +64,7 @@ def most_slots(footprint: Footprint, room: Room) -> int:
 
 
 def _tokens(footprint: Footprint, room: Room, settings: MemorySettings) -> int:
-    """Tokens whose keys and values fit beside all else, by the room of the first device and of all of them."""
+    """Return the tokens whose keys and values fit into the remaining memory of the first device and of all devices."""
     margin, first = (1.0, room.total) if len(room.devices) == 1 else (KV_MARGIN, int(GPU_SHARE * room.devices[0]))
     others = footprint.total - footprint.pool
     free = min(room.total - others, (first - footprint.draft - footprint.logits) / margin)

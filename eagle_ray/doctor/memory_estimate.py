@@ -96,7 +96,7 @@ def _pickled(file: Path) -> Iterator[TensorHeader]:
         yield TensorHeader(name, tensor.numel(), tensor.nbytes, tensor.is_floating_point())
 
 
-LOGITS_BYTES = 8  # beside the logits themselves: in fp32, and once more where they are sampled
+LOGITS_BYTES = 8  # in addition to the logits: an fp32 copy, and one more where they are sampled
 LM_HEAD = "lm_head.weight"
 
 

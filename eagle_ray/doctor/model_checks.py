@@ -73,7 +73,7 @@ def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
 
 
 def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
-    """What one worker takes, beside what it would have."""
+    """Compare the memory that one worker takes with the memory that is available."""
     length = model_limits(here.config.model).max_model_len
     try:
         footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length)

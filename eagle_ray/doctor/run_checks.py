@@ -23,7 +23,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     try:
         import_module("torch"), import_module("transformers")
     except (ImportError, OSError) as error:  # OSError: a library of the system that is not there
-        yield Finding("torch", f"{type(error).__name__}: {error}", problem="install both anew: `make clean install`")
+        yield Finding("torch", f"{type(error).__name__}: {error}", problem="install both again: `make clean install`")
         return
     yield from _with_torch(config)
 

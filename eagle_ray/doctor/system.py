@@ -86,7 +86,9 @@ def _shared_memory(place: Path = Path("/dev/shm")) -> Finding:
 
 def _cache(cache: Path) -> Finding:
     writable = os.access(_existing(cache), os.W_OK)
-    advice = None if writable else "every start measures them anew: set EAGLE_RAY_CACHE to a directory that can be kept"
+    advice = (
+        None if writable else "every start measures them again: set EAGLE_RAY_CACHE to a directory that can be kept"
+    )
     says = f"measured costs of steps are kept in {cache}" if writable else f"{cache} cannot be written"
     return Finding("disk", says, {"path": str(cache), "writable": writable}, advice=advice)
 

@@ -97,7 +97,7 @@ class EnsembleDrafter:
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """The first part's draft with the others' nodes beside it."""
+        """Return the draft of the first part merged with the nodes of the others."""
         plans = [plan, *[replace(plan, should_stop=None)] * (len(self._parts) - 1)]
         drafts = [part.draft(batch, roots, p, sampling, texts) for part, p in zip(self._parts, plans, strict=True)]
         depth = max(draft.depth for draft in drafts)
@@ -113,7 +113,7 @@ class EnsembleDrafter:
             sum(draft.num_passes for draft in drafts),
             first.num_catch_up,
             is_all,
-            beside(merged.log_probs_by_drafter[..., 0], tree, depth, plan),
+            extra_log_values(merged.log_probs_by_drafter[..., 0], tree, depth, plan),
         )
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
@@ -149,7 +149,7 @@ class EnsembleDrafter:
             node, reached = picked.long().argmax(1), picked.any(1)
 
 
-def beside(
+def extra_log_values(
     first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
 ) -> list[Float[Tensor, "M N"]]:
     """By depth: the log values of the nodes that the first drafter does not offer."""

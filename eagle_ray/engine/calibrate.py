@@ -246,7 +246,7 @@ class CalibrationSizes:
         ]
 
     def _nodes_of(self, size: int) -> list[int]:
-        """Nodes that the tree of each of so many sequences may have, root included."""
+        """Return the sizes of one sequence's tree for this batch size, root included."""
         limit = max_rows(self.num_slots, self.max_nodes)
         nodes = [n for n in BUCKETS if 1 < n <= 1 + self.max_nodes and self._width_of(n)]
         return [n for n in nodes if n == SMALL_TREE or n * size <= limit]
@@ -255,7 +255,7 @@ class CalibrationSizes:
         return [CalibrationSetting(size, n, self._width_of(n), min(2, self.max_depth)) for n in nodes]
 
     def _width_of(self, num_nodes: int) -> int:
-        """The least width with which a draft of two levels has so many nodes, the root included; 0: there is none."""
+        """Return the least width with which a draft of two levels has num_nodes nodes, root included, or 0."""
         below = min(2, self.max_depth) - 1
         return next((w for w in range(1, self.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0)
 

@@ -37,7 +37,7 @@ LOG_EVERY_S = 5.0  # seconds between two lines of progress
 TEMPERATURES = 0.0, 1.0
 
 SettingsOf = Callable[[int], Iterable[CalibrationSetting]]
-"""What is worth recording where so many sequences can run at once."""
+"""Yields the settings worth recording for a maximum batch size."""
 
 
 def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
@@ -86,7 +86,7 @@ def _steps(
 
 
 def _trees(most: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[CalibrationSetting]:
-    """Of at most so many sequences."""
+    """Yield trees for at most `most` sequences."""
     limit, widths = max_rows(most, max_nodes), (*(w for w in WIDTHS if w < top_k), top_k)
     drafts = [(w, d) for w in widths for d in range(min(w, 2), max_depth + 1)]  # one level is of one node's children
     for batch_size in _batch_sizes(most):

@@ -25,7 +25,7 @@ from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
 
 
 class DraftPrefixState:
-    """One entry for each block, overwritten whenever the block is filled anew."""
+    """One entry per block, overwritten whenever the block is filled again."""
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks

@@ -41,7 +41,7 @@ def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLo
 
 
 def record_prompts(sequence: Sequence, start: int, logits: Float[Tensor, "R V"]) -> None:
-    """Of the prompt ids that follow rows start, start + 1, ...; a prompt that is prefilled anew has them already."""
+    """Of the prompt ids that follow rows start, start + 1, ...; a prompt that is prefilled again has them already."""
     if not sequence.prompt_logprobs:
         sequence.prompt_logprobs.append(None)
         sequence.prompt_tops.append([])

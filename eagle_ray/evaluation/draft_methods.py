@@ -35,7 +35,7 @@ AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
 
 @dataclass(frozen=True, slots=True)
 class DraftMethod:
-    """name: as it stands in tables. draft: model.draft, None where it reads none. beside: the way it is held against.
+    """name: as shown in tables. draft: model.draft, if it reads one. reference: the method it is compared with.
 
     adjust: done to its engine.
     """

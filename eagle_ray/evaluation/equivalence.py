@@ -51,7 +51,7 @@ def compare(
     params: list[SamplingParams] | None = None,
     near_tie: float = NEAR_TIE[torch.float32],
 ) -> Equivalence:
-    """Each prompt's output beside plain decoding's, as far as both go; empty ones are not compared.
+    """Compare each prompt's output with plain decoding's, up to the shorter one's end; empty ones are skipped.
 
     params: how each was sampled; None is greedily. near_tie: what one row against many moves logits by.
     """

@@ -4,7 +4,7 @@
     figures(turns, "eagle2", plain="plain", ...)         # of all of them, or of one task's
 
 A round is a few questions of one task, as many as an engine has slots. Each method answers them from an empty cache, in
-an order drawn anew each round, and its speed is held against plain decoding's of the same round: what slows the machine
+an order drawn in each round, and its speed is held against plain decoding's of the same round: what slows the machine
 down for a while slows both.
 """
 
@@ -89,7 +89,7 @@ def _shortened(sequence: engine_sequence.Sequence) -> engine_sequence.Sequence:
 
 
 def figures(turns: Sequence[Round], name: str, plain: str, reference: str | None, compare: Compare) -> dict[str, Any]:
-    """One method's numbers over some rounds, as JSON. beside: the method whose tau it is held against, None for none.
+    """Return one method's numbers over some rounds, as JSON. reference: the method whose tau it is compared with.
 
     compare: one's answers with plain decoding's.
     """

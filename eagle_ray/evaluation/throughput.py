@@ -1,4 +1,4 @@
-"""A stretch of an engine's work, with a clock beside it: a window of a queue that is always full, or a job to its end.
+"""Timed work of an engine: a window of a queue that is always full, or a job to its end.
 
 queue = SteadyQueue(engine, requests, meter)
 sample = queue.window(num_tokens=500, most_seconds=20)
@@ -144,7 +144,7 @@ class SteadyQueue:
 def run_to_completion(
     engine: Engine, requests: list[Sequence], meter: ForwardTimer, in_flight: int | None = None
 ) -> Sample:
-    """All of them, from the first one's prompt to the last one's end. in_flight: at most so many at once."""
+    """Run all requests and return the sample from the first prompt to the last end. in_flight: requests at a time."""
     before = _totals(engine, [], meter)
     waiting, running = iter(requests), 0
     while True:

@@ -90,7 +90,7 @@ class SeenColumns:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """How scores become weights: multiplied by scaling, squashed to (-softcap, softcap), beside one sink per head."""
+    """How scores become weights: multiplied by scaling, squashed to (-softcap, softcap), with one sink per head."""
 
     scaling: float
     softcap: float | None = None
@@ -162,8 +162,9 @@ def attend(
 
 
 def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
-    function = _functions(dtype)[name]
-    function(*arguments)
+    functions = _functions(dtype)
+    assert functions is not None, "the library was found when the backend was chosen"
+    functions[name](*arguments)
 
 
 @cache

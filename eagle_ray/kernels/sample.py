@@ -56,7 +56,7 @@ def pick(
     rows = SampleRows(logits, temperature, seq)
     peaks = rows.peaks() if top_p is not None or min_p is not None else None
     floors_k = None if top_k is None else rows.narrowed(TOP_K, top_k, peaks, None)[0]
-    floors_p, tied = (None, None) if top_p is None else rows.with_ties(top_p, peaks, floors_k)
+    floors_p, tied = (None, None) if top_p is None or peaks is None else rows.with_ties(top_p, peaks, floors_k)
     best = rows.scratch(torch.int64)
     launch(draw, rows.grid)(
         *rows.input, seed, positions, top_p, min_p, peaks, floors_k, floors_p, *(tied or (None,) * 4), best,

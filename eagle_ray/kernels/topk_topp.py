@@ -117,7 +117,7 @@ def narrow(
     limits,
     peaks,
     floors,  # least order that top-k keeps, for top-p; None where it keeps all
-    bases,  # [2, R]: what the launches before fixed, this launch's own beside the last one's
+    bases,  # [2, R]: what the launches before fixed, this launch's own after the last one's
     sums,  # [2, R, parts, 16]
     totals,  # [R, parts]: probability before the cut
     num_rows,

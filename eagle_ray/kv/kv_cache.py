@@ -26,7 +26,7 @@ class DecodeSlots:
     """The slots of B sequences and their cached lengths, on the device and on the host.
 
     Attributes:
-        bound: an upper bound of all lengths if the host does not know them, because the previous step is not read yet
+        bound: an upper bound of all lengths if the host lacks them, because the previous step is not read yet
             or
             because a captured pass is for any lengths. host_lengths then holds bounds, or nothing.
     """

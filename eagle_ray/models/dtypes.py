@@ -3,7 +3,7 @@
     dtype, reason = auto_dtype(config, path, "cpu")      # (torch.bfloat16, "the checkpoint's own; this CPU has ...")
 
 On a GPU it is the checkpoint's own. On a CPU it is fp32, unless the checkpoint is plain bf16 already, the processor
-multiplies bf16 matrices (AMX or AVX512-BF16) and the weights are so many that reading them is what a step takes.
+multiplies bf16 matrices (AMX or AVX512-BF16) and reading the weights dominates a step.
 """
 
 from __future__ import annotations

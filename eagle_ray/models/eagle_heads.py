@@ -181,7 +181,7 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """A Llama layer whose queries, keys and values read the normed embedding beside the normed feature.
+    """A Llama layer whose queries, keys and values read the normed embedding concatenated with the normed feature.
 
     The residual is the feature, and where the config has `norm_before_residual` (speculators' heads) the normed one.
     """

@@ -111,7 +111,7 @@ def _files(path: Path, name: str) -> list[Path]:
             return [path / shard for shard in shards]
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise EngineError(f"{index} is no index of weights: {one_line(error)}") from error
-    raise EngineError(f"{index} names shards that do not stand beside it")
+    raise EngineError(f"{index} names shards that are missing from its directory")
 
 
 def _shapes_of_safetensors(file: Path) -> dict[str, Shape]:

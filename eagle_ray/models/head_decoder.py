@@ -58,7 +58,7 @@ def _(head: EagleHead) -> HeadForward:
 
 @head_forward.register
 def _(head: Eagle3Head) -> HeadForward:
-    """Attention over the normed embedding beside the normed feature; the residual is the feature."""
+    """Attention over the normed embedding concatenated with the normed feature; the residual is the feature."""
     module = head.midlayer
     if not is_llama_layer(module):
         return head_forward.dispatch(object)(head)

@@ -77,7 +77,7 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     _check_heads(raw)
     heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
     if activation not in ACT2FN:
-        raise ValueError(f"its hidden_act is {activation!r}, which transformers does not know")
+        raise ValueError(f"its hidden_act is {activation!r}, which transformers lacks")
     return LlamaConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],

@@ -9,7 +9,7 @@ same order whatever its company. Below that three ways compete, and which one wi
     PACKED    the packed weight and just these rows
     PLAIN     F.linear; the weights are then kept a second time, unpacked
 
-Measured over so many of the model's own layers that the weights come from memory, as they do in a pass.
+Measured over enough of the model's layers that the weights come from memory, as they do in a pass.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _read_config(path: Path) -> PretrainedConfig:
 
 
 def _check_quantiser(config: PretrainedConfig) -> None:
-    """Refuse a checkpoint whose quantiser transformers does not know, or whose library is missing here.
+    """Refuse a checkpoint with a quantiser that transformers lacks, or with a missing library.
 
     A missing GPU is no error yet: the driver's machine may have none.
     """

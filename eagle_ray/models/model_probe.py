@@ -61,7 +61,7 @@ class Mask:
         return cls(mask_function)
 
     def window(self, positions: int) -> int | None:
-        """How many keys a query sees, itself the last; None is all of so many. Raises ValueError where it is neither.
+        """Return how many keys a query sees, itself the last; None is all. Raises ValueError if it is neither.
 
         Looked up at the first two queries past all positions, which a window of fewer keys than those cuts alike.
         """
@@ -139,7 +139,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     _check_layers(name, examination, num_layers)
     if not (own - ours).abs().max() <= CLOSE * own.abs().max():
-        raise EngineError(f"{name} changes its logits after the lm_head in a way that this engine does not know")
+        raise EngineError(f"{name} changes its logits after the lm_head in an unsupported way")
     return KVSpec(num_layers, *examination.shapes[0])
 
 

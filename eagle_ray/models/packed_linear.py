@@ -36,7 +36,7 @@ from eagle_ray.models.linear_kernels import (
 
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
-WARM_ROWS, MAX_WARM_WEIGHTS = 96, 1 << 24  # kernels are made ahead for so many rows, and for layers of so many weights
+WARM_ROWS, MAX_WARM_WEIGHTS = 96, 1 << 24  # kernels are made ahead up to these numbers of rows and of weights
 MAX_WARM_S = 1.0  # seconds that making kernels may take for one model
 MERGED = {
     **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
@@ -183,7 +183,7 @@ class Site:
         return [getattr(self.module, name) for name in self.names]
 
     def is_worth(self, fewest_weights: int | None) -> bool:
-        """Return whether it has so many weights; None is MIN_WEIGHTS, in which no other dtype has enough."""
+        """Return whether the layer has at least this many weights; None is MIN_WEIGHTS of its dtype."""
         fewest = MIN_WEIGHTS.get(self.kind[1], math.inf) if fewest_weights is None else fewest_weights
         return sum(part.weight.numel() for part in self.parts) >= fewest
 

@@ -52,8 +52,10 @@ def costs_json(costs: StepCosts) -> dict[str, object]:
 
 def costs_of(kept: dict[str, Any]) -> StepCosts:
     """Back from costs_json. Raises KeyError, TypeError or ValueError for anything else."""
-    curves = {name: CostCurve(list(kept[name]["rows"]), list(kept[name]["seconds"])) for name in CURVES}
-    return StepCosts(**curves, **{name: float(kept[name]) for name in NUMBERS})
+    parts: dict[str, Any] = {name: float(kept[name]) for name in NUMBERS}
+    for name in CURVES:
+        parts[name] = CostCurve(list(kept[name]["rows"]), list(kept[name]["seconds"]))
+    return StepCosts(**parts)
 
 
 def _read(path: Path) -> StepCosts | None:

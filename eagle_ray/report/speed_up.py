@@ -63,11 +63,12 @@ def speed_ups(run: ReadColumns, baseline: ReadColumns, by: str | None) -> dict[s
 
     The entry TOTAL is for all rows.
     """
-    others = {key: speed for key, (_, *speed) in _speeds(baseline, None).items()}
+    others = _speeds(baseline, None)
     pairs: dict[str | None, list[Pair]] = defaultdict(list)
     for key, (group, tokens, seconds) in _speeds(run, by).items():
         if key in others:
-            pairs[group].append((tokens, seconds, *others[key]))
+            _, plain_tokens, plain_seconds = others[key]
+            pairs[group].append((tokens, seconds, plain_tokens, plain_seconds))
     found = {group: SpeedUp.of(of_group) for group, of_group in pairs.items() if by}
     return found | {TOTAL: SpeedUp.of([pair for of_group in pairs.values() for pair in of_group])}
 

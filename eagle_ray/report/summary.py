@@ -78,13 +78,15 @@ class RunStats:
     def of(cls, table: pa.Table) -> RunStats:
         """Count the rows of a table with the columns COLUMNS."""
         ok = table.filter(pc.equal(table["status"], "ok"))
+        counts: dict[str, Any] = {name: pc.sum(ok[column], min_count=0).as_py() for name, column in COUNTS.items()}
+        lists: dict[str, Any] = {name: _sum_lists(ok[name]) for name in LISTS}
         return cls(
             rows=len(table),
             errors=len(table) - len(ok),
             finish_reasons=_tally(ok["finish_reason"]),
             error_codes=_tally(table["error_code"]),
-            **{name: pc.sum(ok[column], min_count=0).as_py() for name, column in COUNTS.items()},
-            **{name: _sum_lists(ok[name]) for name in LISTS},
+            **counts,
+            **lists,
         )
 
     def __add__(self, other: RunStats) -> RunStats:

@@ -39,7 +39,7 @@ class SamplingParams:
     max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
     seed: any 64-bit integer, the key of this sequence's noise.
     ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.
-    top_logprobs: with logprobs, record so many of the likeliest tokens at each place too. prompt_logprobs: with
+    top_logprobs: with logprobs, also record this many of the likeliest tokens at each position. prompt_logprobs: with
     logprobs, record all this for the prompt's tokens as well, which then are all computed, also where they are known.
     """
 
@@ -111,14 +111,15 @@ class SamplingBatch:
         floats = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
         temperature, top_p, min_p = to_device(floats, device, torch.float32)
         ends = [[-1 if p.ignore_eos else token for p in params] for token in sorted(eos_ids)]
-        top_k, seed, *ends = to_device([[p.top_k for p in params], [as_int64(p.seed) for p in params], *ends], device)
+        integers = [[p.top_k for p in params], [as_int64(p.seed) for p in params], *ends]
+        top_k, seed, *end_rows = to_device(integers, device)
         return cls(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
             seed=seed,
-            ends=torch.stack(ends, 1) if ends else seed.new_empty(len(params), 0),
+            ends=torch.stack(end_rows, 1) if end_rows else seed.new_empty(len(params), 0),
             sampled=rows,
             sampled_rows=to_device(rows, device),
             any_top_p=any(p.top_p < 1 for p in sampled),
@@ -131,7 +132,10 @@ class SamplingBatch:
         columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
         fills = (0.0, 1.0, 0, 0.0, 0, -1)
         shapes = [(num_sequences, *x.shape[1:]) for x in columns]
-        return [PaddedInput(x, *rest, is_fixed=True) for x, *rest in zip(columns, shapes, fills, strict=True)]
+        return [
+            PaddedInput(column, shape, fill, is_fixed=True)
+            for column, shape, fill in zip(columns, shapes, fills, strict=True)
+        ]
 
     @classmethod
     def bound(
@@ -145,10 +149,10 @@ class SamplingBatch:
         ends: Int[Tensor, "P E"],
     ) -> SamplingBatch:
         """Whatever the tensors hold when the pass is run, as long as it is of this kind."""
-        any_sampled, *flags = kind
+        any_sampled, any_top_p, any_top_k, any_min_p = kind
         rows = list(range(len(seed))) if any_sampled else []
         every = torch.arange(len(rows), device=seed.device)
-        return cls(temperature, top_p, top_k, min_p, seed, ends, rows, every, *flags, is_bound=True)
+        return cls(temperature, top_p, top_k, min_p, seed, ends, rows, every, any_top_p, any_top_k, any_min_p, True)
 
     @property
     def kind(self) -> Kind:

@@ -50,7 +50,7 @@ class ReplicaPlan:
 
 
 class Replica(AtNodeAddress):
-    """A Service in a process of its own. Serve asks check_health and starts it anew where that raises."""
+    """A Service in a process of its own. Serve calls check_health and restarts the replica if it raises."""
 
     def __init__(self, config: ServeConfig, keys: ApiKeys, threads: int, aggregator: DeploymentHandle):
         super().__init__()

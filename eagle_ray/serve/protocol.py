@@ -122,7 +122,7 @@ class Request(Body):
 
     @property
     def tops(self) -> int | None:
-        """How many alternatives are wanted beside each token's log-probability; None: no log-probabilities."""
+        """Return how many alternatives are requested per token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""What answers look like, for the OpenAPI document: OpenAI's shapes and what stands beside them here."""
+"""Response models for the OpenAPI document: OpenAI's and our additions."""
 
 from __future__ import annotations
 

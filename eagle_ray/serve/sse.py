@@ -16,7 +16,7 @@ DONE = "data: [DONE]\n\n"
 
 
 def event(body: dict[str, Any]) -> str:
-    """Without the characters at which some clients end a line, beside those that JSON escapes itself."""
+    """Escape the characters at which some clients end a line and that JSON does not escape itself."""
     parts = (part.translate(LINE_ENDS) for part in json_parts(body))
     return f"data: {''.join(parts)}\n\n"
 

@@ -50,14 +50,14 @@ NO_TEXT: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (),
 
 
 def refuse_unbuilt(extra: Mapping[str, Any]) -> None:
-    """extra: what a request has beside the parameters that are built. Raises ApiError."""
+    """Raise ApiError for parameters that are not supported. extra: the request's other parameters."""
     for name, value in extra.items():
         if name not in SAYS_NOTHING and not _is_off(value, OFF.get(name, ())):
             raise unsupported(name, f"{reprlib.repr(value)} asks for what this server does not do; leave it out")
 
 
 def refuse_in_message(extra: Mapping[str, Any], where: str) -> None:
-    """extra: what a message has beside role and content. where: its place in the request. Raises ApiError."""
+    """Raise ApiError for message keys other than role and content. where: the message's place in the request."""
     for name, values in NO_TEXT.items():
         if name in extra and not _is_off(extra[name], values):
             raise unsupported(f"{where}.{name}", "this server reads and writes text alone; leave it out")

@@ -1,10 +1,10 @@
-"""Files of this machine that appear whole or not at all: the local half of ``storage.StoragePath``.
+"""Local files with atomic writes: the local half of ``storage.StoragePath``.
 
-A reader, or a driver that starts again after a kill, never sees half a file: bytes go to a hidden temporary file beside
-the final name, to the disk, and only then get that name.
+A reader never sees a partly written file, also after a kill: bytes go to a hidden temporary file in the same directory,
+are flushed to disk, and are then renamed.
 
-    >>> write_whole("/work/runs/a/_progress.json", b"{}", None)
-    Stamp(size=2, version=1700000000000000000)
+    >>> write_atomic("/work/runs/a/_progress.json", b"{}", None)
+    FileVersion(size=2, version=1700000000000000000)
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _write_synced(temp: str, data: bytes, path: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        reason = error.strerror
+        reason = error.strerror or str(error)
         if error.errno in DISK_FULL:
             reason += f" ({len(data):,} bytes needed, {_free_bytes(os.path.dirname(temp)):,} free)"
         raise OSError(error.errno, reason, path) from None

@@ -185,7 +185,7 @@ class RangeFile(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._version.size}[whence]
         return self._position
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         wanted = min(len(buffer), self._version.size - self._position)
         if wanted <= 0:
             return 0
@@ -208,7 +208,7 @@ class RangeFile(io.RawIOBase):
 
     def _get(self, start: int, stop: int) -> bytes:
         bucket, key = split_url(self._url)
-        span = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": self._version.version}
+        span: dict[str, Any] = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": self._version.version}
         try:
             return _request(self._url, "get_object", stop - start, Bucket=bucket, Key=key, **span)["Body"]
         except ConditionFailed as error:

@@ -163,7 +163,8 @@ class DraftTree:
         seq = torch.where(self.valid, seq, -1)
         if num_rows == batch * num_nodes:
             row_of = torch.arange(num_rows, device=lengths.device).view(batch, num_nodes)
-            return VerifyRows(*(x.reshape(-1) for x in (self.tokens, positions, seq, node)), row_of, sizes)
+            tokens, positions, seq, node = (x.reshape(-1) for x in (self.tokens, positions, seq, node))
+            return VerifyRows(tokens, positions, seq, node, row_of, sizes)
         counts = self.valid.sum(1)
         first = (counts.cumsum(0) - counts)[:, None]
         row_of = torch.where(self.valid, first + node, num_rows)

@@ -81,9 +81,9 @@ def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> StaticTr
 
     acceptance: [depth][rank], that the target's pick is this child of a node that it reached; it bounds the tree.
     """
-    waiting = [(-rate, (rank,)) for rank, rate in enumerate(acceptance[0])]
+    waiting: list[tuple[float, Path]] = [(-rate, (rank,)) for rank, rate in enumerate(acceptance[0])]
     heapq.heapify(waiting)
-    paths = []
+    paths: list[Path] = []
     while waiting and len(paths) < num_nodes:
         value, path = heapq.heappop(waiting)
         paths.append(path)

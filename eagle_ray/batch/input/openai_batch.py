@@ -144,7 +144,7 @@ def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
 
 
 def _logprobs(value: Any, url: str) -> bool:
-    """Chat asks with true or false, completions with the number of alternatives beside the token's own."""
+    """Chat requests use true or false, completions the number of alternatives to the token."""
     if url == CHAT and isinstance(value, bool):
         return value
     if url == COMPLETIONS and type(value) is int and value == 0:

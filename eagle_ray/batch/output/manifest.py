@@ -107,7 +107,7 @@ def output_of(config: JobConfig) -> StoragePath:
 
 def read_manifest(output: StoragePath) -> dict[str, Any] | None:
     """What ``_run.json`` says, or None where there is none. Raises OutputDamaged where it cannot be read."""
-    remedy = f"put it back from a copy, choose another output.path, or start anew with --overwrite (deletes {DATA}/)"
+    remedy = f"put it back from a copy, choose another output.path, or start again with --overwrite (deletes {DATA}/)"
     try:
         manifest = read_json(output / RUN)
     except ValueError as error:

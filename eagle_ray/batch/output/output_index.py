@@ -126,5 +126,5 @@ def _columns_in(file: StoragePath, columns: list[str]) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise OutputDamaged(
-            f"{file} is damaged ({reason}): delete it and its rows are made again, or start anew with --overwrite"
+            f"{file} is damaged ({reason}): delete it and its rows are made again, or start again with --overwrite"
         ) from error

@@ -1,6 +1,6 @@
 """LookaheadDrafter: the target guesses ahead of itself while it verifies (lookahead decoding, arXiv 2402.02057).
 
-Beside the drafts each tree holds a window of guesses: W columns of R tokens, the tops of the columns one after the
+In addition to drafts each tree holds a window of guesses: W columns of R tokens, the tops of the columns one after the
 other. The pick after a column makes it a run of R + 1 tokens as the target would go on; the run joins the pool, its
 last R tokens are the column of the next step, and what the pool knows to follow the text is drafted.
 
@@ -27,7 +27,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
-from eagle_ray.drafters.ensemble import beside
+from eagle_ray.drafters.ensemble import extra_log_values
 from eagle_ray.drafters.lookup import LookupDrafter
 from eagle_ray.drafters.ngram import LONGEST, Counts, NgramCursor, count
 from eagle_ray.drafters.null import NullDrafter
@@ -38,7 +38,7 @@ from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge, path_hashes
 
-MOST_CONTEXTS = 100_000  # of the pool; then it begins anew
+MOST_CONTEXTS = 100_000  # in the pool; then it is reset
 FIRST_GUESSES, FIRST_EARNED = 50.0, 1.0  # guesses and tokens that the worth of a guess starts from
 MOST_WORTH = 0.1
 
@@ -134,7 +134,7 @@ class LookaheadDrafter(NullDrafter):
         self._guessed = _Guessed(windows, members, path_hashes(guesses, plan.max_depth)[:, ends])
         merged = merge([draft.tree, guesses.spread(members, roots)], plan.max_depth)
         nothing = merged.tree.log_values.new_full((len(windows), 1, plan.children), -torch.inf)
-        others = beside(merged.log_probs_by_drafter[..., 0], merged.tree, plan.max_depth, plan)
+        others = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, plan.max_depth, plan)
         return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_catch_up, draft.is_exhausted, others)
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:

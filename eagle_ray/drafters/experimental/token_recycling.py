@@ -1,4 +1,4 @@
-"""RecyclingDrafter: the target's own runners-up after each token, kept and offered anew (Token Recycling, 2408.08696).
+"""RecyclingDrafter: the target's own runners-up after each token, proposed again later (Token Recycling, 2408.08696).
 
 Every verified row's logits say what may follow its token. The K best of them are kept by that token, whatever row it
 was, accepted or not; a tree is grown by looking each node's token up:
