@@ -1,7 +1,7 @@
-"""Tree attention, portable: how the rows of one pass read and write a KVCache.
+"""Tree attention in PyTorch: how the rows of one pass read and write a KVCache.
 
-transformers models call one attention function for every layer. We register ours under ``ATTENTION`` and hand the
-pass's layout through the model as ``rows=``; without a layout it is plain causal attention over the given tokens.
+transformers models call one attention function for every layer. Ours is registered under ``ATTENTION`` and gets the
+pass's metadata through the model as ``rows=``. Without metadata it is plain causal attention over the given tokens.
 Query heads that share a key/value head are folded into the row axis, so keys and values are never repeated.
 """
 
@@ -27,10 +27,12 @@ ATTENTION = "eagle_ray"
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What one layer asks of attention.
+    """Parameters of one layer's attention.
 
-    window: a key is seen by queries less than `window` positions after it; None sees all. softcap: scores are
-    squashed to (-softcap, softcap). sinks: one extra logit per query head that takes probability and gives nothing.
+    Attributes:
+        window: a key is visible to queries less than `window` positions after it; None is all.
+        softcap: scores are squashed to (-softcap, softcap).
+        sinks: one extra logit per query head that takes probability and contributes no value.
     """
 
     layer: int
@@ -50,11 +52,11 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What one layer of our own forward does between its projections.
+    """Parameters of one layer of our own forward, between its projections.
 
     Attributes:
         window: as in AttentionParams.
-        q_norm, k_norm: weights of an RMSNorm over each head before it is rotated; None for none.
+        q_norm, k_norm: weights of an RMSNorm over each head before rotation, or None.
     """
 
     layer: int
@@ -85,7 +87,7 @@ class AttentionShape:
 
 @runtime_checkable
 class AttentionMetadata(Protocol):
-    """How the rows of one pass see the cache and each other."""
+    """Protocol of the metadata of one pass: which cached positions and rows each row attends to."""
 
     cache: KVCache
 
@@ -96,16 +98,16 @@ class AttentionMetadata(Protocol):
         value: Float[Tensor, "1 kv_heads R value_dim"],
         attention: AttentionParams,
     ) -> Float[Tensor, "1 heads R value_dim"]:
-        """Write keys and values to the cache and return what the rows make of all that they see."""
+        """Write keys and values to the cache and return the attention output of each row."""
 
     def attend_projected(
         self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
     ) -> Float[Tensor, "R heads*d"]:
-        """Norm and rotate the heads of a merged projection, then `attend`."""
+        """Normalize and rotate the heads of a merged projection, then `attend`."""
 
 
 class Projected:
-    """`attend_projected` by torch, for layouts that have `attend`."""
+    """`attend_projected` in PyTorch, for metadata that has `attend`."""
 
     __slots__ = ()
 
@@ -118,9 +120,12 @@ class Projected:
 
 @dataclass(slots=True)
 class PrefillMetadata(Projected):
-    """Chunks of prompts, one after the other; each row attends to its slot's columns from `first` up to its own.
+    """Prompt chunks, concatenated; each row attends to its slot's positions from `first` up to its own.
 
-    firsts, starts: the column that each chunk sees first and that of its first row. lengths: rows of each. On the host.
+    Attributes:
+        firsts: first visible position of each chunk, on the host.
+        starts: position of each chunk's first row, on the host.
+        lengths: rows of each chunk, on the host.
     """
 
     cache: KVCache
@@ -150,7 +155,7 @@ class PrefillMetadata(Projected):
         return causal_attention(query, key, value, attention)
 
     def _block_index(self, i: int) -> slice | Tensor | None:
-        """Where the cache holds what chunk i sees; None where that is its own rows alone."""
+        """Return the cache index of the positions that chunk i attends to, or None if they are its own rows alone."""
         if self.starts[i] == self.firsts[i]:
             return None
         batch = DecodeSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
@@ -159,16 +164,18 @@ class PrefillMetadata(Projected):
 
 @dataclass(slots=True)
 class TreeMetadata(Projected):
-    """Trees of up to N rows each, on top of what B slots hold.
+    """Trees of up to N rows each, on top of the cached tokens of B slots.
 
-    Row i of tree b sees the first lengths[b] columns of its slot and, of the M tree columns after them, those that
-    ancestors[b, i] names. Sequences of very different lengths, and trees of different sizes, attend in groups.
+    Row i of tree b attends to the first lengths[b] positions of its slot and, of the M tree positions after them, to
+    those in ancestors[b, i]. Sequences of very different lengths or tree sizes attend in groups.
 
-    cells: where the cache stores each of the R rows.
-    depths, column_depths: of rows and of tree columns; positions are lengths + depth (for sliding windows).
-    row_of: the packed row of (b, i), None where rows are the rectangle B x N. unpack: its inverse, b * N + i of a row.
-    first: the first column that each sequence sees, None where that is 0.
-    sizes: rows of each tree, which are its first columns too, where the host knows them; None is N for all.
+    Attributes:
+        cells: slot_mapping: where the cache stores each of the R rows.
+        depths, column_depths: depths of rows and of tree positions; a position is length + depth (for sliding windows).
+        row_of: the packed row of (b, i); None if rows are the rectangle B x N.
+        unpack: its inverse, b * N + i of each row.
+        first: first visible position of each sequence; None is 0.
+        sizes: rows of each tree, if the host knows them; None is N for all.
     """
 
     cache: KVCache
@@ -205,7 +212,7 @@ class TreeMetadata(Projected):
         return folding.unfold([group.attend(rows, attention) for group, rows in parts], heads)
 
     def _gqa_packing(self, heads: int, kv_heads: int) -> GQAPacking:
-        """Made once per pass."""
+        """Return the packing of query heads, computed once per pass."""
         if (heads, kv_heads) not in self._foldings:
             row_of, unpack = self.row_of, self.unpack
             if row_of is None:
@@ -229,7 +236,7 @@ class TreeMetadata(Projected):
 
 @dataclass(frozen=True, slots=True)
 class MixedMetadata(Projected):
-    """The rows of two layouts in one pass: num_first of the first one, then the other's. Neither sees the other's."""
+    """The rows of two metadata objects in one pass: num_first of the first, then those of the second."""
 
     first: AttentionMetadata
     second: AttentionMetadata
@@ -247,7 +254,7 @@ class MixedMetadata(Projected):
 
 @dataclass(slots=True)
 class TreeGroup:
-    """Trees of sequences whose keys and values are read together, padded to the longest of them."""
+    """Trees of sequences whose keys and values are read together, padded to the longest."""
 
     cache: KVCache
     batch: DecodeSlots
@@ -272,13 +279,13 @@ class TreeGroup:
         return masked_attention(rows, keys, values, mask, attention)
 
     def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"] | None:
-        """Additive mask for folded query heads, made once per pass and window; None where every row sees everything."""
+        """Return the additive mask of folded query heads, computed once per pass and window; None if all is visible."""
         if (groups, window) not in self._masks:
             self._masks[groups, window] = None if self._is_full(window) else self._build_mask(groups, window, dtype)
         return self._masks[groups, window]
 
     def _is_full(self, window: int | None) -> bool:
-        """Plain decoding of sequences of one length needs no mask."""
+        """Return whether no mask is needed, as in plain decoding of sequences of one length."""
         one_length = self.first is None and self.batch.min_length == self.batch.max_length
         return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
 
@@ -333,7 +340,7 @@ def causal_attention(
     value: Float[Tensor, "B kv_heads T dv"],
     attention: AttentionParams,
 ) -> Float[Tensor, "B heads N dv"]:
-    """Each token attends to itself and those before it; the queries are those of the last N of T tokens."""
+    """Return causal attention; the queries are those of the last N of T tokens."""
     num_rows, length = query.shape[2], key.shape[2]
     plain = attention.softcap is None and attention.sinks is None
     if num_rows == length and plain and (attention.window is None or length <= attention.window):
@@ -351,7 +358,7 @@ def causal_attention(
 
 
 def _additive_mask(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """0 where seen, and where not what no score can make up for."""
+    """Return 0 where visible and the lowest finite value elsewhere."""
     return torch.zeros((), dtype=dtype, device=seen.device).where(seen, torch.finfo(dtype).min)
 
 
@@ -362,7 +369,7 @@ def masked_attention(
     mask: Float[Tensor, "b 1 GN T"] | None,
     attention: AttentionParams,
 ) -> Float[Tensor, "B kv_heads GN dv"]:
-    """Attention under an additive mask (None: nothing is hidden), query heads folded onto their key/value head."""
+    """Return attention under an additive mask (None: all visible), with query heads folded onto their key/value head."""
     if attention.softcap is not None or attention.sinks is not None:
         return _explicit_attention(folded, keys, values, mask, attention)
     rows = _pad_single_row(folded)
@@ -371,7 +378,7 @@ def masked_attention(
 
 
 def _pad_single_row(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B kv_heads N2 d"]:
-    """A single bf16 row twice: on a CPU torch's attention takes five to ten times as long over one as over two."""
+    """Repeat a single bf16 row: on a CPU torch's attention is five to ten times slower for one row than for two."""
     alone = query.shape[2] == 1 and query.dtype == torch.bfloat16 and query.device.type == "cpu"
     return query.expand(-1, -1, 2, -1) if alone else query
 
@@ -379,7 +386,7 @@ def _pad_single_row(query: Float[Tensor, "B kv_heads N d"]) -> Float[Tensor, "B 
 def _explicit_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, attention: AttentionParams
 ) -> Tensor:
-    """The same with soft-cap and sinks, in the order Gemma-2 and GPT-OSS apply them."""
+    """Return attention with soft-cap and sinks, in the order Gemma-2 and GPT-OSS apply them."""
     scores = query @ keys.transpose(2, 3) * attention.scaling
     if attention.softcap is not None:
         scores = torch.tanh(scores / attention.softcap) * attention.softcap

@@ -1,16 +1,15 @@
-"""EagleDrafter: a draft head that grows the dynamic tree of EAGLE-2, or a given one, from the target's features.
+"""EagleDrafter: a draft head that grows EAGLE-2's dynamic tree, or a static one, from the target's features.
 
-Column j of its cache holds the pair (token j, feature j-1) of a sequence, always made from the *target's* feature, so
-what it drafted itself is forgotten after each step. A pair depends on no token past its own column, as in the target's
-cache. With n tokens in the target's cache the root is token n, and the output of its pair is the feature from which
-level 1 is drafted. Column 0 has no pair and is never seen, but for a head that reads tokens alone: to a small model
-column 0 is a token like the others.
+Position j of its KV cache holds the pair (token j, feature j-1) of a sequence. The feature is always the *target's*,
+so drafted pairs are discarded after each step. A pair depends on no later token, as in the target's cache. With n
+tokens in the target's cache the root is token n, and the output of its pair is the feature from which level 1 is
+drafted. Position 0 has no pair and is masked; only a draft model, which reads tokens alone, uses it.
 
-    pairs   - (t1,f0) (t2,f1) ... (root,f[n-1]) | level-1 nodes | level-2 nodes | ...
-    column  0    1       2            n         | n+1 .. n+K    | n+K+1 .. n+2K | ...
+    pairs     - (t1,f0) (t2,f1) ... (root,f[n-1]) | level-1 nodes | level-2 nodes | ...
+    position  0    1       2            n         | n+1 .. n+K    | n+K+1 .. n+2K | ...
 
-Pairs wait in a queue until a draft needs them; after a long while without drafts the oldest are lost, and the head
-goes on with a shorter past.
+Pairs wait in a queue until the next draft. After a long time without drafts the oldest ones are dropped, and the
+head continues with a shorter context.
 """
 
 from __future__ import annotations
@@ -49,10 +48,13 @@ QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, 
 
 @dataclass(frozen=True, slots=True)
 class PendingPairs:
-    """Pairs that the head has not read yet: of each of B sequences those of columns `starts` up to its root's.
+    """Pairs that the head has not read yet: for each of B sequences, positions `starts` up to its root's.
 
-    first: the first column that each sequence sees. host_starts: empty where a captured pass is for any. longest: at
-    least the number of each one's pairs. unpack: which rows of the rectangle B x longest are pairs; None runs all.
+    Attributes:
+        first: first position that each sequence attends to.
+        host_starts: starts on the host; empty if a captured pass is for any starts.
+        longest: an upper bound of the pairs per sequence.
+        unpack: rows of the rectangle B x longest that are pairs; None is all.
     """
 
     first: Int[Tensor, " B"]
@@ -64,7 +66,7 @@ class PendingPairs:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """All candidates, their log values by level, and what they were made from."""
+    """A draft: the tree, the log values by level, and the feedback from which ranking learns."""
 
     tree: DraftTree
     levels: list[Float[Tensor, "B _ K"]]
@@ -72,10 +74,12 @@ class Grown:
 
 
 class EagleDrafter:
-    """The head, its one-layer cache, which lies in the target's blocks, and the pairs that it has not read yet.
+    """The head, its one-layer KV cache, which uses the target's block table, and the queue of unread pairs.
 
-    window: pairs of each slot that wait at most. calibration, coupling: see Ranking; without them, EAGLE-2's own.
-    token_ids: those of the target's lm_head that a head without one of its own reads; None is all.
+    Args:
+        window: maximum number of queued pairs per slot.
+        calibration, coupling: as in CandidateRanker; None is EAGLE-2's own ranking.
+        token_ids: rows of the target's lm_head that a head without an lm_head of its own uses; None is all.
     """
 
     prefill_passes = 1
@@ -129,7 +133,9 @@ class EagleDrafter:
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
-        """Read what waits of each sequence and every new pair but the last, which the next draft or chunk reads."""
+        """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
+        reads.
+        """
         self._register(prompts)
         columns = [self._end[slot] for slot in prompts.slots]
         waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
@@ -154,7 +160,7 @@ class EagleDrafter:
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """EAGLE-2's expansion: the top `width` nodes of each level get children (section 4.1)."""
+        """Expand as EAGLE-2 does: the top `width` nodes of each level get children (section 4.1)."""
         at = batch if plan.members is None else batch.select(plan.members)
         for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
             self._evict(slot, length)
@@ -196,14 +202,14 @@ class EagleDrafter:
         return num_pairs
 
     def _is_replayed(self, plan: DraftPlan) -> bool:
-        """Whether there is a replay and the draft's shape is known beforehand."""
+        """Return whether graphs are enabled and the draft's shape is known in advance."""
         works = self._graphs is not None and self._graphs.is_enabled
         return works and plan.members is None and plan.should_stop is None
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, replay: GraphRunner
     ) -> Grown | None:
-        """A draft of the plan's full depth for everyone, whatever their lengths; None where replaying fails now."""
+        """Return a replayed draft of the plan's full depth for the whole batch, or None if replaying fails."""
         longest, size, bound = _pairs_of(plan), replay.batch_size(len(roots)), replay.context(at.max_length)
         first, starts = self._columns(at)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
@@ -237,7 +243,7 @@ class EagleDrafter:
         plan: DraftPlan,
         backlog: PendingPairs,
     ) -> Grown:
-        """Read the backlog, then level by level until the plan is fulfilled."""
+        """Read the pending pairs, then expand level by level until the plan is fulfilled."""
         builder = self.builder(roots, plan.width, plan.static_tree, ends)
         features = self._catch_up(at, backlog)[:, None]
         self._grow(builder, features, None, plan.children)
@@ -266,11 +272,11 @@ class EagleDrafter:
         )
 
     def on_verified(self, result: VerifyResult) -> None:
-        """Where trees were drafted, from the picks."""
+        """Update ranking and calibration from the target's samples, if trees were drafted."""
         self.ranking.update(result)
 
     def _register(self, prompts: PrefillBatch) -> None:
-        """New sequences begin at their first chunk; of the others, what waited too long is given up."""
+        """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
                 self._first[slot] = self._end[slot] = self.head.first_column
@@ -279,7 +285,7 @@ class EagleDrafter:
             self._queue_first_tokens(prompts)
 
     def _queue_first_tokens(self, prompts: PrefillBatch) -> None:
-        """The pairs of column 0: first tokens, which go with no feature."""
+        """Queue the pairs of position 0: first tokens, without a feature."""
         device, count = prompts.tokens.device, len(prompts.slots)
         firsts = [0, *accumulate(prompts.lengths[:-1])]
         slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
@@ -287,7 +293,7 @@ class EagleDrafter:
         self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
     def _evict(self, slot: int, newest: int) -> None:
-        """Lose pairs that are no longer among the queue's last ones, of which column `newest` is the last."""
+        """Drop pairs that are no longer in the queue, of which position `newest` is the last."""
         oldest = newest + 1 - self._queue.window
         if oldest > self._end[slot]:
             self._first[slot] = self._end[slot] = oldest
@@ -302,7 +308,7 @@ class EagleDrafter:
     def _queued(
         self, slots: list[int], columns: list[int], counts: list[int]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
-        """The counts[b] pairs of each slot that wait from columns[b] on."""
+        """Return the counts[b] queued pairs of each slot, starting at columns[b]."""
         spans = zip(slots, columns, counts, strict=True)
         places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
         wanted = to_device(places, self._queue.device).view(-1, 2)
@@ -316,7 +322,7 @@ class EagleDrafter:
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
     ) -> None:
-        """One pass of the head over counts[b] pairs of each slot, from columns[b] on, each slot by itself."""
+        """Run the head over counts[b] pairs of each slot from columns[b] on, as separate prompts."""
         spans = [span for span in zip(slots, columns, counts, strict=True) if span[2] > 0]
         if not spans:
             return
@@ -337,15 +343,15 @@ class EagleDrafter:
         return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
 
     def _waiting(self, at: DecodeSlots) -> list[int]:
-        """How many pairs of each sequence wait, its root's included."""
+        """Return the number of queued pairs of each sequence, root included."""
         return [length + 1 - self._end[slot] for slot, length in zip(at.host_slots, at.host_lengths, strict=True)]
 
     def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
-        """The first column that each sequence sees, and the first one that waits."""
+        """Return each sequence's first visible position and its first unread position."""
         return to_device([[of[slot] for slot in at.host_slots] for of in (self._first, self._end)], at.slots.device)
 
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
-        """All that waits, packed where some have more than others."""
+        """Return all unread pairs, packed if sequences have different numbers of them."""
         counts, (first, starts) = self._waiting(at), self._columns(at)
         longest, unpack = max(counts), None
         if min(counts) < longest:
@@ -354,7 +360,7 @@ class EagleDrafter:
         return PendingPairs(first, starts, [self._end[slot] for slot in at.host_slots], longest, unpack)
 
     def _read_all_but(self, most: int, at: DecodeSlots) -> None:
-        """Where more pairs wait than that, as after a long while without drafts: read all but everyone's last one."""
+        """Read all pairs but each sequence's last if more are queued than a draft reads, as after many plain steps."""
         counts = [count - 1 for count in self._waiting(at)]
         if max(counts) < most:
             return
@@ -363,7 +369,7 @@ class EagleDrafter:
         self._read_prompts(at.host_slots, columns, counts, tokens, features)
 
     def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B H"]:
-        """One pass of the head over what waits; the output of each root's pair."""
+        """Run the head once over the unread pairs and return the output of each root's pair."""
         device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
         index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
         real = index < counts[:, None]
@@ -397,7 +403,7 @@ class EagleDrafter:
         seen: TreeMask,
         first: Int[Tensor, " B"],
     ) -> Float[Tensor, "B F H"]:
-        """Run the head on a frontier, the last of what is seen; features are those of the frontier before it."""
+        """Run the head on a frontier, given the features of the frontier before it."""
         parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
         width, num_columns = seen.ancestors.shape[1:]
         places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
@@ -423,7 +429,7 @@ class EagleDrafter:
         row_of: Int[Tensor, "B F"] | None = None,
         unpack: Int[Tensor, " R"] | None = None,
     ) -> AttentionMetadata:
-        """Rows that see their slot from the first column it has a pair in."""
+        """Return metadata of rows that attend to their slot from its first pair on."""
         return tree_metadata(
             self.cache,
             batch,
@@ -439,7 +445,7 @@ class EagleDrafter:
     def _grow(
         self, builder: TreeBuilder, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int
     ) -> None:
-        """The children of a frontier (None: of the roots), ranked."""
+        """Return the ranked children of a frontier, or of the roots if it is None."""
         children = self.ranking.children(features, frontier, width)
         builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
 
@@ -454,12 +460,12 @@ class EagleDrafter:
 
 
 def _pairs_of(plan: DraftPlan) -> int:
-    """Most pairs of a sequence that a replayed draft reads: as many as a draft as deep as this one can leave."""
+    """Return the most pairs per sequence that a replayed draft reads: those that a draft of this depth can leave."""
     return plan.max_depth + 1
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
-    """Rows of queued pairs, then of chunks, in the order of their sequences; without the last row of each chunk."""
+    """Return the order of queued pairs and chunk rows by sequence, without the last row of each chunk."""
     rows, queued, row = [], 0, sum(waiting)
     for count, length in zip(waiting, lengths, strict=True):
         rows += [*range(queued, queued + count), *range(row, row + length - 1)]
@@ -468,15 +474,16 @@ def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
 
 
 def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
-    """Columns past its cached tokens that a sequence's step may write: the target's nodes, or the root and levels."""
+    """Return how many positions past its cached tokens a step may write: the target's nodes, or root and levels."""
     return max(max_nodes + 1, max_depth + 1, 1 + max(max_depth - 1, 0) * width)
 
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Which of the M tree columns so far each node of the last frontier sees, and those columns' depths.
+    """The tree positions that each node of the last frontier attends to, and the depths of all M positions so far.
 
-    depth: of that frontier, which stands in the last columns.
+    Attributes:
+        depth: of that frontier, which has the last positions.
     """
 
     ancestors: Bool[Tensor, "B F M"]
@@ -485,7 +492,7 @@ class TreeMask:
 
 
 def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
-    """A frontier deeper: it sees what its parents see and, in F new columns, each node itself."""
+    """Return the mask of the next frontier: a node attends to what its parent does and, in F new positions, to itself."""
     batch, width = frontier.tokens.shape
     itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(batch, width, width)
     depths = frontier.tokens.new_full((width,), depth)

@@ -1,16 +1,16 @@
-"""Measure what the parts of a step cost on this machine, by taking real steps of set sizes with the engine itself.
+"""Measure the costs of a step's parts on this machine, by running steps of given sizes on the engine.
 
-    costs = measure(engine, max_nodes=60, max_depth=6, top_k=10, budget=Budget(5.0))
+    costs = calibrate_costs(engine, max_nodes=60, max_depth=6, top_k=10, budget=TimeBudget(5.0))
 
-The sequences are made up and discarded. Steps are taken in the order of what they tell, until the budget is spent:
+The sequences are synthetic and discarded. Steps run in order of their importance until the time budget is spent:
 
-    1. one sequence: a plain step, one level, the widest draft, the largest tree; taken whatever they cost
+    1. one sequence: a plain step, one level, the widest draft, the largest tree; always run
     2. a few sizes of a tree, then batches of 8, 64, ... and of all slots, each step once
     3. after the first two of these batches, steps behind a long prompt
-    4. steps 1 and 2 once more, then all sizes in between, up to REPLAYS times
+    4. steps 1 and 2 again, then all sizes in between, up to REPLAYS times
 
-A cost is the lower quartile of its times. The curves interpolate between the sizes that were taken, and the planner
-corrects them with the steps that it takes later (`costs.py`).
+A cost is the lower quartile of its times. The curves interpolate between measured sizes, and the planner corrects
+them with later steps (`planner/cost_model.py`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ MIN_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSetting:
-    """num_nodes of each of batch_size sequences are verified, roots included; width and depth of what is drafted.
+    """A step to run: `num_nodes` nodes of each of `batch_size` sequences are verified, roots included.
 
-    num_rows: of the pass, at least; more than the nodes are padding.
+    Attributes:
+        width, depth: of the draft.
+        num_rows: at least so many rows in the pass; rows past the nodes are padding.
     """
 
     batch_size: int
@@ -71,9 +73,9 @@ class CalibrationSetting:
 
 
 class ScriptedPlanner:
-    """Does what it is set to, and keeps what came of it. Where less is offered, the pass is padded to its set size.
+    """Plans what it is set to and keeps the outcome. A smaller draft is padded to the set size.
 
-    num_children: drawn of each node; None is as many as the draft is wide.
+    num_children: children drafted per node; None is the draft's width.
     """
 
     will_draft = True
@@ -96,7 +98,7 @@ class ScriptedPlanner:
 
 
 class ProxyPlanner(ScriptedPlanner):
-    """Does what a planner does that always does the same, for as many sequences as is set."""
+    """Plans as a planner with a fixed plan does, for the set number of sequences."""
 
     def __init__(self, planner: Planner) -> None:
         super().__init__()
@@ -110,10 +112,7 @@ class ProxyPlanner(ScriptedPlanner):
 
 
 class TimeBudget:
-    """Seconds that measuring may take, from the moment at which the budget is made.
-
-    clock: returns seconds; tests pass their own.
-    """
+    """Seconds that measuring may take, counted from the construction. clock returns seconds; tests pass their own."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
         self.seconds = seconds
@@ -130,8 +129,8 @@ def calibrate_costs(
 ) -> StepCosts:
     """Return the costs of an idle engine's steps, up to trees of max_nodes nodes for every slot.
 
-    The engine is left idle, and its counters as they were. budget: None is BUDGET_S of the engine's device. Beyond it
-    go three steps at most, and the four that no curve can do without.
+    The engine is left idle, with its counters unchanged. budget: None is BUDGET_S of the device; at most three steps
+    exceed it, and four steps that every curve needs.
     """
     device = engine.target.device.type
     budget = budget or TimeBudget(BUDGET_S[device])
@@ -157,7 +156,7 @@ def warm_up(engine: Engine, top_k: int) -> None:
 
 
 def scripted_planner(engine: Engine, top_k: int) -> ScriptedPlanner:
-    """Where drafts are replayed they are recorded as they will be asked for: with top_k children of a node."""
+    """Return a planner whose drafts use the graphs that will be replayed: with top_k children per node."""
     return ScriptedPlanner(top_k if engine.graphs else None)
 
 
@@ -165,9 +164,9 @@ def scripted_planner(engine: Engine, top_k: int) -> ScriptedPlanner:
 def calibration_mode(
     engine: Engine, set_planner: ScriptedPlanner, distinct_prompts: bool = False
 ) -> Iterator[CalibrationRun]:
-    """An idle engine that takes made-up steps, one by one; it is left idle and uncounted, and has learnt nothing.
+    """Run scripted steps on an idle engine. Afterwards it is idle again, and its counters and drafter are unchanged.
 
-    apart: as for Bench.
+    distinct_prompts: as for CalibrationRun.
     """
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, counters, overlap = engine.planner, engine.counters, engine.overlap
@@ -181,7 +180,7 @@ def calibration_mode(
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSizes:
-    """The settings that are measured of an engine with num_slots slots and trees within the other three bounds."""
+    """The settings to measure for an engine with num_slots slots and trees within the given bounds."""
 
     num_slots: int
     max_nodes: int
@@ -190,17 +189,17 @@ class CalibrationSizes:
     device: str
 
     def needed(self) -> list[CalibrationSetting]:
-        """Steps of one sequence without which a curve would have no size, or one size only."""
+        """Return the steps of one sequence that every curve needs."""
         return [*self._steps_of(1), *self._trees_of(1, self._nodes_of(1)[-1:])]
 
     def trees(self) -> list[CalibrationSetting]:
-        """A few more trees of one sequence."""
+        """Return a few more trees of one sequence."""
         return self._trees_of(1, [n for n in TREES if n in self._nodes_of(1)[:-1]])
 
     def batches(self) -> list[list[CalibrationSetting]]:
-        """The steps of batch sizes that are BATCH_STEP times apart, and of all slots; one empty list for one slot.
+        """Return the steps of batch sizes BATCH_STEP times apart and of all slots; one empty list for one slot.
 
-        The widest drafts of one batch size show what a level costs by rows: those of larger ones take long.
+        The widest drafts of one batch size show the cost of a level by rows; those of larger batches take long.
         """
         sizes = []
         size = BATCH_STEP
@@ -216,9 +215,10 @@ class CalibrationSizes:
         return batches or [[]]
 
     def all(self) -> Iterator[CalibrationSetting]:
-        """For each batch size a plain step, one level, the widest draft, a small tree, and trees of ever more rows.
+        """Yield for each batch size a plain step, one level, the widest draft, a small tree, and trees of more and more
+        rows.
 
-        A batch size is replayed before the next one begins: new sequences compute their prompts.
+        A batch size is repeated before the next one begins, since new sequences have to compute their prompts.
         """
         most_rows = 0
         for size in [*(n for n in BUCKETS if n < self.num_slots and n & (n - 1) == 0), self.num_slots]:
@@ -233,12 +233,12 @@ class CalibrationSizes:
 
     @property
     def small_tree(self) -> CalibrationSetting:
-        """By which contexts of more than one row for each sequence are measured."""
+        """Return the setting that measures contexts with more than one row per sequence."""
         num_nodes = min(SMALL_TREE, 1 + self.max_nodes) if self.max_depth > 1 else 2
         return CalibrationSetting(self.num_slots, num_nodes, min(2, self.top_k), min(2, self.max_depth))
 
     def _steps_of(self, size: int) -> list[CalibrationSetting]:
-        """A plain step, one level, and the widest draft."""
+        """Return a plain step, one level, and the widest draft."""
         return [
             CalibrationSetting(size, 1, 0, 0),
             CalibrationSetting(size, 2, 1, 1),
@@ -261,22 +261,26 @@ class CalibrationSizes:
 
 
 def max_rows(num_slots: int, max_nodes: int) -> int:
-    """The largest pass that is measured."""
+    """Return the rows of the largest pass to measure."""
     return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
 
 
 def catch_up_steps(batch_size: int, device: str) -> int:
-    """Plain steps before a draft that catches up. A CPU would compile a kernel for a pass of more than WARM_ROWS, and
-    its time say little: what the steps leave, and the draft before them, has to fit.
+    """Return the number of plain steps before a draft that catches up.
+
+    A CPU compiles a kernel for a pass of more than WARM_ROWS rows, so its time says little: the pairs of the plain
+    steps and of the draft before them have to fit.
     """
     return max(min(CATCH_UP_STEPS, WARM_ROWS // batch_size - 2), 1) if device == "cpu" else CATCH_UP_STEPS
 
 
 class CalibrationRun:
-    """An engine, made-up sequences to keep it busy, and the seconds seen so far, by rows.
+    """An engine with synthetic sequences, and the seconds measured so far, by rows.
 
-    apart: every sequence has a prompt of its own, and so its own blocks. temperature: of the sequences to come.
-    num_slots: how many of them can run at once, behind short prompts.
+    Attributes:
+        distinct_prompts: every sequence has a prompt, and so blocks, of its own.
+        temperature: of new sequences.
+        num_slots: sequences that can run at once with short prompts.
     """
 
     def __init__(self, engine: Engine, distinct_prompts: bool = False):
@@ -295,24 +299,24 @@ class CalibrationRun:
         self._overhead: dict[bool, dict[int, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
 
     def max_concurrent(self, length: int) -> int:
-        """How many sequences can run at once behind prompts of this length, whose blocks are each one's own."""
+        """Return how many sequences with distinct prompts of this length can run at once."""
         return max(self._engine.scheduler.max_concurrent(length + SHORT_OUTPUT), 1)
 
     def run(self, settings: Iterable[CalibrationSetting], budget: TimeBudget | None = None) -> None:
-        """Take a step of each setting in turn, until the budget is spent. None: take all of them."""
+        """Run the settings in turn until the budget is spent; without a budget, all of them."""
         for setting in settings:
             if budget is not None and budget.is_spent:
                 return
             self._record(setting, self.run_step(setting))
 
     def run_contexts(self, tree: CalibrationSetting, budget: TimeBudget) -> None:
-        """Take steps behind a long prompt, those of more than one row for each sequence unless the budget is spent.
+        """Run steps behind a long prompt; those with more than one row per sequence only while the budget lasts.
 
-        tree: of these steps. Its batch size is lowered where that many long prompts do not fit.
+        tree: the setting of these steps; its batch size is lowered if fewer long prompts fit.
 
-        On a CPU all sequences have one prompt, whose blocks are computed once, but each sequence reads them for
-        itself. A GPU would find the blocks in its cache: there each sequence has its own, and there are fewer of them
-        if they do not fit.
+        On a CPU all sequences share one prompt, computed once, but each sequence reads its blocks again. A GPU would
+        find shared blocks in its cache, so there each sequence has its own prompt, and fewer sequences run if they
+        do not fit.
         """
         wanted = LONG_PROMPT if self._distinct_prompts else SHARED_PROMPT
         length = max(min(wanted, self._engine.scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
@@ -330,7 +334,9 @@ class CalibrationRun:
         self.clear()
 
     def _repeat(self, step: CalibrationSetting, length: int, budget: TimeBudget) -> list[StepOutcome]:
-        """Take the step as often as fits into CONTEXT_S, once if the budget is spent; a tree not at all then."""
+        """Repeat the step as often as fits into CONTEXT_S. If the budget is spent, run a plain step once and a tree not
+        at all.
+        """
         outcomes: list[StepOutcome] = []
         replays = 1
         while len(outcomes) < replays:
@@ -360,21 +366,21 @@ class CalibrationRun:
         return StepCosts(verify, attend, read, level, plain_rest, draft_rest, attend_row, each)
 
     def _level_curve(self, read: CostCurve) -> CostCurve:
-        """What is left of a draft's time after its first pass. Drafts of one level have no further ones to price."""
+        """Return the seconds of a further level: a draft's time after its first pass. One-level drafts have none."""
         level = {}
         for rows, outcomes in self._level.items():
             level[rows] = [(o.seconds.draft - read(o.num_catch_up)) / (o.depth - 1) for o in outcomes]
         return _curve(level) if level else read
 
     def _verify_curve(self, each: float) -> CostCurve:
-        """each: what a sequence adds, which is taken off."""
+        """Return the seconds of a pass without those of its sequences (each: seconds per sequence)."""
         seconds = defaultdict(list)
         for (rows, batch_size), times in self._verify.items():
             seconds[rows] += [s - each * batch_size for s in times]
         return _curve(seconds)
 
     def _read_curve(self) -> CostCurve:
-        """Caught-up pairs vary from step to step: bucket by bucket, at their mean number."""
+        """Return the seconds of catching up by number of pairs, bucket by bucket at their mean number."""
         seconds = {}
         for outcomes in self._read.values():
             rows = round(mean(o.num_catch_up for o in outcomes))
@@ -406,7 +412,7 @@ class CalibrationRun:
         return max(seconds[0] - seconds[1], 0.0) / max(num_cached[0] - num_cached[1], 1)
 
     def run_step(self, setting: CalibrationSetting, length: int = SHORT_PROMPT) -> StepOutcome:
-        """One step of exactly setting.batch_size sequences, the new ones behind prompts of this length."""
+        """Run one step of exactly setting.batch_size sequences; new ones get prompts of this length."""
         while True:
             self._running = [s for s in self._running if s.finish_reason is None]
             for sequence in self._running[setting.batch_size :]:
@@ -438,12 +444,12 @@ def _curve(seconds: dict[int, list[float]]) -> CostCurve:
 
 
 def seconds_per_sequence(seconds: dict[tuple[int, int], list[float]]) -> float:
-    """What a sequence more adds to a pass of the same rows: least squares over all pairs of batch sizes."""
+    """Return the seconds that one more sequence adds to a pass of equal rows: least squares over pairs of batch sizes."""
     typical = {size: _lower_quartile(times) for size, times in seconds.items()}
     pairs = [(b - a, typical[n, b] - typical[n, a]) for n, a in typical for other, b in typical if other == n and b > a]
     return max(sum(more * s for more, s in pairs) / max(sum(more**2 for more, _ in pairs), 1), 0.0)
 
 
 def _lower_quartile(seconds: list[float]) -> float:
-    """The lower quartile: other work on the machine only ever makes a step longer."""
+    """Return the lower quartile: other work on the machine only makes a step longer."""
     return sorted(seconds)[len(seconds) // 4]

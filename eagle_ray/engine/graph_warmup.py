@@ -1,12 +1,12 @@
-"""Recording ahead: the steps that are likely to come up, before the first request rather than in the middle of it.
+"""Capture graphs before the first request instead of while serving.
 
-    capture(engine, max_nodes=60, max_depth=6, top_k=10)       # a planner that may ask for anything up to that
-    capture_fixed(engine)                                      # one that always asks for the same
+    capture(engine, max_nodes=60, max_depth=6, top_k=10)       # a planner that may choose any plan within these bounds
+    capture_fixed(engine)                                      # a planner with one plan
 
-For greedy and for sampled sequences, the most at once first: a plain step; the passes of every bucket of rows up to the
-largest that is measured; drafts of every width and depth, each with one of those passes. Behind short prompts first,
-then in longer contexts. What is not reached within CAPTURE_S, and what asks for top-p, top-k, min-p or
-log-probabilities, is recorded when it first comes up.
+Captured for greedy and for sampled sequences, largest batch first: a plain step; passes of every bucket of rows up
+to the largest measured one; drafts of every width and depth, each with one of those passes. Short prompts come
+first, then longer contexts. Whatever is not reached within CAPTURE_S, and whatever needs top-p, top-k, min-p or
+log-probabilities, is captured at its first use.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SettingsOf = Callable[[int], Iterable[CalibrationSetting]]
 
 
 def capture(engine: Engine, max_nodes: int, max_depth: int, top_k: int) -> None:
-    """Of an engine with graphs. Leaves it idle and uncounted; once they do not work there is nothing to do."""
+    """Capture the steps of an engine with graphs. The engine is left idle and its counters unchanged."""
     _record(engine, scripted_planner(engine, top_k), lambda most: _trees(most, max_nodes, max_depth, top_k))
 
 
 def capture_fixed(engine: Engine) -> None:
-    """The same for an engine whose planner does not look at what it has learnt: plain decoding, uniform, static."""
+    """Capture the steps of an engine with a fixed planner: plain decoding, uniform or static."""
     _record(
         engine, ProxyPlanner(engine.planner), lambda most: (CalibrationSetting(n, 1, 0, 0) for n in _batch_sizes(most))
     )
@@ -75,7 +75,7 @@ def _record(engine: Engine, planner: ScriptedPlanner, settings_of: SettingsOf) -
 def _steps(
     engine: Engine, bench: CalibrationRun, settings_of: SettingsOf
 ) -> Iterator[tuple[int, float, CalibrationSetting]]:
-    """Prompt length, temperature and setting: all that fit behind short prompts, then in longer contexts."""
+    """Yield prompt length, temperature and setting: all with short prompts, then with longer contexts."""
     lengths = [SHORT_PROMPT, *(bound + 1 for bound in engine.graphs.contexts[:-1])]
     for length in lengths:
         if length > SHORT_PROMPT and length + SHORT_OUTPUT > engine.max_model_len:
@@ -100,7 +100,7 @@ def _trees(most: int, max_nodes: int, max_depth: int, top_k: int) -> Iterator[Ca
 
 
 def _batch_sizes(most: int) -> list[int]:
-    """One of every bucket, the largest first."""
+    """Return one batch size per bucket, the largest first."""
     return [most, *(n for n in reversed(BUCKETS) if n < most)]
 
 

@@ -1,16 +1,17 @@
-"""CudaGraphRunner: passes of fixed shapes, recorded once each and replayed: on a GPU a step is then a few launches.
+"""CudaGraphRunner: passes of fixed shapes, captured once each and replayed, so that a step on a GPU is a few launches.
 
-    graphs = Graphs.of(target)
+    graphs = CudaGraphRunner.of(target)
     engine = Engine(target, drafter, planner, ..., graphs=graphs)
     graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
 
-A key is recorded when it first comes up, after two runs on a side stream, all of them on padding alone: as padding
-leaves nothing behind, neither does a recording. Recordings of one pool may put what they make on the way where earlier
-ones have their results. So each kind of pass, key[0], has a pool of its own: when one is replayed, nothing reads any
-more what another of its kind returned, while a draft stands until its tree is verified and learnt from. On a CPU
-nothing can be recorded: the function is called again, on the same input tensors, and its results are copied into those
-of the first call, so that whatever is wrong with padding, buckets or results that are kept too long is wrong there too.
-Where recording fails, everything runs unrecorded from then on, with one line in the log.
+A key is captured at its first use, after two warm-up runs on a side stream, all of them on padding alone, so a
+capture leaves nothing in the KV cache. Captures of one pool may reuse the memory of earlier captures' intermediates.
+So each kind of pass, key[0], has a pool of its own: when a pass is replayed, no result of the same kind is still in
+use, while a draft's results are used until its tree is verified.
+
+On a CPU nothing can be captured: the function is called again on the same input tensors, and its results are copied
+into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too. If a
+capture fails, all later passes run eagerly, with one line in the log.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ MIB = 2**20
 
 
 class CudaGraphRunner:
-    """num_slots, capacity: bounds of the batches and contexts that come up.
+    """Captured passes by key.
 
-    contexts: every bound of a context, the shortest first. num_captured, num_replayed: passes recorded and run.
-    seconds, bytes: what recording took, of time and of the device.
+    Args:
+        num_slots, capacity: upper bounds of batch size and context.
+
+    Attributes:
+        contexts: buckets of the context length, ascending.
+        num_captured, num_replayed: numbers of captures and replays.
+        seconds, bytes: time and device memory that captures took.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int):
@@ -73,7 +79,7 @@ class CudaGraphRunner:
         return next((bound for bound in self.contexts if bound >= longest), self.contexts[-1])
 
     def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
-        """Replay.run; results are in tensors of the padded shapes."""
+        """Run the function on padded inputs; results are in tensors of the padded shapes, valid until the next replay."""
         graph = self._graphs.get(key)
         if graph is not None:
             self.num_replayed += 1
@@ -86,14 +92,14 @@ class CudaGraphRunner:
 
     @property
     def summary(self) -> str:
-        """What was recorded and what it took, in words."""
+        """Return a line of text: number of captures, seconds, memory, replays."""
         made = f"{self.num_captured} graphs in {self.seconds:.1f} s, {self.bytes / MIB:.0f} MiB"
         return f"{made}; {self.num_replayed} replays"
 
     def _capture(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
-        """None where recording fails, now and from here on."""
+        """Capture a pass. Return None if that fails, and disable graphs."""
         started, before = time.monotonic(), self._reserved_bytes()
         try:
             graph = CudaGraph(function, inputs, self._pool(key[0])) if self._on_cuda else EagerGraph(function, inputs)
@@ -124,14 +130,14 @@ class CudaGraphRunner:
 
 
 class InputBuffers:
-    """The input tensors of one key, at the same place for every run."""
+    """The input tensors of one key, at a fixed address for every run."""
 
     def __init__(self, inputs: Sequence[PaddedInput]):
         self.tensors = [padded.tensor.new_full(padded.shape, padded.fill) for padded in inputs]
         self._given: list[Tensor | None] = [None] * len(inputs)
 
     def fill(self, inputs: Sequence[PaddedInput]) -> None:
-        """These numbers in the corners, and around them what fills up."""
+        """Copy the inputs into the corners of the buffers and pad the rest."""
         for i, (buffer, padded) in enumerate(zip(self.tensors, inputs, strict=True)):
             if self._given[i] is not padded.tensor:
                 _fill(buffer, padded)
@@ -146,9 +152,9 @@ def _fill(buffer: Tensor, padded: PaddedInput) -> None:
 
 
 class EagerGraph:
-    """What a CPU does in place of a replay: the same call, to results at the same place.
+    """The CPU's substitute of a graph: call the function again and copy its results to a fixed address.
 
-    What a call leaves elsewhere is spoiled: on a GPU it would be there from the recording on and never again.
+    Other memory that a call returns is overwritten with POISON, since a real graph would not write it again.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: InputBuffers):
@@ -171,7 +177,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 class CudaPool:
-    """The memory that all recordings of a kind share, and the stream on which they are made."""
+    """Memory shared by all captures of a kind, and the stream on which they are made."""
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
@@ -179,7 +185,7 @@ class CudaPool:
 
 
 class CudaGraph:
-    """One recording. Its results, and nothing else it makes, keep their memory."""
+    """One capture. Only its results keep their memory."""
 
     def __init__(self, function: Callable[..., Any], inputs: InputBuffers, pool: CudaPool):
         self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
@@ -201,7 +207,7 @@ class CudaGraph:
 
 
 def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
-    """Why steps of these two cannot be replayed; None where they can, as far as is known before it is tried."""
+    """Return why passes of this target and drafter cannot be captured, or None."""
     devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) > 1:
         return f"the target lies on {len(devices)} devices"
@@ -213,7 +219,7 @@ def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
 
 
 def tensors_of(results: Any) -> Iterator[Tensor]:
-    """Every tensor in a structure of dataclasses, lists and tuples, in its order."""
+    """Yield every tensor in a structure of dataclasses, lists and tuples, in order."""
     if isinstance(results, Tensor):
         yield results
     elif is_dataclass(results):
@@ -232,7 +238,7 @@ def _contexts(device: str, capacity: int) -> list[int]:
 
 
 def _bucket(size: int) -> int:
-    """The next number of rows for which costs are measured."""
+    """Return the next number of rows for which costs are measured."""
     if size > BUCKETS[-1]:
         return -(-size // LARGE_ROWS) * LARGE_ROWS
     return next(bucket for bucket in BUCKETS if bucket >= size)

@@ -54,7 +54,7 @@ class Attention:
 
     @classmethod
     def of(cls, module: nn.Module) -> Attention:
-        """Read a LlamaAttention, or one that differs in window, biases or query and key norms alone."""
+        """Build from a LlamaAttention, or from one that differs only in window, biases, or query and key norms."""
         window = getattr(module, "sliding_window", None)
         if type(module).__name__ == "MistralAttention":
             window = getattr(module.config, "sliding_window", None)
@@ -94,7 +94,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. input_norm: None in EAGLE-1's heads, which read what comes as it is."""
+    """One decoder layer. input_norm is None in EAGLE-1's heads, which do not normalize their input."""
 
     attention: Attention
     mlp: Mlp
@@ -116,7 +116,7 @@ class Layer:
     def __call__(
         self, hidden: Float[Tensor, "R H"], normed: Float[Tensor, "R I"], rotary: Rotary, layout: AttentionMetadata
     ) -> Float[Tensor, "R H"]:
-        """Add the attention to hidden in place, and return what the MLP adds."""
+        """Add the attention to hidden in place, and return the MLP's output."""
         out = self.attention(normed, rotary, layout)
         return self.mlp(normed_sum(self.ops, hidden, out, self.post_norm))
 
@@ -145,13 +145,13 @@ class Decoder:
     def __call__(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
-        """Return what the lm_head reads of each row, and the row's features."""
+        """Return each row's hidden state before the lm_head, and its feature."""
         return self.run(self._embed(tokens), positions, layout)
 
     def run(
         self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
-        """Do the same from the rows' embeddings, which are overwritten."""
+        """Run the layers from the rows' embeddings, which are overwritten."""
         delta, taps = None, {}
         rotary = self._angles(positions)
 
@@ -167,7 +167,7 @@ class Decoder:
 
 
 class Angles:
-    """The rotary angles of positions, from a rotary module of transformers, whatever scaling made its frequencies."""
+    """Rotary angles of positions, from a rotary module of transformers with its scaled frequencies."""
 
     def __init__(self, module: nn.Module):
         self._frequencies: Float[Tensor, " half"] = module.inv_freq.float()

@@ -1,7 +1,7 @@
-"""TargetModel: a transformers causal LM run over our own key/value slots.
+"""TargetModel: a causal LM that runs packed rows of many sequences, trees included, over our own KV cache.
 
-The module tree is transformers'; the attention function, the cache and the row layout are ours, so one pass takes
-rows of many sequences, trees included, packed as [1, R].
+The modules are transformers'; the attention function, the KV cache and the row metadata are ours. One pass takes
+rows packed as [1, R].
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """Chunks of B prompts for one prefill pass, one after the other in R rows.
+    """Chunks of B prompts for one prefill pass, concatenated in R rows.
 
-    starts, lengths: the column of each chunk's first token and its number of tokens. tokens, positions: of every row.
-    last: the row of each chunk's last token.
+    Attributes:
+        starts, lengths: position of each chunk's first token, and its number of tokens.
+        tokens, positions: of every row.
+        last: row of each chunk's last token.
     """
 
     slots: list[int]
@@ -58,7 +60,7 @@ class PrefillBatch:
         device: torch.device | str = "cpu",
         starts: list[int] | None = None,
     ) -> PrefillBatch:
-        """The given tokens of each prompt; without starts, from the first one on."""
+        """Return a batch of the given tokens of each prompt; without starts, from position 0."""
         starts, lengths = starts or [0] * len(slots), [len(ids) for ids in chunks]
         positions = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
         return cls(
@@ -73,7 +75,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """What came of B chunks of R rows. logits: after each one's last token. hidden: what the lm_head reads."""
+    """Output of B chunks of R rows: the logits after each chunk's last token, and the hidden states before the lm_head."""
 
     logits: Float[Tensor, "B V"]
     hidden: Float[Tensor, "R H"]
@@ -81,11 +83,13 @@ class PrefillOutput:
 
 
 class TargetModel:
-    """The model whose tokens are produced, and its KVCache of num_slots slots.
+    """The target model and its KVCache of num_slots slots.
 
-    capacity: columns of a slot, tree rows included. kv_tokens: columns that all slots together may use, rounded down
-    to whole blocks; None lets every slot be full. feature_layers: the layers whose inputs are a row's feature, one
-    after the other; None is the last layer's output after the norm, which the lm_head reads.
+    Args:
+        capacity: positions of a slot, tree rows included.
+        kv_tokens: positions that all slots together may use, rounded down to whole blocks; None lets every slot be full.
+        feature_layers: layers whose concatenated inputs are a row's feature; None is the last layer's normed output,
+            which the lm_head reads.
     """
 
     def __init__(
@@ -123,16 +127,16 @@ class TargetModel:
         )
 
     def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
-        """Fill the slots with the chunks."""
+        """Run the chunks and fill their slots."""
         hidden, features = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))
         return PrefillOutput(self.logits(hidden[prompts.last]), hidden, features)
 
     def verify(
         self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int
     ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"]]:
-        """One pass over the packed rows of B trees: logits and features after each row.
+        """Run one pass over the packed rows of B trees and return logits and features of each row.
 
-        Row (b, i) is written at column lengths[b] + i; `commit` moves what is accepted.
+        Row (b, i) is written at position lengths[b] + i; `commit` moves the accepted rows.
         """
         layout = self._tree_layout(tree, rows, batch, max_depth)
         hidden, features = self._run(rows.tokens, rows.positions, layout)
@@ -141,7 +145,7 @@ class TargetModel:
     def forward_mixed(
         self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PrefillBatch
     ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"], PrefillOutput]:
-        """`verify` and `prefill` in one pass, for which the weights are read once. Their slots are not the same."""
+        """Run `verify` and `prefill` in one pass, so the weights are read once. Their slots must differ."""
         num_rows = len(rows.tokens)
         layout = mixed_metadata(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
         tokens, positions = torch.cat([rows.tokens, prompts.tokens]), torch.cat([rows.positions, prompts.positions])
@@ -152,22 +156,22 @@ class TargetModel:
         return logits[:num_rows], features[:num_rows], passed
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
-        """Keep the accepted path of each tree; the rest is forgotten."""
+        """Keep the accepted path of each tree and discard the other rows."""
         self.cache.commit(batch, result)
 
     def logits(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows V"]:
-        """The lm_head, and what the model's config says is done to its logits."""
+        """Apply the lm_head and the logits processing in the model's config."""
         return self._finished(self._lm_head(hidden))
 
     def logits_over(self, token_ids: Int[Tensor, " D"]) -> LogitsOf:
-        """`logits` of these tokens alone, from a copy of their rows of the lm_head. Raises EngineError."""
+        """Return `logits` for these tokens only, from a copy of their rows of the lm_head. Raises EngineError."""
         lm_head = slice_rows(self._lm_head, token_ids)
         return lambda hidden: self._finished(lm_head(hidden))
 
     def _run(
         self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"], layout: AttentionMetadata
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R F"]]:
-        """What the lm_head reads, and the features."""
+        """Return the hidden states before the lm_head, and the features."""
         positions = positions.clamp(max=self._last_position)
         if self._decoder is not None:
             return self._decoder(tokens, positions, layout)
@@ -179,7 +183,7 @@ class TargetModel:
 
     @contextmanager
     def _tapped(self) -> Iterator[list[Float[Tensor, "1 R H"]]]:
-        """The inputs of feature_layers during a pass, in their order."""
+        """Capture the inputs of feature_layers during a pass, in order."""
         taps: list[Tensor] = []
 
         def tap(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
