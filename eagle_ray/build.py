@@ -1,9 +1,10 @@
-"""From a configuration to an engine and its text: the one place that builds them.
+"""Build an engine and its tokenizer from a configuration.
 
-    pair = build_engine_from_config(config.model, config.speculative, slots=4)
-    pair.engine.add(Sequence("a", pair.tokenizer.encode_chat([{"role": "user", "content": "Hi"}]), SamplingParams()))
+    bundle = build_engine_from_config(config.model, config.speculative, slots=4)
+    ids = bundle.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    bundle.engine.add(Sequence("a", ids, SamplingParams()))
 
-Knows where models live and how large their caches must be.
+This is the only module that locates models and sizes their caches.
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of th
 
 
 class ModelUnavailable(ConfigError):
-    """A hub id that is not on this machine, while the hub does not answer."""
+    """A hub id that is not on this machine while the hub cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a prompt must keep to. max_model_len: tokens, prompt and output together."""
+    """Limits of a prompt. max_model_len: tokens of prompt and output together."""
 
     max_model_len: int
     vocab_size: int
@@ -94,7 +95,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """A target and its drafter, ready to step. text: None where the target has no tokenizer."""
+    """An engine ready to step, with its tokenizer, which is None if the target has none."""
 
     engine: Engine
     tokenizer: Tokenizer | None
@@ -110,11 +111,11 @@ def build_engine_from_config(
     num_gpus: int = 1,
     start: StartLog | None = None,
 ) -> EngineBundle:
-    """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in all.
+    """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in total.
 
-    num_gpus: over which the target is placed; without effect on a CPU, where torch's threads may become fewer instead:
-    as many as the target is worth. start: times the parts. Raises ConfigError where a name cannot be found or a length
-    does not fit, EngineError where files are not a pair.
+    num_gpus: GPUs over which the target is placed; no effect on a CPU, where torch's threads may be reduced to as
+    many as speed the target up. start: times the parts. Raises ConfigError if a name cannot be found or a length
+    does not fit, EngineError if the files are not a target and its draft.
     """
     start = start or StartLog()
     causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
@@ -134,9 +135,9 @@ def build_in_thread(
     num_gpus: int,
     threads: int,
 ) -> EngineBundle:
-    """Build the engine and take its first steps, so that it can serve at once from a thread of its own.
+    """Build the engine in a thread and run its first steps, so that it can serve at once.
 
-    threads: CPU threads of torch's, at most. Raises as build_engine_from_config does.
+    threads: upper bound of torch's CPU threads. Raises as build_engine_from_config does.
     """
 
     def make() -> EngineBundle:
@@ -179,7 +180,7 @@ def load_causal_lm(
 
 
 def _trial_pass(causal_lm: nn.Module, num_rows: int) -> None:
-    """Take about as long as a pass over num_rows tokens does in an engine."""
+    """Run about as much as a pass over num_rows tokens does in an engine."""
     if is_llama_shaped(causal_lm):
         run_linears(causal_lm, num_rows)  # the engine's own forward runs merged layers once
     else:
@@ -187,7 +188,7 @@ def _trial_pass(causal_lm: nn.Module, num_rows: int) -> None:
 
 
 def _gigabytes(path: Path) -> str:
-    """The size of the weights in a model's directory."""
+    """Return the size of the weights in a model's directory, as text."""
     return f"{sum(file.stat().st_size for kind in WEIGHTS for file in path.glob(kind)) / 1e9:.1f} GB"
 
 
@@ -200,10 +201,10 @@ def build_engine(
     kv_tokens: int | None = None,
     start: StartLog | None = None,
 ) -> Engine:
-    """An engine over models in memory, with caches of its own: several engines may share the weights.
+    """Return an engine over models in memory, with its own caches: several engines may share the weights.
 
-    weights: what the method reads from model.draft, None where it reads nothing. kv_tokens: None lets every slot be
-    full. start: times the parts. Raises ConfigError where kv_tokens are too few for one sequence's tree.
+    weights: what the method reads from model.draft, or None. kv_tokens: None lets every slot be full. start: times
+    the parts. Raises ConfigError if kv_tokens are too few for one sequence's tree.
     """
     start = start or StartLog()
     config = causal_lm.config.get_text_config(decoder=True)
@@ -258,7 +259,7 @@ def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -
 
 
 def _place_in_huge_pages(models: list[nn.Module | None]) -> None:
-    """Do so if the linear layers are so large that a pass is bound by reading them."""
+    """Back the linear layers with huge pages if a pass is bound by reading them."""
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
     num_bytes = sum(layer.in_features * layer.out_features * layer.weight.dtype.itemsize for layer in layers)
     if num_bytes >= MIN_HUGE_PAGE_BYTES:
@@ -266,16 +267,16 @@ def _place_in_huge_pages(models: list[nn.Module | None]) -> None:
 
 
 def _warm_up_kernels(models: list[nn.Module | None], max_rows: int) -> None:
-    """For the passes of a step, of up to most_rows rows; prompts are of any length."""
+    """Compile kernels for passes of up to max_rows rows; prompts may have any length."""
     for model in models:
         if model is not None:
             warm_up_kernels(model, max_rows)
 
 
 def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
-    """Steps are replayed on a GPU where nothing stands against it; EAGLE_RAY_GRAPHS=off or on says otherwise.
+    """Return the graph runner: on a GPU if nothing prevents it, or as EAGLE_RAY_GRAPHS=off or on says.
 
-    On a CPU `on` runs the same fixed shapes without being faster: that is for tests.
+    On a CPU `on` runs padded passes of fixed shapes without being faster, for tests.
     """
     wish = os.environ.get(GRAPHS)
     if wish not in (None, "off", "on"):
@@ -290,7 +291,7 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
 
 
 def model_limits(model: ModelConfig) -> ModelLimits:
-    """What the target allows, from its config alone. Raises ConfigError where max_model_len is more than that."""
+    """Return the target's limits from its config. Raises ConfigError if max_model_len exceeds them."""
     config = _target_config(model)
     own = max_exact_position(config) or getattr(config, "max_position_embeddings", None)
     if model.max_model_len is None:
@@ -304,7 +305,7 @@ def model_limits(model: ModelConfig) -> ModelLimits:
 
 
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
-    """Refuse what cannot work, from configs and headers of weights alone: no weights are read.
+    """Refuse models that cannot work, from configs and headers only; no weights are read.
 
     Raises ConfigError naming model.target, model.draft, model.max_model_len, speculative.datastore or
     speculative.draft_vocab.
@@ -332,7 +333,7 @@ def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> No
 
 
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
-    """The keys of `model` that name what cannot be looked at from here, and why."""
+    """Return the keys of `model` whose files cannot be reached from here, with the errors."""
     finders = {"target": download_metadata} | (
         {"draft": download} if draft_requirement(speculative.method) is not None else {}
     )
@@ -346,7 +347,7 @@ def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> di
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
-    """The target's words; None where it has no tokenizer. Raises ConfigError where that cannot be read."""
+    """Return the target's tokenizer, or None if it has none. Raises ConfigError if it cannot be read."""
     try:
         return Tokenizer.load(
             download_metadata(model.target, "target"), model.chat_template, model_limits(model).max_model_len
@@ -356,16 +357,16 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
 
 
 def download(name: str, part: str) -> Path:
-    """The local directory of a model. part: "target" or "draft", which `embedded:` names have both.
+    """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
 
-    A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or the hub where it is reachable).
-    Raises ModelUnavailable where only the hub's silence is in the way, ConfigError where the name can be no model.
+    A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or from the hub). Raises
+    ModelUnavailable if only the hub cannot be reached, ConfigError if the name is no model.
     """
     return _find(name, part, IGNORE_PATTERNS)
 
 
 def download_metadata(name: str, part: str) -> Path:
-    """The same without its weights, which may be hundreds of gigabytes: they are there only if they were before."""
+    """Do the same without weights, which may be hundreds of gigabytes; weights already in the cache stay there."""
     return _find(name, part, IGNORE_PATTERNS + WEIGHTS)
 
 
@@ -397,7 +398,7 @@ def _find(name: str, part: str, ignored: list[str]) -> Path:
 
 
 def _target_config(model: ModelConfig) -> Any:
-    """The target's config; its own class has whatever attributes that model has."""
+    """Return the target's config, of the model's own class."""
     try:
         return load_config(download_metadata(model.target, "target"))
     except EngineError as error:
@@ -437,14 +438,14 @@ def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
 
 
 def _bytes_of_token(causal_lm: nn.Module) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes of keys and values of one token in all layers."""
     config = causal_lm.config.get_text_config(decoder=True)
     itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
     return config.num_hidden_layers * kv_elements_per_token(config) * itemsize
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
-    """Refuse a pool in which not even a short sequence has room for its tree."""
+    """Refuse a KV cache in which not even a short sequence fits with its tree."""
     least = MIN_KV_TOKENS + -(-tree_columns // MIN_KV_TOKENS) * MIN_KV_TOKENS
     if kv_tokens is not None and kv_tokens < least:
         raise ConfigError(
@@ -458,7 +459,7 @@ def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
 
 
 def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
-    """Everything that the costs of this pair's steps depend on, by name: what they are kept under."""
+    """Return everything that the step costs of this engine depend on, by name: the key of the cost cache."""
     target = engine.target
     config = target.model.config.to_dict()
     return {
@@ -481,7 +482,7 @@ def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
 
 
 def _dtype(name: str, device: str, path: Path) -> torch.dtype | str:
-    """Return what the target in `path` is loaded in. name: model.dtype; what auto comes to is said in the log."""
+    """Return the dtype in which to load the target in `path`. name: model.dtype; the choice of auto is logged."""
     if name != "auto":
         return getattr(torch, name)
     if device != "cpu":

@@ -1,12 +1,12 @@
 """Registry: from the name of a method to its drafter and planner.
 
-    check_weights(speculative, path, target_config)                 # from headers: before anything is started
-    weights = load_weights(speculative, path, target_config)        # what model.draft holds, if the method reads one
-    target = Target(..., feature_layers=feature_layers(weights, num_layers))
+    check_weights(speculative, path, target_config)                 # from headers, before anything is started
+    weights = load_weights(speculative, path, target_config)        # of model.draft, if the method reads one
+    target = TargetModel(..., feature_layers=feature_layers(weights, num_layers))
     drafter = make_drafter(speculative, target, weights)
-    planner = fixed_planner(speculative, drafter)                   # where the method itself says which nodes
+    planner = fixed_planner(speculative, drafter)                   # if the method has a fixed tree
 
-Names and what they need stand in `config/methods.py`.
+The names and their requirements are in `config/methods.py`.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ Weights = nn.Module | None  # what a method reads from model.draft
 
 
 def check_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> None:
-    """What `load_weights` would refuse, told without reading weights. Raises EngineError."""
+    """Raise EngineError if `load_weights` would; no weights are read."""
     CHECKS[draft_requirement(speculative.method)](path, target)
 
 
 def load_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> nn.Module:
-    """What model.draft holds, in fp32. Raises EngineError where it does not fit the method or the target."""
+    """Return the weights of model.draft in fp32. Raises EngineError if they do not fit the method or the target."""
     return LOADERS[draft_requirement(speculative.method)](path, target)
 
 
 def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
-    """Whether the EAGLE head in `path`, which fits, brings its own lm_head."""
+    """Return whether the EAGLE head in `path` has its own lm_head."""
     return isinstance(meta_head(path, target), Eagle3Head)
 
 
 def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
-    """The layers of the target that the drafter reads; None is what the lm_head reads."""
+    """Return the layers of the target that the drafter reads; None is the last hidden state."""
     return weights.feature_layers(num_layers) if isinstance(weights, DraftHead) else None
 
 
@@ -81,7 +81,7 @@ def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: W
 
 
 def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
-    """The planner of a method whose tree is fixed; None where speculative.budget decides."""
+    """Return the planner of a method with a fixed tree, or None if speculative.budget decides."""
     make = FIXED_PLANNERS.get(speculative.method)
     return make(speculative, drafter) if make else None
 
@@ -112,7 +112,7 @@ def _sequoia(speculative: SpeculativeConfig, target: TargetModel, head: Weights)
 def _drafter(
     speculative: SpeculativeConfig, target: TargetModel, head: Weights, calibration: Calibration | None
 ) -> EagleDrafter:
-    """speculative.draft_vocab is for a head that reads the target's lm_head."""
+    """Return an EAGLE drafter. speculative.draft_vocab applies to a head that reads the target's lm_head."""
     token_ids = None
     if speculative.draft_vocab is not None and isinstance(head, EagleHead):
         ids = read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
@@ -123,7 +123,7 @@ def _drafter(
 
 
 def _calibration(speculative: SpeculativeConfig, target: TargetModel) -> Calibration | None:
-    """Return None where speculative.ranking leaves the head's own probabilities as they are."""
+    """Return the calibration, or None if speculative.ranking uses the head's own probabilities."""
     return None if speculative.ranking == "published" else Calibration(speculative.max_depth, target.device)
 
 

@@ -1,7 +1,7 @@
-"""Tokenizer: a target's tokenizer and chat template. Text to ids, ids to text, and where a stop string ends an output.
+"""Tokenizer: text to ids and back, chat templates, and where a stop string ends an output.
 
->>> text = Text.load("eagle_ray/assets/tiny/target")
->>> text.decode(text.encode("Hello there"))
+>>> tokenizer = Tokenizer.load("eagle_ray/assets/tiny/target")
+>>> tokenizer.decode(tokenizer.encode("Hello there"))
 'Hello there'
 """
 
@@ -24,7 +24,10 @@ MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more
 
 
 class Tokenizer:
-    """The words of one target. Build it with load. max_model_len: tokens; a prompt of far more is refused."""
+    """The tokenizer of one target. Use `load` to build it.
+
+    max_model_len: in tokens; a prompt of far more is refused before it is encoded.
+    """
 
     def __init__(
         self,
@@ -41,10 +44,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str = "auto", max_model_len: int | None = None) -> Tokenizer | None:
-        """The tokenizer of a local target directory; None where it has none.
+        """Return the tokenizer of a local target directory, or None if it has none.
 
-        chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. Raises EngineError
-        where the tokenizer cannot be read.
+        chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. Raises
+        EngineError if the tokenizer cannot be read.
         """
         directory = Path(path)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
@@ -56,9 +59,11 @@ class Tokenizer:
         return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory), max_model_len)
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """Raw text, with the special tokens that the tokenizer itself adds. Raises RequestError for far too long a one.
+        """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises RequestError if it is far
+        too long.
 
-        Of a hundred megabytes a tokenizer makes gigabytes, which ends the process: their beginning is enough to refuse.
+        Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text is first judged by
+        its beginning.
         """
         if self._max_model_len is not None and len(prompt) > MAX_CHARS_PER_TOKEN * self._max_model_len:
             self._check_beginning(prompt, self._max_model_len)
@@ -77,16 +82,18 @@ class Tokenizer:
             )
 
     def info(self) -> dict[str, Any]:
-        """The tokenizer's class, its special tokens by role and the chat template in force, as JSON."""
+        """Return the tokenizer's class, its special tokens by role and the chat template in use, as JSON."""
         special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
         return {"tokenizer_class": type(self._tokenizer).__name__, **special, "chat_template": self._chat_template}
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """A conversation, ready for the answer: what the template writes and nothing more. Raises RequestError."""
+        """Return the ids of a conversation, exactly as the template writes it, up to the answer. Raises
+        RequestError.
+        """
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The text of a conversation, special tokens spelled out. Raises RequestError."""
+        """Return the text of a conversation, with special tokens as text. Raises RequestError."""
         if self._chat_template is None:
             raise RequestError(
                 "no_chat_template",
@@ -104,11 +111,11 @@ class Tokenizer:
             raise RequestError("bad_messages", f"the chat template refuses these messages: {reason}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """Return the text of ids, without special tokens."""
         return self._decode(ids, skip_special_tokens=True)
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
-        """Text of ids as the model sees it, special tokens spelled out."""
+        """Return the text of ids with special tokens as text."""
         return self._decode(ids, skip_special_tokens=False)
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -119,15 +126,15 @@ class Tokenizer:
         )
 
     def stop_check(self, stops: Sequence[str]) -> StopCheck | None:
-        """A fresh check for one output; None where there is nothing to look for."""
+        """Return a new check for one output, or None if there are no stop strings."""
         return StopCheck(self, stops) if stops else None
 
     def decode_stream(self, stops: Sequence[str]) -> DecodeStream:
-        """A fresh reader of one output that is still being made."""
+        """Return a new incremental decoder for one output."""
         return DecodeStream(self, stops)
 
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
-        """An output's text without EOS, and without the stop string that ended it and what follows."""
+        """Return an output's text without EOS, and without the stop string that ended it and anything after it."""
         ids = output_ids[:-1] if output_ids and output_ids[-1] in self._eos_ids else output_ids
         text = self.decode(ids)
         found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
@@ -135,7 +142,7 @@ class Tokenizer:
 
 
 class StopCheck:
-    """Looks for stop strings in one growing output, each token decoded once, in a window of its neighbours.
+    """Finds stop strings in one growing output. Each token is decoded once, in a window of its neighbours.
 
     A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
     """
@@ -148,7 +155,7 @@ class StopCheck:
         self._tail = ""
 
     def __call__(self, output_ids: list[int]) -> int | None:
-        """How many ids to keep: up to and including the first that completes a stop string; None: go on.
+        """Return how many ids to keep, up to and including the first that completes a stop string, or None to continue.
 
         output_ids: everything generated so far; a call may bring several new ids.
         """
@@ -172,9 +179,10 @@ class StopCheck:
 
 
 class DecodeStream:
-    """One output's text piece by piece: what was told is always a prefix of `text_of` of the whole output.
+    """One output's text piece by piece. The concatenated pieces are always a prefix of `final_text` of the whole
+    output.
 
-    No piece splits a character, and what may turn out to be the beginning of a stop string is held back.
+    No piece splits a character. Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, text: Tokenizer, stops: Sequence[str]):
@@ -186,7 +194,7 @@ class DecodeStream:
         self._told = ""
 
     def grow(self, ids: Sequence[int]) -> str:
-        """What can be told after these further ids, which do not end the output."""
+        """Return the text that is certain after these further ids, which do not end the output."""
         self._ids += ids
         old = self._text.decode(self._ids[self._window : self._read])
         new = self._text.decode(self._ids[self._window :])
@@ -200,13 +208,13 @@ class DecodeStream:
         return known[:num_safe]
 
     def end(self, output_ids: Sequence[int]) -> str:
-        """The rest, once all ids of the output are known."""
+        """Return the rest, once all ids of the output are known."""
         whole = self._text.final_text(output_ids, self._stops)
         return whole[len(self._told) :]
 
 
 def _num_begun(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of the text are the beginning of a stop string, at most."""
+    """Return how many characters at the end of the text may be the beginning of a stop string."""
     longest = max(map(len, stops), default=1) - 1
     ends = range(min(longest, len(text)), 0, -1)
     return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in stops)), 0)
@@ -219,7 +227,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:
 
 
 def _eos_ids(directory: Path) -> frozenset[int]:
-    """The generation config's end-of-sequence ids, else the config's."""
+    """Return the generation config's end-of-sequence ids, or the config's if it has none."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         ids = json.loads(path.read_text("utf-8")).get("eos_token_id") if path.is_file() else None

@@ -369,7 +369,9 @@ def masked_attention(
     mask: Float[Tensor, "b 1 GN T"] | None,
     attention: AttentionParams,
 ) -> Float[Tensor, "B kv_heads GN dv"]:
-    """Return attention under an additive mask (None: all visible), with query heads folded onto their key/value head."""
+    """Return attention under an additive mask (None: all visible), with query heads folded onto their
+    key/value head.
+    """
     if attention.softcap is not None or attention.sinks is not None:
         return _explicit_attention(folded, keys, values, mask, attention)
     rows = _pad_single_row(folded)

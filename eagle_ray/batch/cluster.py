@@ -1,8 +1,8 @@
-"""The Ray cluster: joining one or starting one here, and how many engines it carries.
+"""The Ray cluster: join or start one, and decide how many engines it runs.
 
 >>> connect(prepare("local"))
 >>> plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)
-Workers(fewest=4, most=4, num_gpus=0, threads=2)
+WorkerPlan(fewest=4, most=4, num_gpus=0, threads=2)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOCAL_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How many engine actors, between fewest and most; GPUs and CPU threads of each."""
+    """The minimum and maximum number of engine actors, and GPUs and CPU threads of each."""
 
     fewest: int
     most: int
@@ -53,9 +53,9 @@ class WorkerPlan:
 
 
 def connect(address: str) -> None:
-    """Join the cluster at address; LOCAL starts one on this machine alone.
+    """Join the cluster at the address; LOCAL starts one on this machine.
 
-    A session that is open already is used as it is. Raises ClusterError where no cluster answers.
+    An open session is used as it is. Raises ClusterError if no cluster responds.
     """
     check_not_interrupted()
     if ray.is_initialized():
@@ -80,7 +80,7 @@ def connect(address: str) -> None:
 
 
 def _check_loopback(node_address: str) -> None:
-    """Raise ClusterError, and end the Ray just started, if it listens on an address that others reach."""
+    """Raise ClusterError, and stop the Ray just started, if it listens on an address that other machines can reach."""
     if node_address != LOOPBACK_ADDRESS:
         ray.shutdown()
         raise ClusterError(
@@ -90,9 +90,9 @@ def _check_loopback(node_address: str) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ClusterError if nothing listens at an address that names a port, ConfigError if it is no address.
+    """Raise ClusterError if nothing listens at an address with a port, ConfigError if it is not an address.
 
-    Ray looks for other addresses itself.
+    Ray resolves other addresses itself.
     """
     try:
         url = urlsplit(address if "://" in address else f"//{address}")
@@ -111,7 +111,7 @@ def _check_answers(address: str) -> None:
 
 
 def _send_ray_output_to_stderr() -> None:
-    """Of a process of its own that has died Ray tells on stdout, whenever it hears of it; here that is for stderr."""
+    """Send Ray's messages about dead worker processes to stderr instead of stdout."""
     worker = ray._private.worker
     said = worker.print_to_stdstream
     worker.print_to_stdstream = lambda data, ignore_prefix: said(data | {"is_err": True}, ignore_prefix)
@@ -119,9 +119,9 @@ def _send_ray_output_to_stderr() -> None:
 
 @contextmanager
 def _preserve_sigterm() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, twice, to end the process there and then; the job has words to say before it ends.
+    """Keep SIGTERM for the job, which reports before it ends. Ray handles it twice and would end the process at once.
 
-    In Python it asks a function of its own, which does nothing meanwhile; its core takes it from the system.
+    Its Python handler is replaced by a function that does nothing; its core takes the signal from the system.
     """
     setter = ray._private.utils.set_sigterm_handler
     ray._private.utils.set_sigterm_handler = lambda handler: None
@@ -135,7 +135,7 @@ def _preserve_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Ray's core announces its log level on file descriptor 2; what goes wrong is raised all the same."""
+    """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway."""
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -147,14 +147,14 @@ def _silence_stderr() -> Iterator[None]:
 
 
 def nodes() -> list[Mapping[str, float]]:
-    """What each living node of the connected cluster offers, as Ray counts it."""
+    """Return the resources of each live node of the connected cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def check_alive() -> None:
-    """Raises ClusterError where one of the processes that hold a cluster of our own together is gone.
+    """Raise ClusterError if a process of our own local cluster is gone.
 
-    Ray says nothing of it for up to a minute, and then ends this process there and then.
+    Ray reports that only after a minute, and then ends this process at once.
     """
     node = ray._private.worker._global_node
     gone = {name for name, _ in node.dead_processes()} if node else set()
@@ -167,15 +167,15 @@ def check_alive() -> None:
 
 
 def gcs_address() -> str | None:
-    """Where the connected cluster's GCS answers, None for a Ray Client, which does not see it."""
+    """Return the address of the connected cluster's GCS; None for a Ray Client, which cannot see it."""
     node = ray._private.worker._global_node
     return node.gcs_address if node else None
 
 
 class GcsWatch:
-    """Notices that a cluster elsewhere is lost: its GCS, which holds it together, has stopped to answer.
+    """Detects the loss of a remote cluster: its GCS no longer responds.
 
-    Ray itself says nothing for a minute, and then ends this process with exit code 1.
+    Ray reports nothing for a minute, and then ends this process with exit code 1.
     """
 
     def __init__(self, address: str | None):
@@ -183,7 +183,7 @@ class GcsWatch:
         self._answered_at = self._asked_at = time.monotonic()
 
     def check(self) -> None:
-        """Raises ClusterError after LOST_AFTER_S without an answer. Asks every ASK_GCS_EVERY_S."""
+        """Raise ClusterError after LOST_AFTER_S without a response. Asks every ASK_GCS_EVERY_S."""
         if self._address is None or time.monotonic() - self._asked_at < ASK_GCS_EVERY_S:
             return
         self._asked_at = time.monotonic()
@@ -206,10 +206,10 @@ def plan_workers(
     num_rows: int,
     most_threads: int | None = None,
 ) -> WorkerPlan:
-    """The cores are shared out among the workers.
+    """Return the number of workers; the cores are divided among them.
 
-    num_rows: more actors than rows would be idle. most_threads: of one worker, where the user set it. Raises
-    ClusterUnfit if no node has such GPUs at all, ClusterError if they are too few: a lost node may come back.
+    num_rows: more actors than rows would be idle. most_threads: of one worker, if the user set it. Raises
+    ClusterUnfit if no node has such GPUs at all, ClusterError if there are too few: a lost node may come back.
     """
     cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
     gpus = [node.get("GPU", 0) for node in nodes]
@@ -225,7 +225,7 @@ def plan_workers(
 
 
 def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: float, room: int, fewest: int) -> str:
-    """What is wanted, what is there, and the settings or the machine with which it would do."""
+    """Describe the GPUs wanted and available, and the settings or the machine that would work."""
     if not sum(gpus):
         wanted = f"execution.gpus_per_actor is {num_gpus:g}, but the cluster has no GPU"
         return f"{wanted}: run it on a machine with a GPU, or set execution.gpus_per_actor to 0 to run on CPUs"
@@ -241,7 +241,7 @@ def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: f
 
 
 def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[int, int]:
-    """The fewest actors and the most. room: how many the GPUs carry, None where they need none."""
+    """Return the minimum and maximum number of actors. room: how many the GPUs carry, or None."""
     if isinstance(execution.actors, ActorRange):
         return execution.actors.min, execution.actors.max
     if execution.actors != "auto":
@@ -252,13 +252,13 @@ def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS where the user set it; a Ray job's driver finds Ray's own 1 there, whatever was wanted."""
+    """Return OMP_NUM_THREADS if the user set it. A Ray job's driver always finds Ray's own 1 there."""
     wanted = environ.get("OMP_NUM_THREADS", "")
     return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB_VARIABLE not in environ else None
 
 
 def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
-    """auto: one, or an equal share of one where the job names more actors than there are GPUs."""
+    """Return the GPUs per worker. auto: one, or an equal share if the job names more actors than there are GPUs."""
     if device == "cuda" and not gpus:
         raise ClusterUnfit(
             "model.device is cuda, but the cluster has no GPU: run it on a machine with one, or set it to auto"

@@ -1,7 +1,7 @@
-"""Progress: what the workers have done so far, added up, and which of them died over what.
+"""Progress: the sum of what the workers have done, and the rows in flight when a worker crashed.
 
-Workers send a Report of all they did to one small Ray actor, again after every batch; the driver asks it for
-the sum. A report that is lost is made good by the next.
+After every batch each worker sends a report of its totals to one small Ray actor; the driver reads the sum. A lost
+report is made up for by the next.
 
     >>> progress = start_progress(num_workers=2)
     >>> ray.get(progress.snapshot.remote()).rows
@@ -38,10 +38,12 @@ KILLED = "the process was killed"  # where a worker left no word
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What one worker did so far.
+    """Totals of one worker.
 
-    slot_steps of offered_steps: the engine's slots that were busy. engine_s: seconds inside its steps. work: WORK of
-    the engine.
+    Attributes:
+        slot_steps: slots that held a sequence, summed over steps; offered_steps counts all slots.
+        engine_s: seconds inside the engine's steps.
+        work: WORK of the engine.
     """
 
     worker_id: str
@@ -57,13 +59,13 @@ class WorkerReport:
 
     @classmethod
     def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
-        """Of a worker that has answered nothing yet."""
+        """Return the report of a worker that has finished no row yet."""
         offered = counters.num_steps * counters.num_slots
         work = {name: getattr(counters, name) for name in WORK_COUNTERS}
         return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work)
 
     def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
-        """With one batch's output rows more."""
+        """Return the report with one more batch of output rows."""
         return replace(
             WorkerReport.of(self.worker_id, counters),
             rows=self.rows + len(answers),
@@ -105,7 +107,7 @@ class Progress:
 
     @property
     def starting(self) -> str | None:
-        """The part of a start that was logged last, until a worker is ready; None if nothing was."""
+        """Return the last logged part of the start, or None once a worker is ready."""
         if self.workers or not self.start_lines:
             return None
         return self.start_lines[-1][1].partition(":")[0]
@@ -132,18 +134,18 @@ class Progress:
 
     @property
     def busy_slots(self) -> float | None:
-        """The share of slots that held a sequence, over all steps of all workers."""
+        """Return the share of slots that held a sequence, over all steps of all workers."""
         offered = self._sum("offered_steps")
         return self._sum("slot_steps") / offered if offered else None
 
     @property
     def engine_s(self) -> float:
-        """Seconds that an engine was inside its steps, the mean over all workers."""
+        """Return the mean seconds that a worker's engine was inside its steps."""
         return self._sum("engine_s") / len(self.workers) if self.workers else 0.0
 
     @property
     def work(self) -> dict[str, int]:
-        """WORK, added up over all workers."""
+        """Return WORK summed over all workers."""
         return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK_COUNTERS}
 
     def _sum(self, name: str) -> float:
@@ -163,12 +165,12 @@ class ProgressActor:
         self._failed: set[str] = set()
 
     def start(self, actor_id: str) -> None:
-        """An actor begins, or begins again: then whatever it was answering took part in a death."""
+        """Record that an actor starts. If it restarts, the rows in flight on it get a crash record."""
         self._progress.add_start()
         self._crash_tracker.record_crash(actor_id, self._exit_reasons.pop(actor_id, KILLED))
 
     def fail(self, actor_id: str, error: Exception, is_local: bool) -> bool:
-        """An actor cannot start; returns whether the job ends, which is not so while others do or may.
+        """Record that an actor cannot start. Return whether the job ends: not while other actors run or may start.
 
         is_local: the error may concern only that actor.
         """
@@ -197,7 +199,7 @@ class ProgressActor:
         self._note(f"worker {worker_id} ends: {reason}")
 
     def log(self, level: int, text: str) -> None:
-        """Keep a line of a worker that starts."""
+        """Keep a log line of a starting worker."""
         if (level, text) not in self._progress.start_lines:
             self._progress.start_lines.append((level, text))
 
@@ -210,7 +212,7 @@ class ProgressActor:
 
 
 def start_progress(num_workers: int) -> ActorHandle:
-    """On the driver's own node: where that one dies, so does the job."""
+    """Start the actor on the driver's own node: if that node dies, so does the job."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
     return ray.remote(**options)(ProgressActor).remote(num_workers)

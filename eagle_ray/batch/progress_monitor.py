@@ -1,6 +1,6 @@
-"""ProgressMonitor: what a running job says of itself, and a look at whether it can still end well.
+"""ProgressMonitor: log a running job's progress, and stop the job if it cannot end well.
 
-It tells what engines have finished and, apart from it, what stands in files: to the log and to
+It reports the rows that engines have finished and, separately, the rows in files, to the log and to
 ``_progress.json``.
 
     >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits):
@@ -37,7 +37,9 @@ MIN_ROWS_FOR_ERROR_RATE = 100  # an error rate over fewer rows says little
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to give up. max_error_rate: a share of rows. max_starts: of workers, with no good row between them."""
+    """When to stop the job. max_error_rate: a share of rows. max_starts: worker starts without a good row
+    between them.
+    """
 
     max_error_rate: float
     max_starts: int
@@ -57,11 +59,12 @@ class Limits:
 
 
 class ProgressMonitor:
-    """While it is open: something to look at, and ``_progress.json`` every few seconds.
+    """While it is open, it logs progress and writes ``_progress.json`` every few seconds.
 
-    A job that cannot end well is stopped: the main thread is interrupted, and leaving raises the reason. That is what
-    keeps a worker from starting, TooManyErrors once MIN_ROWS_FOR_ERROR_RATE rows are done, ClusterError where workers
-    die again and again, and OutputDamaged or Overtaken once ``_run.json`` is deleted or names another attempt.
+    A job that cannot end well is stopped: the main thread is interrupted, and leaving the context raises the reason:
+    the error that keeps workers from starting, TooManyErrors once MIN_ROWS_FOR_ERROR_RATE rows are done,
+    ClusterError if workers crash repeatedly, OutputDamaged or FencedError if ``_run.json`` is deleted or names
+    another attempt.
     """
 
     def __init__(self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits):
@@ -110,7 +113,7 @@ class ProgressMonitor:
                 self._write(facts)
 
     def _poll(self) -> Progress | None:
-        """The workers' progress, once their notes are passed on and the job is still worth going on with."""
+        """Return the workers' progress, after logging their notes and checking the limits."""
         try:
             check_alive()
             self._gcs.check()
@@ -155,7 +158,7 @@ class ProgressMonitor:
             log.debug("%s cannot be written: %s", PROGRESS, error)
 
     def _facts(self, progress: Progress) -> Facts:
-        """Everything that is said, and ``_progress.json`` with it."""
+        """Return the facts that are logged and written to ``_progress.json``."""
         now = time.monotonic()
         running = now - (self._ready_at or now)
         rows_left = max(0, self._num_rows - progress.rows)
@@ -200,7 +203,7 @@ class ProgressMonitor:
 
 @dataclass(slots=True)
 class RowCounter:
-    """Counts the rows of files as they appear, reading each footer once."""
+    """Counts the rows of files as they appear. Each footer is read once."""
 
     directory: StoragePath
     pattern: str

@@ -492,7 +492,9 @@ class TreeMask:
 
 
 def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
-    """Return the mask of the next frontier: a node attends to what its parent does and, in F new positions, to itself."""
+    """Return the mask of the next frontier: a node attends to what its parent does and, in F new positions,
+    to itself.
+    """
     batch, width = frontier.tokens.shape
     itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(batch, width, width)
     depths = frontier.tokens.new_full((width,), depth)

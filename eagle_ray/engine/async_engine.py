@@ -1,14 +1,14 @@
-"""AsyncEngine: an Engine that steps in a thread of its own and is awaited from an event loop.
+"""AsyncEngine: an Engine that steps in its own thread and is awaited from an event loop.
 
     engine = AsyncEngine(engine)
     sequence = await engine.generate(Sequence("a", ids, SamplingParams()))
 
-or heard while it grows, the first token before any draft is verified:
+or streamed, the first token before any draft is verified:
 
     async for count in engine.stream(sequence):
         print(sequence.output_ids[:count])
 
-The loop never runs a step and the thread never touches the loop but to hand it finished sequences and counts.
+The loop never runs a step; the thread touches the loop only to hand over finished sequences and counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from eagle_ray.errors import EngineError
 
 
 class LoopMailbox:
-    """From the engine's thread to one loop: whatever is sent before the loop gets to it wakes it only once."""
+    """Messages from the engine's thread to one event loop. All messages sent before the loop runs wake it only once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
@@ -39,7 +39,7 @@ class LoopMailbox:
         self._is_waking = False
 
     def post(self, note: Callable[[], None]) -> None:
-        """The loop will call it; a loop that is gone wants no notes."""
+        """Schedule a callback on the loop; ignored if the loop is closed."""
         self._sent.append(note)
         if not self._is_waking:
             self._is_waking = True
@@ -54,7 +54,7 @@ class LoopMailbox:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRequest:
-    """A sequence on its way through the thread, and the future that waits for it."""
+    """A sequence handed to the thread, and the future that waits for it."""
 
     sequence: Sequence
     future: asyncio.Future
@@ -62,7 +62,7 @@ class PendingRequest:
     listener: Callable[[], None] | None
 
     def finish(self, error: Exception | None = None) -> None:
-        """Answer from the engine's thread."""
+        """Resolve the future from the engine's thread."""
         self.post.post(partial(self._resolve, error))
 
     def _resolve(self, error: Exception | None) -> None:
@@ -80,7 +80,12 @@ Command = tuple[Callable[[PendingRequest], None], PendingRequest]
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Of a moment. num_running: sequences that hold a slot. num_blocks_used: of num_blocks, those that slots hold."""
+    """Use of the engine at a moment.
+
+    Attributes:
+        num_running: sequences that hold a slot.
+        num_blocks_used: KV blocks that slots hold, of num_blocks.
+    """
 
     num_running: int
     num_blocks_used: int
@@ -88,7 +93,7 @@ class Occupancy:
 
 
 class AsyncEngine:
-    """Takes over the engine: no other code may step it. close() ends the thread; requests in flight get EngineError."""
+    """Owns the engine: no other code may step it. close() ends the thread; requests in flight get EngineError."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -101,17 +106,17 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(self, sequence: Sequence) -> Sequence:
-        """The same sequence, finished. Raises what Engine.add does for this one, EngineError once the engine is dead.
+        """Run a sequence and return it finished. Raises what Engine.add does, or EngineError if the engine is dead.
 
         Cancelling the caller frees the sequence's slot at the next step.
         """
         return await self._answer(sequence, sequence.listener)
 
     async def stream(self, sequence: Sequence) -> AsyncIterator[int]:
-        """How many output ids there are, whenever some have come; up to then the sequence's lists may be read.
+        """Yield the number of output ids whenever it grows; up to it the sequence's lists may be read.
 
-        Raises as generate does. Closing the iterator early frees the slot at the next step; a slow reader
-        delays no other request.
+        Raises as generate does. Closing the iterator early frees the slot at the next step; a slow reader delays no
+        other request.
         """
         post, counts = self._mailbox(), asyncio.Queue()
         listener = lambda: post.post(partial(counts.put_nowait, len(sequence.output_ids)))  # noqa: E731
@@ -126,15 +131,15 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still answers."""
+        """Return whether the engine still serves requests."""
         return self._error is None
 
     def counters(self) -> EngineCounters:
-        """A copy of the engine's counters."""
+        """Return a copy of the engine's counters."""
         return replace(self._engine.counters)
 
     def occupancy(self) -> Occupancy:
-        """What is held now; between two steps of the thread or in the middle of one."""
+        """Return the current occupancy, possibly in the middle of a step."""
         blocks = self._engine.target.cache.blocks
         used = blocks.num_blocks - blocks.num_available
         return Occupancy(self._engine.scheduler.num_running, used, blocks.num_blocks)
@@ -158,7 +163,7 @@ class AsyncEngine:
             raise
 
     def _mailbox(self) -> LoopMailbox:
-        """The running loop's; as a rule there is but one loop."""
+        """Return the mailbox of the running loop; usually there is only one loop."""
         loop = asyncio.get_running_loop()
         if self._post is None or self._post.loop is not loop:
             self._post = LoopMailbox(loop)
@@ -179,7 +184,7 @@ class AsyncEngine:
         self._fail_all(error)
 
     def _receive(self) -> bool:
-        """Take what has arrived, waiting while there is nothing else to do; False once closed."""
+        """Handle arrived commands, waiting if there is nothing else to do. Return False once closed."""
         while True:
             try:
                 order = self._inbox.get(block=not self._engine.has_work)
@@ -200,13 +205,13 @@ class AsyncEngine:
             self._calls[call.sequence] = call
 
     def _abort(self, call: PendingRequest) -> None:
-        """Unless it is answered, or was never taken because another call brought the same sequence."""
+        """Abort a request unless it is answered or was refused because another call brought the same sequence."""
         if self._calls.get(call.sequence) is call:
             del self._calls[call.sequence]
             self._engine.abort(call.sequence)
 
     def _fail_all(self, error: EngineError) -> None:
-        """Answer what is in flight and what came in too late."""
+        """Fail all requests in flight and those that arrived too late."""
         late = []
         while not self._inbox.empty():
             late.append(self._inbox.get())

@@ -62,7 +62,7 @@ class CalibrationSetting:
 
     Attributes:
         width, depth: of the draft.
-        num_rows: at least so many rows in the pass; rows past the nodes are padding.
+        num_rows: minimum rows of the pass; rows past the nodes are padding.
     """
 
     batch_size: int
@@ -444,7 +444,9 @@ def _curve(seconds: dict[int, list[float]]) -> CostCurve:
 
 
 def seconds_per_sequence(seconds: dict[tuple[int, int], list[float]]) -> float:
-    """Return the seconds that one more sequence adds to a pass of equal rows: least squares over pairs of batch sizes."""
+    """Return the seconds that one more sequence adds to a pass of equal rows: least squares over pairs of
+    batch sizes.
+    """
     typical = {size: _lower_quartile(times) for size, times in seconds.items()}
     pairs = [(b - a, typical[n, b] - typical[n, a]) for n, a in typical for other, b in typical if other == n and b > a]
     return max(sum(more * s for more, s in pairs) / max(sum(more**2 for more, _ in pairs), 1), 0.0)

@@ -79,7 +79,9 @@ class CudaGraphRunner:
         return next((bound for bound in self.contexts if bound >= longest), self.contexts[-1])
 
     def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
-        """Run the function on padded inputs; results are in tensors of the padded shapes, valid until the next replay."""
+        """Run the function on padded inputs; results are in tensors of the padded shapes, valid until the
+        next replay.
+        """
         graph = self._graphs.get(key)
         if graph is not None:
             self.num_replayed += 1

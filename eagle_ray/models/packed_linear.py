@@ -1,12 +1,12 @@
-"""PackedLinear: a frozen nn.Linear on a CPU, its weight in the order in which oneDNN's kernels read it.
+"""PackedLinear: a frozen nn.Linear on a CPU with its weight in the layout of oneDNN's kernels.
 
-    pack_linears(model)          # once, before the model is used; where there is nothing to gain it stays as it is
-    warm_up_kernels(model, 64)      # for passes of up to 64 rows, before requests wait for them
+    pack_linears(model)             # once, before the model is used; layers that gain nothing stay as they are
+    warm_up_kernels(model, 64)      # compile kernels for passes of up to 64 rows before requests wait for them
 
-Against F.linear in fp32, 4 to 8 rows cost what one row costs, and many rows two thirds. A row's result does not depend
-on how many rows go with it, bit for bit, which F.linear does not promise. (The exception: on some processors another
-kernel is much faster for one to three rows; see linear_kernels.) A packed weight is no parameter, takes no gradient and
-cannot be moved.
+Compared with F.linear in fp32, 4 to 8 rows cost as much as one row, and many rows two thirds. A row's result does
+not depend on the other rows, bit for bit, which F.linear does not guarantee. (Exception: on some processors another
+kernel is much faster for one to three rows; see linear_kernels.) A packed weight is not a parameter, has no gradient
+and cannot be moved.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ MERGED = {
 
 
 class PackedLinear(nn.Module):
-    """What `linear` computes, within rounding.
+    """Computes what `linear` does, within rounding.
 
     Args:
-        linear: on a CPU, in one of DTYPES; it may be thrown away.
-        kernels: how 1 .. MIN_PACKED_ROWS - 1 rows are multiplied (see linear_kernels); more use the packed weight.
+        linear: on a CPU, in one of DTYPES; it may be discarded.
+        kernels: the kernel for each of 1 .. MIN_PACKED_ROWS - 1 rows (see linear_kernels); more use the packed weight.
     """
 
     def __init__(self, linear: nn.Linear, kernels: Mapping[int, Kernel] = FILLED_ONLY):
@@ -62,7 +62,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Nothing but a dtype and a device, which some models ask of their routers."""
+        """A placeholder with a dtype and a device, which some models read from their routers."""
         return torch.empty(0, dtype=self._weight.dtype, device=self._weight.device)
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
@@ -84,7 +84,7 @@ class PackedLinear(nn.Module):
 
 
 class SideBySideLinear(nn.Module):
-    """Several layers over the same input, their outputs one after the other."""
+    """Several layers over the same input, with concatenated outputs."""
 
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
@@ -95,7 +95,7 @@ class SideBySideLinear(nn.Module):
 
 
 class OutputSlice(nn.Module):
-    """Outputs begin .. end - 1 of a packed layer that several layers were merged into: what one of them computed."""
+    """Outputs begin .. end - 1 of a merged layer: the outputs of one of its parts."""
 
     def __init__(self, whole: PackedLinear, begin: int, end: int):
         super().__init__()
@@ -118,15 +118,15 @@ def run_linears(model: nn.Module, num_rows: int) -> None:
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Return whether this is a linear layer of plain weights, packed or not, and nothing besides."""
+    """Return whether this is a plain linear layer, packed or not."""
     return isinstance(module, PackedLinear | OutputSlice) or _plain_weight(module) is not None
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
-    """Return one layer whose outputs are those of the parts, one after the other, in the parts' own memory.
+    """Return one layer with the concatenated outputs of its parts, in the parts' own memory.
 
-    Plain parts become views into the weights of the whole, unless they are that already, so nothing is kept twice.
-    Packed parts must have been packed together (see pack_linears) or be each for itself.
+    Plain parts become views into the weight of the whole, so nothing is kept twice. Packed parts must have been
+    packed together (see pack_linears), or each separately.
     """
     if all(isinstance(part, OutputSlice) and part.whole is parts[0].whole for part in parts):
         return parts[0].whole
@@ -141,7 +141,7 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
 
 
 def _joined_data(parts: list[nn.Parameter]) -> Tensor:
-    """Return the parts' numbers as one tensor that the parts are views of from now on."""
+    """Return the parts' weights as one tensor, of which the parts become views."""
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
     begins = [part.data_ptr() for part in parts]
     num_rows = sum(len(part) for part in parts)
@@ -155,14 +155,14 @@ def _joined_data(parts: list[nn.Parameter]) -> Tensor:
 
 
 def pack_linears(model: nn.Module, fewest_weights: int | None = None) -> None:
-    """Replace the model's linear layers, in place, where that pays and this machine's torch can.
+    """Replace the model's linear layers in place where that pays and this machine's torch supports it.
 
     The projections of a Llama-shaped layer that read the same input are packed as one, which our own forward runs;
     each part stays in the module tree as a slice of its outputs.
 
     Args:
-        fewest_weights: smaller layers stay, and quantised ones; None is MIN_WEIGHTS of their dtype. A weight tied
-            to an embedding stays there too.
+        fewest_weights: smaller layers stay, as do quantised ones; None is MIN_WEIGHTS of their dtype. A weight tied
+            to an embedding stays, too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
     sites = [site for site in _sites(model) if site.is_worth(fewest_weights) and can_pack(*site.kind)]
@@ -173,7 +173,7 @@ def pack_linears(model: nn.Module, fewest_weights: int | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Plain linear layers of one module that read the same input: one, or several that MERGED names."""
+    """Plain linear layers of one module that read the same input: one, or several of a group in MERGED."""
 
     module: nn.Module
     names: Sequence[str]
@@ -189,7 +189,7 @@ class Site:
 
     @property
     def kind(self) -> tuple[str, torch.dtype]:
-        """The device and the dtype of its weights."""
+        """Return the device type and dtype of the weights."""
         weight = self.parts[0].weight
         return weight.device.type, weight.dtype
 

@@ -75,7 +75,9 @@ class PrefillBatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """Output of B chunks of R rows: the logits after each chunk's last token, and the hidden states before the lm_head."""
+    """Output of B chunks of R rows: the logits after each chunk's last token, and the hidden states before
+    the lm_head.
+    """
 
     logits: Float[Tensor, "B V"]
     hidden: Float[Tensor, "R H"]
@@ -87,7 +89,7 @@ class TargetModel:
 
     Args:
         capacity: positions of a slot, tree rows included.
-        kv_tokens: positions that all slots together may use, rounded down to whole blocks; None lets every slot be full.
+        kv_tokens: positions that all slots together may use, rounded down to whole blocks; None lets each be full.
         feature_layers: layers whose concatenated inputs are a row's feature; None is the last layer's normed output,
             which the lm_head reads.
     """

@@ -1,8 +1,8 @@
-"""Admission: which requests a replica takes, by the sequences and the tokens that each will need.
+"""Admission: which requests a replica accepts, by the sequences and tokens that each needs.
 
 A request needs a sequence for each prompt and choice, and for each sequence the tokens of its prompt and max_tokens.
-What is taken is held until the request ends, however it ends. What does not fit now is refused with 429, what could
-never fit with 400.
+They are held until the request ends. A request that does not fit now is refused with 429, one that never fits with
+400.
 
     >>> admission = Admission(Need(sequences=24, tokens=65_536))
     >>> with admission.admit(Need(sequences=2, tokens=600)):
@@ -27,7 +27,7 @@ MAX_RETRY_AFTER_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request, or several together, take up."""
+    """Sequences and tokens that requests need."""
 
     sequences: int = 0
     tokens: int = 0
@@ -50,11 +50,13 @@ def _with_noun(number: int, noun: str) -> str:
 
 
 class Admission:
-    """Count what is in flight, of one replica. Use it on one event loop.
+    """Counts what is in flight in one replica. Use it on one event loop.
 
-    limit: what may be in flight together, running and queued. num_clients: API keys; with several of them the room is
-    shared, so that a client which floods the server leaves some to the others. longest: tokens of the longest sequence;
-    a client that holds nothing gets one of those if it is free, however small its share.
+    Args:
+        limit: what may be in flight together, running and queued.
+        num_clients: API keys. With several, the limit is shared, so that one client cannot use all of it.
+        longest: tokens of the longest sequence. A client that holds nothing gets one such sequence if it is free,
+            however small the client's share.
     """
 
     def __init__(self, limit: Need, num_clients: int = 1, longest: int = 1):
@@ -66,7 +68,7 @@ class Admission:
 
     @property
     def held(self) -> Need:
-        """What all requests in flight need together."""
+        """Return what all requests in flight need together."""
         return sum(self._held.values(), Need())
 
     @contextmanager
@@ -111,7 +113,7 @@ class Admission:
             )
 
     def _available(self, held: Need, own: Need) -> Need:
-        """What a client may add. held: by all clients. own: by this one, held included."""
+        """Return what a client may add. held: by all clients. own: by this one, held included."""
         free = self.limit - held
         if not self._is_shared:
             return free
@@ -124,7 +126,7 @@ class Admission:
         return Need(max(0, sequences), max(0, tokens))
 
     def _estimated_wait_s(self, missing: Need) -> int:
-        """Seconds until so much is free, if requests go on ending as fast as the last ones did."""
+        """Return the seconds until this much is free, if requests keep ending as fast as recently."""
         if not self._releases:
             return 1
         seconds = time.monotonic() - self._releases[0][0]

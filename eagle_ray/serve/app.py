@@ -41,7 +41,7 @@ CLIENT_CLOSED = 499  # not read: the client closed the connection
 
 
 async def alone(snapshot: Snapshot) -> Snapshot:
-    """How one replica without others publishes."""
+    """Publish metrics when there is only one replica."""
     return snapshot
 
 
@@ -69,7 +69,7 @@ def build_app(service: Service, publish: Publish = alone) -> Starlette:
 
 
 class Routes:
-    """What each route does."""
+    """The handlers of all routes."""
 
     def __init__(self, service: Service, publish: Publish):
         self._service, self._publish = service, publish
@@ -154,7 +154,7 @@ class Routes:
         }
 
     async def _body(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
-        """The request, once its key is good."""
+        """Check the API key and return the parsed request."""
         self._client(request)
         return await self._service.parse(kind, await read_body(request, self._service.config.serving.max_body_bytes))
 
@@ -175,7 +175,7 @@ def _json(body: bytes) -> Response:
 
 
 class EventStream(Response):
-    """Return a stream of server-sent events until the client disconnects. first: an event that is ready already."""
+    """A response of server-sent events, sent until the client disconnects. first: an event that is ready already."""
 
     media_type = "text/event-stream"
 
@@ -201,7 +201,7 @@ class EventStream(Response):
 
 
 async def _while_there(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What the work returns. Raises ClientDisconnected, the work cancelled, as soon as the client has gone."""
+    """Return the result of the work. If the client disconnects, cancel the work and raise ClientDisconnected."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -239,7 +239,7 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """index.html at the root, its icon where browsers look for one unasked, and every file under /page."""
+    """Return the routes of index.html, its icon, and every file under /page."""
     found = {file.name: _File(file.name, file.read_bytes()) for file in files(__package__).joinpath("page").iterdir()}
     named = {f"/page/{name}": file for name, file in found.items()}
     named |= {"/": found["index.html"], "/favicon.ico": found["icon.svg"]}
@@ -247,7 +247,7 @@ def page_routes() -> list[Route]:
 
 
 class _File:
-    """One file, read once."""
+    """A static file, read once."""
 
     def __init__(self, name: str, content: bytes):
         self._content, self._kind = content, KINDS[name.rpartition(".")[2]]

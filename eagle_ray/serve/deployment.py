@@ -1,7 +1,7 @@
-"""The Ray Serve application: one replica per engine, all behind one proxy, and a Board on which they add up.
+"""The Ray Serve application: one replica per engine behind one proxy, and an actor that merges their metrics.
 
-``eagle-ray serve`` runs it here; a cluster is given a YAML that names ``application`` (infra/serve/deploy.yaml).
-Autoscaling goes by the requests in flight.
+``eagle-ray serve`` runs it here; a cluster gets a YAML that names ``application`` (infra/serve/deploy.yaml).
+Autoscaling follows the requests in flight.
 
     handle = serve.run(application_of(config, keys, shape), name=config.name)
 """
@@ -41,7 +41,7 @@ MAX_ONGOING_REQUESTS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """How many replicas, between fewest and most; GPUs and CPU threads of each."""
+    """The minimum and maximum number of replicas, and GPUs and CPU threads of each."""
 
     fewest: int
     most: int
@@ -74,7 +74,7 @@ class Replica(AtNodeAddress):
         return merge(self._known.values())
 
     async def _publish_again(self) -> None:
-        """Others see this replica without having to ask it."""
+        """Publish this replica's metrics regularly."""
         while True:
             with suppress(RayError, RayServeException):  # the board may be on its way back
                 await self._publish(self._service.snapshot())
@@ -82,14 +82,14 @@ class Replica(AtNodeAddress):
 
 
 def _log_to_stderr(level: str) -> None:
-    """Show what a start does in the replica's log, which Ray keeps."""
+    """Show the log of the start in the replica's log file, which Ray keeps."""
     log.setLevel(level.upper())
     if not log.handlers:
         log.addHandler(logging.StreamHandler(sys.stderr))
 
 
 class MetricsReplica(AtNodeAddress, MetricsAggregator):
-    """A Board in a process of its own."""
+    """A MetricsAggregator as a Serve replica."""
 
     def __init__(self):
         AtNodeAddress.__init__(self)
@@ -97,9 +97,9 @@ class MetricsReplica(AtNodeAddress, MetricsAggregator):
 
 
 def application(args: dict[str, Any]) -> Application:
-    """For ``serve deploy``. args: a ServeConfig's keys, or `config: FILE` and keys that override it.
+    """Return the application for ``serve deploy``. args: a ServeConfig's keys, or `config: FILE` and overriding keys.
 
-    Raises ConfigError with a line per wrong key.
+    Raises ConfigError with one line per wrong key.
     """
     rest = dict(args)
     path = rest.pop("config", None)
@@ -135,7 +135,7 @@ def application_of(config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan) -> Ap
 
 
 def plan_replicas(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> ReplicaPlan:
-    """gpus, cpus: of the whole cluster. auto is one replica for each GPU there is, or one on the CPU."""
+    """Return the replicas. gpus, cpus: of the whole cluster. auto is one replica per GPU, or one on the CPU."""
     serving = config.serving
     num_gpus = float(serving.gpus_per_replica != 0 and gpus > 0 and config.model.device != "cpu")
     if serving.gpus_per_replica != "auto":

@@ -74,9 +74,9 @@ def merge(parts: Iterable[Snapshot]) -> Snapshot:
 
 
 def prometheus_text(snapshot: Snapshot) -> str:
-    """The exposition format, version 0.0.4, every digit of a counter: rates are read off the last ones.
+    """Return the exposition format 0.0.4 with every digit of a counter, since rates depend on the last ones.
 
-    What was never counted is 0, but for what labels tell apart.
+    A metric without samples is 0, unless labels distinguish its samples.
     """
     kinds = [(COUNTERS, "counter", "_total"), (GAUGES, "gauge", ""), (HISTOGRAMS, "histogram", "")]
     samples = snapshot.counters | snapshot.gauges
@@ -90,7 +90,7 @@ def prometheus_text(snapshot: Snapshot) -> str:
 
 
 def _family(sample: str) -> str:
-    """The metric that a sample belongs to."""
+    """Return the metric of a sample."""
     name = sample.partition("{")[0]
     for histogram in HISTOGRAMS:
         if name.startswith(histogram):
@@ -108,7 +108,7 @@ class MetricsAggregator:
         self._last: dict[str, tuple[float, Snapshot]] = {}
 
     async def put(self, replica: str, snapshot: Snapshot, known: dict[str, Snapshot]) -> dict[str, Snapshot]:
-        """Keep this replica's snapshot; returns everybody's. known: what the replica was told the last time."""
+        """Keep this replica's snapshot and return all replicas'. known: what the replica received the last time."""
         now = time.monotonic()
         if not self._last:
             self._last = {name: (now, part) for name, part in known.items()}
@@ -132,7 +132,7 @@ BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 
 class ReplicaMetrics:
-    """Of one replica. Used on its event loop alone."""
+    """Counters of one replica, used only on its event loop."""
 
     def __init__(self):
         self._counts: Counter[str] = Counter()
@@ -161,7 +161,7 @@ class ReplicaMetrics:
         self._add("http_errors", 1, f'code="{code}"')
 
     def snapshot(self, engine: EngineCounters, held: Occupancy, in_flight: int) -> Snapshot:
-        """in_flight: sequences of requests that are not answered yet."""
+        """Return the counters and gauges. in_flight: sequences of unanswered requests."""
         counters = dict(self._counts)
         for name in COUNTERS:
             if name.startswith("engine_"):

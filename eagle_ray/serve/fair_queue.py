@@ -1,9 +1,9 @@
-"""FairQueue: which client's sequence the engine gets next, if clients with several API keys wait.
+"""FairQueue: order the sequences of clients with different API keys.
 
-The engine serves first come, first served. So it is given few sequences more than it has slots; the others wait here,
-those of each client in a queue of its own. The client that was served the fewest tokens is next. This is the virtual
-token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). While a sequence runs, its
-prompt and max_tokens are reserved; when it ends, its client is charged with the tokens that it used.
+The engine serves in order of arrival, so it gets only a few sequences more than it has slots; the others wait here,
+in one queue per client. The client that was served the fewest tokens is next. This is the virtual token counter of
+Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). While a sequence runs, its prompt and
+max_tokens are reserved; when it ends, its client is charged with the tokens that it used.
 
     >>> queue = FairQueue(num_clients=2, num_places=5)
     >>> async with queue.turn(client=1, tokens=300) as turn:
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class QueueTurn:
-    """One sequence at the engine. used: the tokens that it really took."""
+    """One sequence at the engine. used: the tokens that it used."""
 
     used: int
 
@@ -37,7 +37,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, client: int, tokens: int) -> AsyncIterator[QueueTurn]:
-        """Wait for a place and hold it while the block runs. tokens: what the sequence may take at most."""
+        """Wait for a place and hold it while the block runs. tokens: an upper bound of what the sequence may use."""
         await self._wait(client, tokens)
         turn = QueueTurn(tokens)
         try:
@@ -67,14 +67,14 @@ class FairQueue:
     def _catch_up(self, client: int) -> None:
         """Raise the counter of a client that was idle: time without requests earns no credit.
 
-        Reservations do not count: a client that reserves much and uses little would delay those that come later.
+        Reservations do not count: a client that reserves much and uses little would delay later clients.
         """
         if not self._waiting[client] and not self._reserved[client]:
             others = [self._served[i] for i, waiting in enumerate(self._waiting) if waiting]
             self._served[client] = max(self._served[client], min(others, default=self._last_served))
 
     def _dispatch(self) -> None:
-        """Give the free places to the clients that were served least."""
+        """Give free places to the clients that were served least."""
         while self._num_free and any(self._waiting):
             client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._served_tokens)
             place = next(iter(self._waiting[client]))

@@ -1,8 +1,9 @@
-"""From a request to the sequences an engine takes: one for each prompt and choice, prompt by prompt.
+"""Turn a request into engine sequences: one for each prompt and choice, prompt by prompt.
 
-Sampling and seeds are a job's: choice j of a request with seed s has the key that sample j of a row with seed s has.
+Sampling and seeds are as in a job: choice j of a request with seed s has the noise key of sample j of a row with
+seed s.
 
-    >>> asked_of(request, config, text).choices
+    >>> prepare_generation(request, config, tokenizer).choices
     [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
 """
 
@@ -27,7 +28,7 @@ OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """ids as the model sees them; text as an echo shows them."""
+    """A prompt: ids as the model reads them, and the text that an echo shows."""
 
     ids: list[int]
     text: str
@@ -45,10 +46,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """A request, ready for the engine. stop_ids: tokens that end a choice and are not part of its text.
+    """A request, ready for the engine.
 
-    is_typed: whether it is for a text completion whose client's types know no null (``typed``).
-    client: the number of the client's API key.
+    Attributes:
+        stop_ids: tokens that end a choice and are not part of its text.
+        is_typed: it is a text completion of a client whose types allow no null (``openai_client_compat``).
+        client: the number of the client's API key.
     """
 
     id: str
@@ -78,7 +81,7 @@ def prepare_generation(
     is_typed: bool = False,
     client: int = 0,
 ) -> GenerationRequest:
-    """Raises RequestError where it cannot be answered."""
+    """Return the request with its sequences. Raises RequestError if it cannot be answered."""
     kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
     id = f"{kind}-{secrets.token_hex(12)}"
     prompts = _prompts(request, text)
@@ -109,12 +112,12 @@ def num_tokens(sequence: Sequence, max_model_len: int) -> int:
 
 
 def need_of(request: GenerationRequest, max_model_len: int) -> Need:
-    """Return what the request takes up while it is in flight."""
+    """Return what the request holds while it is in flight."""
     return Need(len(request.choices), sum(num_tokens(choice.sequence, max_model_len) for choice in request.choices))
 
 
 def min_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Need:
-    """Return what the request takes up at least, before its texts are tokenized: each counts as one token."""
+    """Return what the request holds at least, before its texts are tokenized: each counts as one token."""
     max_tokens = _max_tokens(request, config)
     lengths = [1]
     if isinstance(request, CompletionRequest):
@@ -139,7 +142,7 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NullTok
 
 
 def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, index: int) -> SamplingParams:
-    """Return the server's settings overridden by the request's; a random seed if it has none."""
+    """Return the server's settings overridden by the request's, with a random seed if it has none."""
     defaults = config.sampling
     own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
     values: dict[str, Any] = defaults.model_dump(include=set(OWN_SAMPLING)) | own
@@ -159,7 +162,7 @@ def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, ind
 
 
 def _stop_check(text: Tokenizer | NullTokenizer, stops: list[str], stop_ids: frozenset[int]) -> StopCheck | None:
-    """Stop strings and stop tokens, whichever comes first."""
+    """Return a check for stop strings and stop tokens, whichever comes first."""
     by_text = text.stop_check(stops)
     if not stop_ids:
         return by_text

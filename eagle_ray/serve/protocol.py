@@ -19,7 +19,7 @@ from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
 
 
 def _utf8(text: str) -> str:
-    """Half a surrogate pair, which JSON can spell, is no text."""
+    """Refuse half a surrogate pair, which JSON can spell but UTF-8 cannot."""
     text.encode()
     return text
 
@@ -37,7 +37,7 @@ MAX_SEQUENCES = 1024
 
 
 class Body(BaseModel):
-    """Types are taken as they stand: "3" is not 3."""
+    """Base of all bodies. Types are strict: "3" is not 3."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -53,19 +53,19 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """What else a message carries goes to the chat template, as in jobs, but for what no text can hold."""
+    """A message. Other keys go to the chat template, as in jobs, unless a text cannot hold them."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def plain(self) -> dict[str, Any]:
-        """Its content as one text."""
+        """Return the message with its content as one text."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
     def check(self, where: str) -> None:
-        """Raises ApiError. where: the message's place in the request."""
+        """Raise ApiError for a message that is wrong. where: the message's place in the request."""
         refuse_in_message(self.model_extra or {}, where)
 
 
@@ -88,7 +88,7 @@ class StreamOptions(Body):
 
 
 class Request(Body):
-    """What both kinds of completions share. None: the server's own setting, or off."""
+    """Parameters that chat and text completions share. None is the server's setting, or off."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
@@ -131,7 +131,7 @@ class Request(Body):
 
     @property
     def num_characters(self) -> int:
-        """Of all its prompts' text; one for each token id."""
+        """Return the characters of all prompts; a token id counts as one."""
         raise NotImplementedError
 
     @property
@@ -139,7 +139,7 @@ class Request(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def check(self) -> None:
-        """What single fields do not show. Raises ApiError."""
+        """Check rules that involve several fields. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options", "bad_value")
         refuse_unbuilt(self.model_extra or {})
@@ -187,7 +187,7 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """POST /v1/completions. max_tokens 0, with echo: nothing but the prompt."""
+    """POST /v1/completions. max_tokens 0 with echo returns the prompt only."""
 
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] = Field(
         description="a text, a list of texts, a list of token ids or a list of such lists, none of them empty"
@@ -211,7 +211,7 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Each prompt of the request."""
+        """Return the prompts of the request."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt
 
@@ -232,7 +232,7 @@ class CompletionRequest(Request):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: one of prompt and messages."""
+    """POST /tokenize: either prompt or messages."""
 
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     prompt: Text | None = Field(default=None, description="a text")
@@ -253,11 +253,11 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="a list of token ids")
 
     def check(self) -> None:
-        """Each field speaks for itself."""
+        """Nothing to check beyond single fields."""
 
 
 def num_characters(messages: list[Message]) -> int:
-    """Of their contents."""
+    """Return the characters of the messages' contents."""
     return sum(len(message.plain()["content"]) for message in messages)
 
 

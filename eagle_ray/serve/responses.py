@@ -1,6 +1,6 @@
-"""What clients get once a request is answered: choices, usage and how the drafts fared.
+"""Response bodies: choices, usage and speculation metrics.
 
->>> answer_of(asked, text)["choices"][0]["message"]["content"]
+>>> answer_of(request, tokenizer)["choices"][0]["message"]["content"]
 'Paris.'
 """
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 def answer_of(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
-    """The body of a request that does not stream; every sequence is finished."""
+    """Return the body of a request that does not stream; every sequence is finished."""
     of = _chat_choice if asked.is_chat else _text_choice
     return head(asked, "chat.completion" if asked.is_chat else "text_completion") | {
         "choices": [of(asked, choice, text) for choice in asked.choices],
@@ -33,7 +33,7 @@ def head(asked: GenerationRequest, kind: str) -> Json:
 
 
 def shown_ids(asked: GenerationRequest, choice: Choice) -> list[int]:
-    """Output ids whose text is shown: without a stop token."""
+    """Return the output ids whose text is shown, without a stop token."""
     ids = choice.sequence.output_ids[: choice.num_wanted]
     return ids[:-1] if ids and ids[-1] in asked.stop_ids else ids
 
@@ -43,14 +43,14 @@ def num_output(choice: Choice) -> int:
 
 
 def usage_of(asked: GenerationRequest) -> Json:
-    """A prompt counts once, however many choices it has."""
+    """Return the token usage. A prompt counts once, however many choices it has."""
     prompt = sum(len(prompt.ids) for prompt in asked.prompts)
     completion = sum(num_output(choice) for choice in asked.choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def metrics_of(asked: GenerationRequest) -> Json:
-    """vLLM's keys, over all choices together: steps without drafts are none of its steps."""
+    """Return vLLM's speculation metrics over all choices; steps without drafts are not counted."""
     stats = reduce(AcceptanceStats.merge, (choice.sequence.stats for choice in asked.choices))
     num_steps = stats.num_steps - stats.num_plain_steps
     histogram = [stats.histogram[0] - stats.num_plain_steps, *stats.histogram[1:]]
@@ -68,7 +68,7 @@ def metrics_of(asked: GenerationRequest) -> Json:
 
 
 def finish_reason(choice: Choice) -> str | None:
-    """What is cut to nothing ends by length."""
+    """Return the finish reason; a choice that was cut to no tokens ended by length."""
     return "length" if choice.num_wanted == 0 else choice.sequence.finish_reason
 
 
@@ -115,7 +115,7 @@ def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | N
 
 
 def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> tuple[str, Json | None]:
-    """An echo, before the first output id: the prompt's text and log-probabilities."""
+    """Return what an echo shows before the first output id: the prompt's text and log-probabilities."""
     if asked.request.tops is None:
         return choice.prompt.text, None
     return choice.prompt.text, text_logprobs(prompt_places(choice.sequence), text, asked.request.tops > 0)

@@ -1,7 +1,7 @@
-"""Service: one engine and its words, behind the requests of many clients.
+"""Service: one engine with its tokenizer, shared by the requests of many clients.
 
-All of them share the engine's one batch. A full queue refuses at once (``admission``), clients with keys of their own
-take turns (``fair_queue``), and a request that is cancelled frees its slots at the engine's next step.
+All requests share the engine's batch. A full queue refuses at once (``admission``), clients with different API keys
+take turns (``fair_queue``), and a cancelled request frees its slots at the engine's next step.
 
     service = Service.start(config, threads=2, keys=ApiKeys.of(["secret"]))
     body = await service.answer(await service.read(request))
@@ -60,19 +60,19 @@ Said = "Json | Exception | None"
 
 
 class Threads:
-    """Two threads for work on texts, one of them for long ones: megabytes take seconds and delay only each other."""
+    """Two threads for tokenizing, one of them for long texts: megabytes take seconds and delay only each other."""
 
     def __init__(self, name: str):
         self._short = ThreadPoolExecutor(1, f"eagle-ray-{name}")
         self._long = ThreadPoolExecutor(1, f"eagle-ray-long-{name}")
 
     async def run(self, size: int, work: Callable[..., Result], *args: Any) -> Result:
-        """Return what the work returns; the event loop goes on meanwhile. size: characters or tokens."""
+        """Return the result of the work without blocking the event loop. size: characters or tokens."""
         return await asyncio.get_running_loop().run_in_executor(self._long if size > LONG else self._short, work, *args)
 
 
 class Service:
-    """Takes the engine over. close() ends it."""
+    """Owns the engine. close() ends it."""
 
     def __init__(self, config: ServeConfig, engine: Engine, text: Tokenizer | None, keys: ApiKeys | None = None):
         self.config, self.text = config, text or NullTokenizer()
@@ -87,7 +87,7 @@ class Service:
 
     @classmethod
     def start(cls, config: ServeConfig, threads: int, keys: ApiKeys | None = None) -> Service:
-        """Load the pair. Raises ConfigError and EngineError as build_engine_from_config does."""
+        """Load the models. Raises ConfigError and EngineError as build_engine_from_config does."""
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
         pair = build_in_thread(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads)
@@ -102,14 +102,14 @@ class Service:
 
     @property
     def held(self) -> Need:
-        """What the requests that are in flight take up."""
+        """Return what the requests in flight hold."""
         return self.admission.held
 
     def snapshot(self) -> Snapshot:
         return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.held.sequences)
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for another model than the one that is here; no name is this one."""
+        """Raise ApiError if the request names another model than this one."""
         if name is not None and name != self.config.model_name:
             raise ApiError(
                 404, f"there is no model {name!r} here; there is {self.config.model_name!r}", "model", "model_not_found"
@@ -122,7 +122,10 @@ class Service:
     async def read(
         self, request: ChatRequest | CompletionRequest, is_typed: bool = False, client: int = 0
     ) -> GenerationRequest:
-        """is_typed: see ``typed``. client: the number of its API key. Raises ApiError and RequestError."""
+        """Prepare a parsed request. is_typed: see ``openai_client_compat``. client: the number of its API key.
+
+        Raises ApiError and RequestError.
+        """
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
@@ -131,7 +134,7 @@ class Service:
         )
 
     async def tokens(self, request: TokenizeRequest) -> bytes:
-        """Return the ids of a prompt, or of a conversation as it is answered. Raises ApiError and RequestError."""
+        """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
         if request.messages is None:
             size, encode = len(request.prompt), partial(self.text.encode, request.prompt, request.add_special_tokens)
@@ -157,7 +160,7 @@ class Service:
         return await self._readers.run(len(request.tokens), make)
 
     async def answer(self, asked: GenerationRequest) -> bytes:
-        """Return the body with all choices, or with none: one that fails ends the others.
+        """Return the response body with all choices. If one fails, the others are aborted.
 
         Raises ApiError, RequestError and EngineError.
         """
@@ -179,9 +182,9 @@ class Service:
             await self._engine.generate(sequence)
 
     async def events(self, asked: GenerationRequest) -> AsyncIterator[str]:
-        """The stream's events, in the order in which the engine brings them. Raises as answer does, before the first.
+        """Yield the stream's events in the engine's order. Before the first event it raises as answer does.
 
-        An error after that is an event itself, the last one.
+        A later error is sent as the last event.
         """
         with self._admitted(asked):
             said: asyncio.Queue[Said] = asyncio.Queue()  # holds text only: a slow reader delays no other request
@@ -208,7 +211,7 @@ class Service:
                     task.cancel()
 
     async def _follow(self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue) -> None:
-        """Put one choice's chunks into the queue, and None or its error behind them."""
+        """Put one choice's chunks into the queue, followed by None or its error."""
         chunks = ChoiceChunks(asked, choice, self.text)
         try:
             async with self._turn(asked, choice.sequence), aclosing(self._engine.stream(choice.sequence)) as counts:
@@ -220,7 +223,7 @@ class Service:
             said.put_nowait(error)
 
     async def _chunks(self, asked: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
-        """Return the chunks up to `count` output ids; log-probabilities of a long echo are made in a thread."""
+        """Return the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
         num_new = chunks.num_untold(count) * (1 + (asked.request.tops or 0))
         if asked.request.tops is None or num_new <= SHORT:
             return list(chunks.until(count))
@@ -232,7 +235,7 @@ class Service:
 
     @asynccontextmanager
     async def _turn(self, asked: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
-        """The time that a sequence may spend at the engine: at once, unless clients with several keys share it."""
+        """Wait for the sequence's turn at the engine: at once, unless clients with several keys share it."""
         if self._fair_queue is None:
             yield
             return
@@ -243,13 +246,13 @@ class Service:
                 turn.used = sequence.num_tokens
 
     def _with_metrics(self, asked: GenerationRequest, chunk: Json) -> Json:
-        """The last chunk of the last choice says how the drafts fared, where no usage follows."""
+        """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
         is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in asked.choices)
         return chunk | {"metrics": last_chunk(asked)["metrics"]} if is_last else chunk
 
     @contextmanager
     def _admitted(self, asked: GenerationRequest) -> Iterator[None]:
-        """Hold what a request needs while it is in flight, and count how it ended. Raises as Admission.check does."""
+        """Hold what a request needs while it is in flight, and count its outcome. Raises as Admission.check does."""
         arrived_at = time.monotonic()
         with self.admission.admit(need_of(asked, self.max_model_len), asked.client, len(asked.prompts)):
             try:
@@ -265,7 +268,7 @@ class Service:
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Need:
-    """Return what may be in flight together: the engine full, and the queue behind it."""
+    """Return what may be in flight together: a full engine and the queue."""
     blocks = engine.target.cache.blocks
     num_cached = blocks.num_blocks * blocks.size
     queued = config.serving.max_queued_tokens
@@ -274,12 +277,12 @@ def _limit(config: ServeConfig, engine: Engine) -> Need:
 
 
 def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:
-    """Let a few sequences more than there are slots wait at the engine: a slot that is freed is taken at once."""
+    """Return a queue that lets a few sequences more than slots wait at the engine, so a freed slot is used at once."""
     return FairQueue(num_clients, num_slots + num_slots // 4 + 1) if num_clients > 1 else None
 
 
 def _num_values(asked: GenerationRequest) -> int:
-    """Return about how many tokens, alternatives included, an answer shows."""
+    """Return about how many tokens, alternatives included, a response shows."""
     shown = sum(
         choice.sequence.num_tokens if asked.echo else len(choice.sequence.output_ids) for choice in asked.choices
     )

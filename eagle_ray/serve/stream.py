@@ -32,7 +32,7 @@ from eagle_ray.tokenizer import Tokenizer
 
 
 def last_chunk(asked: GenerationRequest) -> Json:
-    """Usage, and how the drafts fared, behind all choices."""
+    """Return the chunk after all choices, with usage and speculation metrics."""
     return _head(asked) | {"choices": [], "usage": usage_of(asked), "metrics": metrics_of(asked)}
 
 
@@ -51,13 +51,13 @@ def _head(asked: GenerationRequest) -> Json:
 
 
 def num_logprobs(chunk: Json) -> int:
-    """Return how many log-probabilities a chunk holds, alternatives left out."""
+    """Return how many log-probabilities a chunk holds, without alternatives."""
     found = [choice.get("logprobs") for choice in chunk["choices"]]
     return sum(len(logprobs.get("tokens") or logprobs.get("content") or ()) for logprobs in found if logprobs)
 
 
 class ChoiceChunks:
-    """One choice of a stream. Its texts together are the text it would have without streaming."""
+    """The chunks of one choice. Their texts concatenated are the text without streaming."""
 
     def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
         self._asked, self._choice, self._text = asked, choice, text
@@ -68,12 +68,12 @@ class ChoiceChunks:
         self._offset = 0  # characters of the tokens whose log-probabilities were told
 
     def num_untold(self, count: int) -> int:
-        """Return how many tokens the next chunks show if they go up to `count` output ids; an echo is among them."""
+        """Return how many tokens the chunks up to `count` output ids show, an echo included."""
         echoed = len(self._choice.sequence.prompt_ids) if self._asked.echo and not self._is_begun else 0
         return echoed + count - self._num_told
 
     def until(self, count: int) -> Iterator[Json]:
-        """The chunks that the first `count` output ids bring; the last ones once the sequence is finished."""
+        """Yield the chunks up to `count` output ids; the last ones once the sequence is finished."""
         sequence = self._choice.sequence
         if not self._is_begun:
             self._is_begun = True
@@ -85,7 +85,7 @@ class ChoiceChunks:
         yield from self._chunk(self._texts(start, count, is_end), start, count, is_end)
 
     def _texts(self, start: int, end: int, is_end: bool) -> list[str]:
-        """What the output ids [start, end) add to the text: by id where steps are asked for, else in one piece."""
+        """Return what the output ids [start, end) add to the text: by id if steps are requested, else in one piece."""
         ids = self._choice.sequence.output_ids[start:end]
         groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
         texts = [self._growing.grow(group) for group in groups[:-1]]  # no stop string ends before the last id
@@ -93,7 +93,7 @@ class ChoiceChunks:
         return [*texts, last]
 
     def _beginning(self) -> Iterator[Json]:
-        """The role of a chat's answer; the prompt, where it is to be echoed."""
+        """Yield the first chunk: the role of a chat message, or an echoed prompt."""
         if self._asked.is_chat:
             yield self._with({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
         elif self._asked.echo:
@@ -134,7 +134,7 @@ Place = tuple[int, int]
 
 
 class Steps:
-    """The steps of one sequence, from its first output id on, in portions of any size."""
+    """The decode steps of one sequence, read in portions of any size."""
 
     def __init__(self, sequence: Sequence):
         self._sequence = sequence
@@ -142,7 +142,7 @@ class Steps:
         self._num_told = 0
 
     def next(self, texts: list[str]) -> list[dict[str, Any]]:
-        """The next output ids, one for each text, by step. They must be there already."""
+        """Return the next output ids, one per text, grouped by step. The engine must have produced them."""
         start, self._num_told = self._num_told, self._num_told + len(texts)
         ids = self._sequence.output_ids[start : self._num_told]
         told = list(zip(ids, texts, self._places, strict=False))
@@ -153,7 +153,7 @@ class Steps:
         ]
 
     def _counts(self, step: int) -> dict[str, int]:
-        """Candidates that the step verified and accepted, before any cut at the output's end."""
+        """Return the candidates that the step verified and accepted, before any cut at the output's end."""
         stats = self._sequence.stats
         return {
             "step": step,

@@ -1,4 +1,4 @@
-"""Input files: from a glob, a directory or a list of them to files in a fixed order, each with its format.
+"""Input files: expand a glob, a directory or a list of them into files in a fixed order, each with its format.
 
 >>> [file.format for file in find_files("data/*.parquet", "auto")]  # doctest: +SKIP
 ['parquet', 'parquet']
@@ -44,14 +44,14 @@ class InputFile:
 
     @property
     def path(self) -> str:
-        """As it stands in messages and in the rows' source_file."""
+        """Return the path as shown in messages and in the rows' source_file."""
         return str(self.storage_path)
 
     def check_unchanged(self) -> None:
-        """Raises InputChanged if the file is no longer the one that was planned.
+        """Raise InputChanged if the file is no longer the one that was planned.
 
-        A local file is compared by its size only, since another node's copy may have another time; the driver compares
-        the rest (``fingerprints.check_unchanged``).
+        A local file is compared by its size only, since another node's copy may have another time; the driver
+        compares the rest (``fingerprints.check_unchanged``).
         """
         with self.detect_changes():
             now = self.storage_path.stat()
@@ -62,7 +62,7 @@ class InputFile:
 
     @contextmanager
     def detect_changes(self) -> Iterator[None]:
-        """Turn what reading a file meets that was replaced or removed into InputChanged."""
+        """Turn read errors of a file that was replaced or removed into InputChanged."""
         try:
             yield
         except FileNotFoundError:
@@ -75,7 +75,9 @@ class InputFile:
 
 
 def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]:
-    """Every file the patterns name: patterns in order, each one's files sorted, none twice. Raises ConfigError."""
+    """Return every file that the patterns name: patterns in order, each one's files sorted, without duplicates. Raises
+    ConfigError.
+    """
     found: dict[StoragePath, InputFile] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
@@ -90,7 +92,7 @@ def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]
 
 
 def resolve_pattern(pattern: str) -> StoragePath:
-    """The pattern as a location, absolute, its wildcards as they are. Raises ConfigError where it can be none."""
+    """Return the pattern as an absolute path with its wildcards. Raises ConfigError if it cannot be one."""
     if pattern.startswith("embedded:"):
         if pattern not in EMBEDDED:
             raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
@@ -102,7 +104,7 @@ def resolve_pattern(pattern: str) -> StoragePath:
 
 
 def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
-    """The glob's root (the directory before the first wildcard) and the sorted files below it."""
+    """Return the glob's root (the directory before the first wildcard) and the sorted files below it."""
     path = resolve_pattern(pattern)
     if path.exists():
         return path.parent, {path: path.stat()}
@@ -115,7 +117,7 @@ def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
 
 
 def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
-    """Names that begin with a dot or an underscore, and whatever is below such a directory."""
+    """Return whether a name in the path begins with a dot or an underscore."""
     return any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
 
 
@@ -128,7 +130,7 @@ def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
 
 
 def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
-    """The directory before the first wildcard, and the pattern below it."""
+    """Split a pattern into the directory before the first wildcard, and the rest."""
     root, parts = path.parent, [path.name]
     while glob.has_magic(root.text) and root != root.parent:
         root, parts = root.parent, [root.name, *parts]
@@ -156,7 +158,7 @@ def _name_below(location: StoragePath, directory: StoragePath) -> str:
 
 
 def _hint(pattern: str) -> str:
-    """What stands there instead, or where was looked and the nearest name there."""
+    """Describe what exists at the path, or where was searched and the nearest name."""
     path = resolve_pattern(pattern)
     if path.is_directory():
         return f": {_DIRECTORY_HINT}, such as {pattern}/*"

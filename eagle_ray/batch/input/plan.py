@@ -1,7 +1,7 @@
-"""InputPlan: the whole input, looked at once before anything starts.
+"""InputPlan: the whole input, scanned once before anything starts.
 
-Fixes what must not change on the way: files and shards in order, the columns that are read, the types of the columns
-that are carried; and finds ids that occur twice.
+It fixes the order of files and shards, the columns to read and the types of passthrough columns, and finds duplicate
+ids.
 
     >>> plan = plan_input(config)                            # doctest: +SKIP
     >>> [row["request_id"] for row in requests_of(plan)]     # doctest: +SKIP
@@ -63,27 +63,27 @@ class InputPlan:
 
     @property
     def for_readers(self) -> InputPlan:
-        """What it takes to read a shard of it."""
+        """Return the part that readers of a shard need."""
         return replace(self, shards=(), ids=EMPTY)
 
     @property
     def needed(self) -> list[str]:
-        """The input columns that are read at all: those of requests, and those that are carried."""
+        """Return the input columns to read: those of requests and those to pass through."""
         paths = (self.columns.id, *self.columns.prompts.values())
         read = [name for path in paths for name in path.names]
         return read + [field.name for field in SAMPLING_FIELDS] + [name for name, _ in self.passthrough_types]
 
     @property
     def passthrough(self) -> list[pa.Field]:
-        """The output columns of what is carried."""
+        """Return the output columns of the passthrough columns."""
         return [field_of(name, type_) for name, type_ in self.passthrough_types]
 
 
 def plan_input(config: JobConfig) -> InputPlan:
     """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
 
-    With input.on_bad_row fail it raises for the first bad row, too. With input.on_unknown refuse it raises for columns
-    that are request parameters which rows cannot set.
+    With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
+    parameters which rows cannot set raise.
     """
     files = find_files(config.input.path, config.input.format)
     columns = _columns(config.input.columns)
@@ -113,7 +113,7 @@ def plan_input(config: JobConfig) -> InputPlan:
 
 
 def check_not_empty(plan: InputPlan, config: JobConfig) -> None:
-    """Raises ConfigError if there is no row to answer and input.allow_empty is not set."""
+    """Raise ConfigError if there are no rows and input.allow_empty is not set."""
     if plan.num_rows == 0 and not config.input.allow_empty:
         raise ConfigError(
             f"input.path: there is no row in {_files(plan)}. Give an input with rows, or --allow-empty "
@@ -127,19 +127,19 @@ def _files(plan: InputPlan) -> str:
 
 
 def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
-    """Every row of the input in order, good or bad, as REQUEST columns and carried ones."""
+    """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
     for table in request_tables(plan):
         yield from table.to_pylist()
 
 
 def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
-    """The same in tables of at most TABLE_ROWS rows."""
+    """Yield the rows in tables of at most TABLE_ROWS rows."""
     for shard in plan.shards:
         yield from shard_tables(plan, shard)
 
 
 def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
-    """The requests of one shard, in tables of at most TABLE_ROWS rows."""
+    """Yield the requests of one shard in tables of at most TABLE_ROWS rows."""
     rows = rows_in(shard, plan.needed)
     while chunk := list(islice(rows, TABLE_ROWS)):
         requests = [parse_row(row, plan.columns, _row_location(shard.file, position)) for position, row in chunk]
@@ -169,7 +169,9 @@ def _row_location(file: InputFile, position: RowPosition) -> RowLocation:
 
 
 def _columns(config: ColumnsConfig) -> RequestColumns:
-    """The configured paths. Where no prompt column is configured, every default that the rows set is read."""
+    """Return the configured columns. Without a configured prompt column, every default prompt column of the rows is
+    read.
+    """
     configured = {name: _path(name, text) for name in PROMPTS if (text := getattr(config, name)) is not None}
     return RequestColumns(_path("id", config.id or "id"), configured or {name: _path(name, name) for name in PROMPTS})
 
@@ -182,7 +184,7 @@ def _path(name: str, text: str) -> ColumnPath:
 
 
 def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
-    """Configured columns exist in some file, and there is a prompt."""
+    """Check that configured columns exist in some file, and that there is a prompt."""
     for name, path in [("id", columns.id), *columns.prompts.items()]:
         if path.text in SAMPLING_NAMES:
             raise ConfigError(
@@ -221,7 +223,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def _apply_limit(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
-    """The first rows of the input, in file order."""
+    """Return the first rows of the input, in file order."""
     kept, remaining_rows = [], sum(shard.num_rows for shard in shards) if limit is None else limit
     for shard in shards:
         if remaining_rows > 0:
@@ -231,7 +233,7 @@ def _apply_limit(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
 
 
 def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
-    """These ids, sorted as digests, and where they stand, in the order of the input."""
+    """Return the sorted digests of these ids and their positions in the input."""
     for row, location in _rows(plan) if len(wanted) else ():
         request_id = id_of(row, plan.columns, location)
         if isin(digests([request_id]), wanted):
@@ -239,7 +241,7 @@ def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]
 
 
 def _check_ids(plan: InputPlan, duplicate_ids: Digests) -> None:
-    """Raises ConfigError naming both places of an id that occurs twice."""
+    """Raise ConfigError naming both locations of an id that occurs twice."""
     locations: dict[str, RowLocation] = {}
     for request_id, location in ids_in(plan, duplicate_ids):
         if request_id in locations:

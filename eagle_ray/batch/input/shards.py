@@ -1,7 +1,7 @@
-"""Shards: small consecutive parts of input files that can be read on their own, whatever the format.
+"""Shards: small consecutive parts of input files that can be read separately, in any format.
 
-Parquet is cut at row groups, every other format at the ends of its records, which are lines in JSONL and OpenAI batch
-files; a malformed record is one bad row. Memory is bounded by a record or a batch.
+Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and OpenAI batch files.
+A malformed record is one bad row. Memory is bounded by a record or a batch.
 
     >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
     [{'prompt': 'Hi'}]
@@ -39,7 +39,7 @@ OnRow = Callable[[RowPosition, InputRow], None]  # told of every row: its place 
 class Shard:
     """Consecutive rows of one file. start: row group (Parquet) or byte offset. first: its first row.
 
-    Blank lines are no rows, but are counted by row indices.
+    Blank lines are not rows, but row indices count them.
     """
 
     file: InputFile
@@ -48,22 +48,22 @@ class Shard:
     num_rows: int
 
     def truncate(self, num_rows: int) -> Shard:
-        """Its first rows only."""
+        """Return the shard's first rows."""
         return dataclasses.replace(self, num_rows=num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class FileScan:
-    """What a file holds: its columns with the types to carry them under, in order, and its shards."""
+    """The content of a file: its columns with their passthrough types, in order, and its shards."""
 
     types: dict[str, pa.DataType]
     shards: tuple[Shard, ...]
 
 
 def scan(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
-    """Look through one file once, telling see of every row (of Parquet, its needed columns only).
+    """Scan one file once and call on_row for every row (of Parquet, its needed columns only).
 
-    Raises ConfigError where the file cannot be read at all.
+    Raises ConfigError if the file cannot be read at all.
     """
     read = _scan_parquet if file.format == "parquet" else _scan_records
     try:
@@ -75,9 +75,9 @@ def scan(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
 
 
 def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
-    """Each row's place in its file, and the row (of Parquet, its needed columns only).
+    """Yield each row's position in its file, and the row (of Parquet, its needed columns only).
 
-    Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read after all.
+    Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read now.
     """
     shard.file.check_unchanged()
     read = _parquet_rows if shard.file.format == "parquet" else _record_rows
@@ -87,7 +87,7 @@ def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, 
 def _detect_changes(
     file: InputFile, rows: Iterator[tuple[RowPosition, InputRow]]
 ) -> Iterator[tuple[RowPosition, InputRow]]:
-    """A file that cannot be read after all has changed if its size says so."""
+    """Treat a file that cannot be read now as changed if its size differs."""
     try:
         with file.detect_changes():
             yield from rows
@@ -121,7 +121,7 @@ def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosit
 
 
 def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Byte offset, place and columns of every record from byte `start` on, which is the place `at`."""
+    """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`."""
     with file.storage_path.open() as stream:
         yield from RECORD_READERS[file.format](stream, file.path, start, start_position)
 

@@ -1,16 +1,16 @@
-"""Stale writers: writers of an attempt that is over, which live on for seconds after their driver was killed.
+"""Fence off stale writers: writers of an earlier attempt that live for seconds after their driver was killed.
 
-Every writer reads ``_run.json`` right before it publishes, so a zombie can only do harm between that look and the end
-of its one rename or PUT. What is left of it there:
-- It overwrites nothing. A part file is created where there is none, named after its attempt and task; ``_run.json``
-  and rewritten part files are replaced by compare-and-swap. So nothing of a newer attempt is lost.
-- A late file of the same run holds ids that stand elsewhere by then, with the same tokens, since sampling is keyed. The
-  recount before ``_SUCCESS`` writes them down to one; on S3, where a PUT takes time, the recount waits until the PUTs
-  that were under way when this attempt began are over. (A rename takes no time: locally nothing waits.)
-- A late file of a run that was overwritten would be another configuration's answer. Attempts go on counting, so its
-  name is below this run's first attempt: it is deleted before each count.
-What stays open: a zombie that is frozen in that gap for longer than MAX_PUT_S and thawed after ``_SUCCESS`` may add
-a file. The next start of the same command finds it and writes it down; nothing is lost or wrong, only twice.
+Every writer reads ``_run.json`` right before it publishes, so a stale writer can only do harm between that read and
+the end of its one rename or PUT. That harm is limited:
+- It overwrites nothing. A part file is created only if it does not exist, under a name with its attempt and task;
+  ``_run.json`` and rewritten part files are replaced by compare-and-swap. So nothing of a newer attempt is lost.
+- A late file of the same run has ids that other files have too, with the same tokens, since sampling is keyed. The
+  recount before ``_SUCCESS`` removes the duplicates. On S3 a PUT takes time, so the recount waits until the PUTs
+  that were under way when this attempt began must be over. A local rename takes no time.
+- A late file of a run that was overwritten would have another configuration's output. Attempt numbers keep counting,
+  so its name is below this run's first attempt, and it is deleted before each count.
+One case stays open: a writer that is frozen in that gap for longer than MAX_PUT_S and resumed after ``_SUCCESS`` may
+add a file. The next start of the same command removes its duplicates; no row is lost or wrong.
 
     >>> remove_stale_files(run)
 """
@@ -30,7 +30,7 @@ MAX_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less 
 
 
 def remove_stale_files(run: RunHandle) -> None:
-    """Delete what writers of an overwritten run published after it was deleted."""
+    """Delete the files that writers of an overwritten run published after it was deleted."""
     first = read_manifest(run.output)["attempts"][0]["attempt"]
     for file in part_files(run.data):
         attempt = attempt_of(file)
@@ -40,7 +40,7 @@ def remove_stale_files(run: RunHandle) -> None:
 
 
 def wait_for_stale_writers(run: RunHandle) -> None:
-    """Wait until no PUT of an attempt that was killed can be under way, and delete strays: then counting is final."""
+    """Wait until no PUT of a killed attempt can be under way, and delete stale files, so that the count is final."""
     attempts = read_manifest(run.output)["attempts"]
     fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
     if fenced and not run.output.is_local:

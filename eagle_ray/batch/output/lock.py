@@ -1,21 +1,22 @@
 """The lock of an output directory: one driver at a time.
 
-Locally it is the system's own, which ends with its process. In a bucket it is a lease: an object that its holder
-rewrites every few seconds. Every change of that object is a compare-and-swap on the version that was read.
+Locally it is a file lock of the operating system, which ends with its process. In a bucket it is a lease: an object
+that its holder rewrites every few seconds (heartbeat). Every change of that object is a compare-and-swap on the
+version that was read.
 
 A driver that finds a lease watches it by its own clock, since no two machines agree on the time. One change may be a
-late PUT of a dead holder, so it only restarts the clock; a second change is a living holder, and the driver is refused.
-A lease without a change for LEASE_S is taken over.
+late PUT of a dead holder, so it only restarts the clock; a second change proves a live holder, and the driver is
+refused. A lease without a change for LEASE_S is taken over.
 
 A holder that cannot renew its lease does not stop at once. Why that is safe:
 - To take the lease over, another driver must write its own token into the object. So if the object still holds our
-  token when the storage answers again, and our compare-and-swap on that version succeeds, there was no take-over.
-- SELF_FENCE_S after its last renewal, which is before a take-over is possible, the holder's own process stops
+  token when the storage responds again, and our compare-and-swap on that version succeeds, there was no take-over.
+- SELF_FENCE_S after its last renewal, which is before a take-over is possible, the holder's process stops
   publishing: ``check`` is called before each PUT and waits until the lease is renewed or lost.
-- Writers in other processes do not ask the holder. They read ``_run.json`` right before each PUT. A new driver raises
-  the attempt number there, by compare-and-swap, before it reads or writes anything else, so a late writer stops. One
-  that looked just before that and writes just after is harmless, like the writer of a killed driver
-  (``batch/output/fencing.py``): it creates a file of its own attempt, and the new driver counts after such PUTs.
+- Writers in other processes read ``_run.json`` right before each PUT instead. A new driver first raises the attempt
+  number there, by compare-and-swap, so a late writer stops. A writer that read just before that and writes just
+  after is harmless (``batch/output/fencing.py``): it creates a file of its own attempt, and the new driver counts
+  after such PUTs.
 After OUTAGE_S the holder gives up with a transient error.
 
     >>> with lock_output(StoragePath.of("s3://bucket/runs/a")) as check:
@@ -57,16 +58,17 @@ CheckLock = Callable[[], None]  # called before each publish; raises if the lock
 
 
 def lock_output(output: StoragePath) -> AbstractContextManager[CheckLock]:
-    """Hold the output directory, made where it is missing; raises OutputLocked where another driver holds it.
+    """Hold the lock of the output directory, which is created if missing. Raises OutputLocked if another driver holds
+    it.
 
-    Leaving raises the reason if the lock was lost on the way; the main thread was interrupted then.
+    If the lock is lost, the main thread is interrupted, and leaving the context raises the reason.
     """
     return _file_lock(output) if output.is_local else _lease(output)
 
 
 @contextmanager
 def _file_lock(output: StoragePath) -> Iterator[CheckLock]:
-    """The system frees the lock when the driver dies, however it dies."""
+    """Hold a file lock, which the operating system releases when the driver ends in any way."""
     path = str(output / LOCK)
     with wrap_os_errors(output):
         output.make_directory()
@@ -94,9 +96,9 @@ def _lease(output: StoragePath) -> Iterator[CheckLock]:
 
 
 class Lease:
-    """A lock object in a bucket; while it is open one thread renews it and another watches the clock.
+    """A lock object in a bucket. While it is open, one thread renews it and another watches the clock.
 
-    The object is never deleted: released, it names no holder, so that every change is a compare-and-swap.
+    The object is never deleted: when released it names no holder, so every change is a compare-and-swap.
     """
 
     def __init__(self, output: StoragePath):
@@ -109,7 +111,9 @@ class Lease:
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._keep, self._watch)]
 
     def take(self) -> None:
-        """Wait for a silent holder's lease to go stale; raises OutputLocked as soon as the holder is seen alive."""
+        """Acquire the lease, waiting for a silent holder's lease to expire. Raises OutputLocked if the
+        holder is alive.
+        """
         seen: Watched | None = None
         while not self._write(None):
             found, stamp = self._read()
@@ -128,7 +132,7 @@ class Lease:
             time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Return if no other driver can hold the lease now. Waits while that is in doubt; raises if it is lost."""
+        """Return if no other driver can hold the lease now. Waits while that is uncertain; raises if it is lost."""
         while self._lost is None and self._age() > SELF_FENCE_S:
             time.sleep(POLL_S)
         if self._lost is not None:
@@ -149,7 +153,7 @@ class Lease:
             self._file.replace(FREE, self._version)
 
     def _age(self) -> float:
-        """Seconds since the last renewal began."""
+        """Return the seconds since the last renewal began."""
         return time.monotonic() - self._written_at
 
     def _keep(self) -> None:
@@ -184,7 +188,9 @@ class Lease:
                 log.warning("%s is renewed; no other driver has taken it: going on", self._file)
 
     def _write(self, stamp: FileVersion | None) -> bool:
-        """Make the lease ours if it is still what was read; None: if there is none."""
+        """Write our token if the lease is unchanged since it was read (None: if there is no object); return whether it
+        was.
+        """
         began = time.monotonic()
         self._beats += 1  # no two beats are the same: each has its own ETag
         content = json_bytes({"holder": _myself(), "token": self._token, "beat": self._beats})
@@ -210,13 +216,13 @@ class Lease:
 
 @dataclass(slots=True)
 class Watched:
-    """Another driver's lease, as it is watched.
+    """Another driver's lease under observation.
 
     Attributes:
         token: the holder's.
-        stamp: of its latest state.
+        stamp: version of its latest state.
         since: when that state was first seen, on the monotonic clock.
-        num_changes: how often it has changed since it is watched.
+        num_changes: changes since the observation began.
     """
 
     token: str | None
@@ -225,7 +231,7 @@ class Watched:
     num_changes: int = 0
 
     def is_alive_after(self, token: str | None, stamp: FileVersion) -> bool:
-        """Update to what was read just now; whether a living driver holds the lease. A new token is a living one's."""
+        """Update to the state just read and return whether a live driver holds the lease; a new token proves one."""
         if stamp != self.stamp:
             self.stamp, self.since = stamp, time.monotonic()
             self.num_changes += 1

@@ -1,7 +1,7 @@
-"""What an output directory says about the run it belongs to: ``_run.json`` and its attempts.
+"""The manifest of a run: ``_run.json`` in the output directory, with its configuration and attempts.
 
-Each start is an attempt with a number of its own; a writer that finds another
-number in ``_run.json`` has been overtaken and publishes nothing more.
+Each start is an attempt with its own number. A writer that finds another number in ``_run.json`` is fenced off and
+publishes nothing more.
 
     >>> with lock_output(output):
     ...     run = open_run(config, plan.files)
@@ -61,9 +61,9 @@ class RunHandle:
     """One attempt at one output directory; pickled into every writer.
 
     Attributes:
-        attempt: 1 for the first start; each resume, and each overwrite, adds one.
-        check_lock: in the driver, what the lock asks for before each publish; writers in other processes do without
-            (``batch/output/lock.py`` says why that is enough).
+        attempt: 1 for the first start; each resume and each overwrite adds one.
+        check_lock: in the driver, called before each publish; writers in other processes have none
+            (``batch/output/lock.py`` explains why that is enough).
     """
 
     output: StoragePath
@@ -80,9 +80,9 @@ class RunHandle:
         return self.output / DATA
 
     def check_current(self) -> None:
-        """Check that ``_run.json`` still names this attempt. Waits while a lease is in doubt.
+        """Check that ``_run.json`` still names this attempt. Waits while a lease is uncertain.
 
-        Raises OutputDamaged if the file is gone, Overtaken if it names another attempt.
+        Raises OutputDamaged if the file is gone, FencedError if it names another attempt.
         """
         if self.check_lock is not None:
             self.check_lock()
@@ -98,7 +98,7 @@ class RunHandle:
 
 
 def output_of(config: JobConfig) -> StoragePath:
-    """The output directory, absolute: workers run in another working directory."""
+    """Return the absolute output directory, since workers run in another working directory."""
     try:
         return StoragePath.of(config.output.path)
     except ValueError as error:
@@ -106,7 +106,7 @@ def output_of(config: JobConfig) -> StoragePath:
 
 
 def read_manifest(output: StoragePath) -> dict[str, Any] | None:
-    """What ``_run.json`` says, or None where there is none. Raises OutputDamaged where it cannot be read."""
+    """Return the content of ``_run.json``, or None if there is none. Raises OutputDamaged if it cannot be read."""
     remedy = f"put it back from a copy, choose another output.path, or start again with --overwrite (deletes {DATA}/)"
     try:
         manifest = read_json(output / RUN)
@@ -131,10 +131,10 @@ def wrap_os_errors(output: StoragePath) -> Iterator[None]:
 
 
 def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
-    """Start an attempt at config.output.path, whose lock the caller holds.
+    """Start an attempt at config.output.path. The caller holds its lock.
 
-    Raises ConfigError where there is output and if_exists is fail, or where it may not be written, StorageUnavailable
-    where it cannot be written for now, OutputMismatch where it is not this job's.
+    Raises ConfigError if there is output and if_exists is fail, or if the directory is not writable;
+    StorageUnavailable if it cannot be written for now; OutputMismatch if it is another job's output.
     """
     with wrap_os_errors(output := output_of(config)):
         return _open_run(output, config, input_files)
@@ -162,7 +162,7 @@ def _open_run(output: StoragePath, config: JobConfig, input_files: Iterable[Inpu
 
 @contextmanager
 def record_outcome(run: RunHandle) -> Iterator[None]:
-    """Note in ``_run.json`` how and when this attempt ended."""
+    """Record in ``_run.json`` how and when this attempt ended."""
     outcome = "done"
     try:
         yield
@@ -174,7 +174,9 @@ def record_outcome(run: RunHandle) -> Iterator[None]:
 
 
 def _record_facts(run: RunHandle, facts: dict[str, str]) -> None:
-    """A record that is no longer this attempt's, or cannot be written, is left: the outcome itself matters more."""
+    """Write the facts. Give up silently if the manifest is another attempt's or not writable: the outcome
+    matters more.
+    """
     with suppress(JobError, OSError):
         old_version = _version_of(run.output / RUN)
         replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
@@ -196,7 +198,7 @@ def _new_manifest(config: JobConfig, attempt: int) -> dict[str, Any]:
 
 
 def _overwrite_manifest(output: StoragePath, config: JobConfig) -> dict[str, Any]:
-    """A new run's record, once what the old run wrote is deleted."""
+    """Delete the old run's files and write a new run's manifest."""
     try:
         old = read_manifest(output)
     except OutputDamaged:
@@ -209,10 +211,7 @@ def _overwrite_manifest(output: StoragePath, config: JobConfig) -> dict[str, Any
 def _begin_attempt(
     manifest: dict[str, Any], old_version: int | str | None, config: JobConfig, files: dict[str, Any]
 ) -> RunHandle:
-    """The number goes up before anything is read: from here on no earlier writer publishes.
-
-    before: the version of ``_run.json`` that the record comes from, None where there was none.
-    """
+    """Raise the attempt number before anything is read: from now on no earlier writer publishes."""
     output = output_of(config)
     manifest["attempt"] += 1
     manifest["config"] = recorded(config)

@@ -1,7 +1,7 @@
-"""The two tables of a job: REQUEST rows on their way to an engine, output rows on their way to Parquet.
+"""The two tables of a job: request rows for the engine, and output rows for Parquet.
 
-One fixed Arrow schema for good and bad rows, so that no file has null-typed columns. Passthrough columns follow at the
-end of both.
+One fixed Arrow schema for good rows and error rows, so no file has null-typed columns. Passthrough columns come last
+in both.
 
     >>> output_schema([pa.field("category", pa.string())]).names[-1]
     'category'
@@ -133,30 +133,30 @@ RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
 def request_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """The schema of request blocks. Raises ConfigError where a passthrough column's name is taken."""
+    """Return the schema of request blocks. Raises ConfigError if a passthrough column's name is taken."""
     return pa.schema([*REQUEST, *_passthrough_fields(passthrough)])
 
 
 def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """The schema of every output file. Raises ConfigError where a passthrough column's name is taken."""
+    """Return the schema of output files. Raises ConfigError if a passthrough column's name is taken."""
     return pa.schema([*OUTPUT_FIELDS, *_passthrough_fields(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
 
 
 def missing_columns(stored: pa.Schema) -> list[str]:
-    """Return the ADDED columns that the files of a run lack. An input column of such a name stands after worker_id."""
+    """Return the ADDED columns that a run's files lack. An input column of such a name would come after worker_id."""
     own = stored.names[: stored.names.index("worker_id")] if "worker_id" in stored.names else ADDED_COLUMNS
     return [name for name in ADDED_COLUMNS if name not in own]
 
 
 def schema_differences(stored: pa.Schema, wanted: pa.Schema) -> list[str]:
-    """Columns that only one of the two has, or that have another type in each, in words."""
+    """Describe the columns that only one schema has, or whose types differ."""
     names = dict.fromkeys([*stored.names, *wanted.names])
     types = {name: [_type_in(schema, name) for schema in (stored, wanted)] for name in names}
     return [f"{name} (was {was}, now {now})" for name, (was, now) in types.items() if was != now]
 
 
 def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:
-    """Rows as one table; an absent key is null. Raises KeyError for a key that the schema lacks."""
+    """Return rows as one table; an absent key is null. Raises KeyError for a key that the schema lacks."""
     known = set(schema.names)
     for row in rows:
         if not known.issuperset(row):

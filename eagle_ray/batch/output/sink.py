@@ -1,8 +1,7 @@
-"""AtomicParquetSink: where Ray Data's blocks become Parquet files, each whole or not at all.
+"""AtomicParquetSink: write Ray Data's blocks as Parquet files, each complete or absent.
 
-Blocks hold bundles, a row for each id. A write task makes one file in each directory of its rows' partitions, named
-after its attempt and its place in it. A task that Ray repeats finds what its first try published, and leaves it. Does
-not know what the rows mean.
+Blocks hold nested rows, one per id. A write task makes one file in each partition directory of its rows, named after
+its attempt and its place in it. A repeated task finds the files that its first try published and keeps them.
 
     >>> dataset.write_datasink(AtomicParquetSink(run, schema, ids_per_file=1000, compression="zstd"))
 """
@@ -46,9 +45,10 @@ class AtomicParquetSink(Datasink[None]):
     partitions: Partitions = NO_PARTITIONS
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
-        """Called in a Ray task. Raises Overtaken if a newer attempt owns the output, StorageUnavailable if it is full.
+        """Write the blocks, in a Ray task. Raises FencedError if a newer attempt owns the output, StorageUnavailable if
+        it is full.
 
-        What the system refuses for good is a ConfigError.
+        A permanent error of the operating system becomes a ConfigError.
         """
         with extended_retries():
             self._write(blocks, ctx)
@@ -64,7 +64,7 @@ class AtomicParquetSink(Datasink[None]):
                 self._publish(file, parquet_bytes(rows, self.compression))
 
     def _publish(self, file: StoragePath, data: bytes) -> None:
-        """Create the file. A refused write names the file here: Ray replaces the path of an OSError."""
+        """Create the file. The error names it, since Ray replaces the path of an OSError."""
         self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
         try:
             file.create(data, self.run.check_current)

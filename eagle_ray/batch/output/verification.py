@@ -1,10 +1,10 @@
-"""Verification: what report.baseline_rows and report.verify_rows ask for, once the rows are made.
+"""Verification: the checks of report.baseline_rows and report.verify_rows, after all rows are made.
 
-Rows are chosen evenly by id from those that ended well, and decoded again in a worker of their own that has what every
-worker has: the drafts' gain is timed there, and stored outputs are held against plain decoding's. Nothing is kept on
-the way: a check that is lost is done again.
+Rows are chosen evenly by id from the successful ones and decoded again in a worker with the resources of the job's
+workers. The speed-up is timed there, and stored outputs are compared with plain decoding's. Nothing is stored on the
+way: a lost check is repeated.
 
-    >>> checked(config, plan, run, ids, {"verify_rows": 100})["verify_rows"]["identical"]
+    >>> run_checks(config, plan, run, ids, {"verify_rows": 100})["verify_rows"]["identical"]
     100
 """
 
@@ -41,10 +41,10 @@ Keys = np.ndarray  # one-dimensional, of KEY: which row
 def run_checks(
     config: JobConfig, plan: InputPlan, run: RunHandle, ids: Digests, wanted: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What was found, by the name of the key that asked, with the number that it asked for.
+    """Return the results by key, each with the requested number of rows.
 
-    ids: the job's own, sorted, of which rows are chosen. Ray is connected. Raises ClusterError where the worker cannot
-    do it.
+    ids: the job's ids, sorted; rows are chosen from them. Ray is connected. Raises ClusterError if the worker cannot
+    run.
     """
     finished = np.sort(_finished(run, ids))
     if not len(finished):
@@ -57,7 +57,7 @@ def run_checks(
 
 
 def _finished(run: RunHandle, ids: Digests) -> Keys:
-    """The rows of these ids that ended well."""
+    """Return the successful rows of these ids."""
     found = [np.empty(0, KEY)]
     for table in read_tables(run.data, ["request_id", "sample_index", "status"]):
         keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
@@ -72,13 +72,13 @@ def _keys_of(table: pa.Table) -> Keys:
 
 
 def _evenly(keys: Keys, number: int) -> Keys:
-    """number of them, or all, the same steps apart."""
+    """Return this many of them at equal steps, or all."""
     number = min(number, len(keys))
     return keys[np.arange(number) * len(keys) // number]
 
 
 def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[tuple[bytes, int], ChosenRow]:
-    """By their keys."""
+    """Return the rows by key."""
     outputs = dict(_outputs(run, keys))
     ids = {request_id for request_id, _ in outputs.values()}
     requests = {row["request_id"]: row for row in requests_of(plan) if row["request_id"] in ids}
@@ -86,7 +86,7 @@ def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[tuple[bytes, int]
 
 
 def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
-    """The id and output ids of each wanted row, by its key."""
+    """Return id and output ids of each wanted row, by key."""
     for table in read_tables(run.data, ["request_id", "sample_index", "output_token_ids"]):
         keys = _keys_of(table)
         here = np.isin(keys, wanted)
@@ -96,7 +96,7 @@ def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], 
 
 
 def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
-    """The checks in a process that has the GPUs and threads of any of the job's workers."""
+    """Run the checks in a process with the GPUs and threads of one of the job's workers."""
     execution, device = config.execution, config.model.device
     workers = plan_workers(execution, device, nodes(), execution.slots, threads_wanted(os.environ))
     task = ray.remote(num_gpus=workers.num_gpus, num_cpus=0, max_retries=RETRIES)(_check)
