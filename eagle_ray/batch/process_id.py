@@ -2,7 +2,7 @@
 
 PIDs are reused, so a PID alone does not identify a process.
 
-    >>> Process.this().is_gone()
+    >>> Process.current().is_gone()
     False
 """
 

@@ -139,4 +139,4 @@ def _spelling(model: dict[str, Any]) -> Spell:
         except (ConfigError, OSError):
             return None
 
-    return lambda token: f"token_id:{token}" if text() is None else text().spell([token])
+    return lambda token: f"token_id:{token}" if text() is None else text().decode_with_special([token])

@@ -1,6 +1,6 @@
 """NullTokenizer: the words of a target without a tokenizer: it takes token ids, and its answers are token ids.
 
->>> NullTokenizer().spell([5])
+>>> NullTokenizer().decode_with_special([5])
 'token_id:5'
 """
 

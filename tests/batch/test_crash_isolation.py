@@ -19,17 +19,17 @@ class Died(Exception):
 
 @dataclass
 class Page:
-    """A worker's page of the book, without the way to another process."""
+    """A worker's part of the crash tracker, in this process."""
 
     tracker: CrashTracker
 
-    async def take(self, ids):
+    async def begin(self, ids):
         return self.tracker.begin("w", ids)
 
-    async def risk(self, ids):
+    async def begin_suspects(self, ids):
         self.tracker.begin_suspects("w", ids)
 
-    def answered(self, ids):
+    def finish(self, ids):
         self.tracker.finish("w", ids)
 
 

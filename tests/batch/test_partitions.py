@@ -39,7 +39,7 @@ def data(tmp_path) -> StoragePath:
 
 
 def test_every_row_stands_in_the_directory_of_its_values(data):
-    assert set(data.names()) == {
+    assert set(data.list_names()) == {
         "lang=de",
         "lang=a%2Fb%3Dc%20%25",
         "lang=%C3%BC",

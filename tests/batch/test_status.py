@@ -26,7 +26,7 @@ MUCH_LATER = timedelta(hours=3)
 HOLD = """
 import dataclasses, json, time
 from eagle_ray.batch.process_id import Process
-print(json.dumps(dataclasses.asdict(Process.this())), flush=True)
+print(json.dumps(dataclasses.asdict(Process.current())), flush=True)
 time.sleep(600)
 """
 

@@ -119,7 +119,7 @@ def test_a_killed_writer_leaves_no_file_but_a_hidden_one_that_the_next_start_rem
     path = here / "x=1" / "part.parquet"
     killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=os.environ | {"PYTHONPATH": os.getcwd()})
     assert killed.returncode == -signal.SIGKILL
-    assert len(path.parent.names()) == 1 and not here.glob("**/*.parquet")
+    assert len(path.parent.list_names()) == 1 and not here.glob("**/*.parquet")
     for theirs in (".notes.tmp", "part.parquet.0123abcd.tmp"):
         (path.parent / theirs).write_atomic(b"")
     here.remove_temporary()

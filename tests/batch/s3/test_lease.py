@@ -136,7 +136,7 @@ def test_a_lease_that_was_deleted_ends_its_driver(bucket):
 
 def test_a_late_put_of_a_dead_driver_is_no_sign_of_life(bucket):
     (bucket / LOCK).write_atomic(DEAD)
-    late = threading.Timer(1.0, (bucket / LOCK).write_whole, [DEAD.replace(b"7", b"8")])
+    late = threading.Timer(1.0, (bucket / LOCK).write_atomic, [DEAD.replace(b"7", b"8")])
     late.start()
     began = time.monotonic()
     with lock_output(bucket):
