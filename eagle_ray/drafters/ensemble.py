@@ -1,10 +1,10 @@
-"""EnsembleDrafter: the nodes of several drafters in one tree, so that the budget takes the most valuable nodes of all.
+"""EnsembleDrafter: the nodes of several drafters in one tree, so the budget takes the most valuable nodes of all.
 
-    EnsembleDrafter([eagle, suffix], Blend(max_depth, 2))
+    EnsembleDrafter([eagle, suffix], EnsembleCalibration(max_depth, 2))
 
-Each part drafts, is told what the target picked and learns for itself; what a node is worth that one, another or all of
-them offer is learned here. The plan's depth and width are made for the first part, which is the one with a model where
-there is one; the others draft as deep as they can.
+Each part drafts and learns from the target's samples separately. The value of a node by the drafters that propose it
+is calibrated here. The plan's depth and width are for the first part, which is the one with a model; the others
+draft as deep as they can.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from eagle_ray.tree.tree_merge import Merged, merge
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """What was offered in the last step."""
+    """The candidates of the last step."""
 
     merged: Merged
     kinds: Int[Tensor, " B"]
@@ -40,7 +40,7 @@ class _Drafted:
 
 
 class EnsembleDrafter:
-    """parts: at least two, the one with a model first. blend: for as many drafters."""
+    """parts: at least two, the one with a model first. blend: the calibration for as many drafters."""
 
     supports_graphs = False
 
@@ -134,7 +134,7 @@ class EnsembleDrafter:
         self._drafted, self._num_taught = None, 0
 
     def _learn(self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]) -> None:
-        """Down the offered nodes along the target's picks."""
+        """Update the calibration along the target's path through the candidates."""
         tree, said = drafted.merged.tree, drafted.merged.log_probs_by_drafter
         self._num_taught += 1
         taught = levels_in_turn(self._num_taught, min(drafted.depth, picks.shape[1]))
@@ -152,7 +152,7 @@ class EnsembleDrafter:
 def extra_log_values(
     first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
 ) -> list[Float[Tensor, "M N"]]:
-    """By depth: the log values of the nodes that the first drafter does not offer."""
+    """Return, by depth, the log values of nodes that the first drafter does not propose."""
     values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
     depths = tree.depths
     if plan.members is not None:

@@ -1,7 +1,7 @@
-"""FeatureBuffer: the (token, feature) pairs that a draft head has not read yet, a ring for each slot.
+"""FeatureBuffer: a ring buffer per slot of the (token, feature) pairs that a draft head has not read yet.
 
-While speculation is off the target goes on making pairs; the last `window` of each slot wait here, so that drafting
-can begin again with a context.
+While drafts are off, the target keeps producing pairs; the last `window` of each slot are kept here, so drafting can
+resume with a context.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 class FeatureBuffer:
-    """window: pairs of each slot that are kept; the pair of column j stands where the pair of j - window stood.
-
-    num_slots: one slot more is there, for the sequences that fill up a batch.
-    """
+    """window: pairs kept per slot; position j overwrites j - window. num_slots: plus one slot for padding."""
 
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
         self.window, self.device = window, device
@@ -31,7 +28,7 @@ class FeatureBuffer:
         features: Float[Tensor, "R H"],
         valid: Bool[Tensor, " R"],
     ) -> None:
-        """Keep the valid pairs; no two of them may be `window` columns of one slot apart."""
+        """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
         places = torch.where(valid, self._places(slots, columns), self._nowhere)
         self._tokens.index_copy_(0, places, tokens)
         self._features.index_copy_(0, places, features)
@@ -39,7 +36,7 @@ class FeatureBuffer:
     def take(
         self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
-        """The pairs of these columns, which must be among each slot's last `window`."""
+        """Return the pairs at these positions, which must be among each slot's last `window`."""
         places = self._places(slots, columns)
         return self._tokens[places], self._features[places]
 

@@ -1,16 +1,16 @@
-"""LookupDrafter: offers what has followed the same tokens before, read from texts on the host; no model runs.
+"""LookupDrafter: propose continuations of earlier occurrences of the current suffix, on the host; no model runs.
 
-A source hands out readers, one for each sequence, which read its tokens as they come; a reader hands out a cursor where
-the text ends, which names the likeliest next tokens and moves on over one of them:
+An index makes one reader per sequence, which reads its tokens as they are committed. A reader's cursor is at the end
+of the text; it returns the likeliest next tokens and moves over one of them:
 
-    reader = source.reader()
+    reader = index.reader()
     reader.read([5, 9, 7, 5, 9])
     cursor = reader.cursor()
     cursor.children(width=2)             # [(7, 0.6)]
-    cursor.after(7).children(width=2)    # what follows 5 9 7
+    cursor.after(7).children(width=2)    # continuations of 5 9 7
 
-The trees grow level by level as a head's do. What the target picked is learned from the texts themselves at the next
-draft, so that a step asks nothing of the device.
+Trees grow level by level, as a head's do. The target's samples are taken from the committed texts at the next draft,
+so a step does not sync with the device.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from eagle_ray.tree.expand import Frontier, TreeBuilder
 
 @runtime_checkable
 class Cursor(Protocol):
-    """A place in what a source knows: the end of a text, or of a path drafted on it."""
+    """A position in an index: the end of a text, or of a path drafted on it."""
 
     def children(self, width: int) -> Children:
-        """At most `width` different tokens and their probabilities, which sum to 1 at most, the likeliest first."""
+        """Return at most `width` tokens with their probabilities, likeliest first; they sum to 1 at most."""
 
     def after(self, token: int) -> Cursor:
-        """The place behind one of the children."""
+        """Return the cursor after one of the children."""
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """One sequence, read from its first token on."""
+    """Reads one sequence from its first token on."""
 
     def read(self, token_ids: list[int]) -> None:
-        """The tokens that follow those read before."""
+        """Read further tokens."""
 
     def cursor(self) -> Cursor:
-        """Behind the last token read."""
+        """Return the cursor after the last token read."""
 
 
 @runtime_checkable
 class LookupIndex(Protocol):
-    """What has followed what."""
+    """Protocol of an index of continuations."""
 
     @property
     def cost_key(self) -> dict[str, Any]:
-        """What the cost of asking depends on, as JSON."""
+        """Return what the cost of a look-up depends on, as JSON."""
 
     def reader(self) -> Reader:
-        """For a new sequence."""
+        """Return the reader of a new sequence."""
 
     def reset(self) -> None:
-        """What was read of sequences; the readers so far are not used again."""
+        """Discard what was read; earlier readers are not used again."""
 
 
 @dataclass(slots=True)
 class _SequenceState:
-    """A sequence as far as its reader has read it."""
+    """A sequence, and how far its reader has read it."""
 
     text: TokenSequence
     reader: Reader
@@ -81,7 +81,7 @@ class _SequenceState:
     last: int = 0
 
     def catch_up(self) -> int:
-        """Read what has been committed since; how many tokens that were."""
+        """Read the newly committed tokens and return their number."""
         news = self.text.token_ids[self.num_tokens :]
         self.reader.read(news)
         self.num_tokens, self.last = self.num_tokens + len(news), news[-1] if news else self.last
@@ -89,7 +89,7 @@ class _SequenceState:
 
 
 class LookupDrafter(NullDrafter):
-    """calibration: on the CPU; from the source's probabilities to how often the target picks such tokens."""
+    """calibration: on the CPU, from the index's probabilities to the target's sampling rates."""
 
     supports_graphs = False
 
@@ -110,7 +110,7 @@ class LookupDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """The `width` likeliest nodes of each level get at most `plan.children` each."""
+        """Give the `width` likeliest nodes of each level at most `plan.children` children each."""
         members = range(len(texts)) if plan.members is None else plan.members
         reads = self._meet([batch.host_slots[i] for i in members], [texts[i] for i in members])
         num_read = sum(read.catch_up() for read in reads)
@@ -135,7 +135,7 @@ class LookupDrafter(NullDrafter):
         self._reads, self._drafted = {}, []
 
     def _meet(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
-        """These sequences, which may have been in other slots before; of those whose slots they took, read the ends."""
+        """Register these sequences; sequences that left their slots are read to their ends first."""
         known = {id(read.text): read for read in self._reads.values()}
         for slot, text in zip(slots, texts, strict=True):
             if slot not in self._reads or self._reads[slot].text is not text:
@@ -145,7 +145,9 @@ class LookupDrafter(NullDrafter):
         return [self._reads[slot] for slot in slots]
 
     def _grow(self, builder: TreeBuilder, plan: DraftPlan, cursors: list[list[Cursor | None]]) -> bool:
-        """Levels until the plan has enough or nothing follows; whether it was the latter. None is padding's cursor."""
+        """Grow levels until the plan is fulfilled or nothing follows; return whether nothing follows. None is padding's
+        cursor.
+        """
         frontier = None
         while builder.depth < plan.max_depth:
             if builder.depth:
@@ -161,7 +163,7 @@ class LookupDrafter(NullDrafter):
         return False
 
     def _learn(self) -> None:
-        """What the target picked after the last draft, as the texts have it by now."""
+        """Update the calibration with the target's samples after the last draft, from the committed texts."""
         if not self._drafted:
             return
         later = [text.token_ids[num_tokens:] for text, num_tokens in self._drafted]
@@ -172,7 +174,7 @@ class LookupDrafter(NullDrafter):
 
 
 def _moved(cursors: list[list[Cursor | None]], frontier: Frontier) -> list[list[Cursor | None]]:
-    """The cursors of a frontier's nodes, from those of the frontier before it."""
+    """Return the cursors of a frontier's nodes, from those of the frontier before it."""
     nodes = torch.stack([frontier.tokens, frontier.parent_rows, frontier.log_values > -torch.inf], 2).tolist()
     return [
         [before[parent].after(token) if real else None for token, parent, real in row]
@@ -181,7 +183,7 @@ def _moved(cursors: list[list[Cursor | None]], frontier: Frontier) -> list[list[
 
 
 def _padded(children: list[list[Children]], width: int) -> tuple[Int[Tensor, "M F K"], Float[Tensor, "M F K"]]:
-    """Tokens and log-probabilities of all children, with padding up to `width` for each node."""
+    """Return tokens and log-probabilities of all children, padded to `width` per node."""
     rows = [[row + [(0, 0.0)] * (width - len(row)) for row in rows] for rows in children]
     both = torch.tensor(rows, dtype=torch.float64)
     return both[..., 0].long(), both[..., 1].log().float()

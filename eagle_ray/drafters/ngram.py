@@ -1,7 +1,7 @@
-"""NgramIndex: what has followed the same few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
+"""NgramIndex: continuations of the last few tokens earlier in the same sequence (prompt lookup, Saxena 2023).
 
-Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a sequence is counted with
-the token after it; where several tokens have followed, all are offered.
+Outputs often repeat their prompts, or themselves: names, code, quotations. Every n-gram of a sequence is counted
+with the token after it; if several tokens have followed, all are proposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens tha
 
 
 class NgramIndex:
-    """Nothing is shared by sequences."""
+    """Sequences share nothing."""
 
     cost_key: ClassVar[dict[str, Any]] = {"longest": LONGEST}
 
@@ -43,7 +43,7 @@ class NgramReader:
 
 
 def count(counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]) -> tuple[int, ...]:
-    """Add what follows a tail to the counts; the last tokens after that."""
+    """Count the token after each n-gram that ends at the tail."""
     for token in token_ids:
         for start in range(len(tail)):
             follows = counts.setdefault(tail[start:], {})
@@ -54,7 +54,7 @@ def count(counts: Counts, tail: tuple[int, ...], token_ids: Iterable[int]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class NgramCursor:
-    """counts: of the sequence. tail: the last tokens of it and of the drafted path."""
+    """counts: of the sequence. tail: its last tokens, drafted ones included."""
 
     counts: Counts
     tail: tuple[int, ...]

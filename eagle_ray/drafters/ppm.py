@@ -1,10 +1,10 @@
-"""From how often tokens have followed contexts of falling length to the likeliest next tokens.
+"""Next-token probabilities from counts after contexts of falling length (prediction by partial matching).
 
-The longest context is believed with m / (m + 1), m its number of tokens, and shares that by its counts; what it leaves
-is for the next shorter one, and so on, as in prediction by partial matching (Cleary and Witten 1984). The belief is a
-plain start: drafters are calibrated by what the target picks.
+The longest context has weight m / (m + 1), where m is its number of observed tokens, divided by its counts. The rest
+of the probability goes to the next shorter context, and so on (Cleary and Witten 1984). Drafters calibrate the
+result by the target's samples.
 
-    >>> blended([(3, {7: 1}), (1, {7: 3, 9: 1})], width=2)
+    >>> interpolate([(3, {7: 1}), (1, {7: 3, 9: 1})], width=2)
     [(7, 0.84375), (9, 0.03125)]
 """
 
@@ -16,7 +16,7 @@ Children = list[tuple[int, float]]  # tokens and their probabilities, the likeli
 
 
 def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
-    """The `width` likeliest next tokens; their probabilities sum to less than 1.
+    """Return the `width` likeliest next tokens; their probabilities sum to less than 1.
 
     contexts: the length of each, longest first, and how often each token has followed it.
     """

@@ -28,7 +28,7 @@ MOST_COUNTED = 32  # states whose count one token raises: in a text that repeats
 
 
 class SuffixAutomaton:
-    """States by number, the root first. longest: tokens of a state's longest run. link: -1 of the root."""
+    """States by number, the root first. longest: length of a state's longest run. link: -1 for the root."""
 
     def __init__(self) -> None:
         self.longest: list[int] = [0]
@@ -38,7 +38,7 @@ class SuffixAutomaton:
         self._counts: list[int] = [0]  # how often a state's runs have been read
 
     def append(self, state: int, token: int) -> int:
-        """The state of a whole text, from that of all but its last token; ROOT is the empty text's."""
+        """Return the state of a whole text from that of all but its last token; ROOT is the empty text's."""
         self.num_tokens += 1
         known = self._next[state].get(token)
         if known is not None:
@@ -54,19 +54,21 @@ class SuffixAutomaton:
         return grown
 
     def step(self, state: int, token: int) -> int | None:
-        """Where one of the state's runs goes on with this token; None where none ever has."""
+        """Return the state after one of the state's runs and this token, or None."""
         return self._next[state].get(token)
 
     def follows(self, state: int) -> dict[int, int]:
-        """The tokens that have followed the state's longest run, and how often."""
+        """Return the tokens that have followed the state's longest run, with counts."""
         return {token: max(self._counts[there], 1) for token, there in self._next[state].items()}
 
     def num_following(self, state: int) -> int:
-        """How many different tokens have followed it."""
+        """Return how many different tokens have followed it."""
         return len(self._next[state])
 
     def _of_length(self, state: int, token: int, there: int) -> int:
-        """The state of exactly state's longest run and the token; where `there` stands for longer runs too, split."""
+        """Return the state of exactly the state's longest run and the token; split it if it stands for
+        longer runs too.
+        """
         if self.longest[there] == self.longest[state] + 1:
             return there
         split = self._new(self.longest[state] + 1, dict(self._next[there]))
@@ -85,7 +87,7 @@ class SuffixAutomaton:
         return len(self.longest) - 1
 
     def _count(self, state: int) -> None:
-        """Its runs were read once more, and with them all shorter ones that end there."""
+        """Count one more occurrence of the state's runs and of all shorter runs that end there."""
         for _ in range(MOST_COUNTED):
             if state == ROOT:
                 return
@@ -100,7 +102,7 @@ VAGUE = 256  # different tokens after a context that make it too vague to ask
 
 
 class SuffixIndex:
-    """capacity: tokens that are remembered at most."""
+    """capacity: maximum number of tokens kept."""
 
     cost_key: ClassVar[dict[str, Any]] = {"tried": TRIED}
 
@@ -114,13 +116,13 @@ class SuffixIndex:
         self.automaton = SuffixAutomaton()
 
     def make_room(self) -> None:
-        """Forget all when full."""
+        """Reset the automaton if it is full."""
         if self.automaton.num_tokens >= self._capacity:
             self.reset()
 
 
 class SuffixReader:
-    """One sequence in the automaton that was its source's when it was last read."""
+    """One sequence in the automaton that was current when it was last read."""
 
     def __init__(self, source: SuffixIndex):
         self._source, self._automaton, self._state = source, source.automaton, ROOT
@@ -138,7 +140,7 @@ class SuffixReader:
 
 @dataclass(frozen=True, slots=True)
 class SuffixCursor:
-    """length: of the run among the state's that is meant, the last tokens of the text and of the drafted path."""
+    """length: of the run, among the state's, that ends the text and the drafted path."""
 
     automaton: SuffixAutomaton
     state: int
@@ -157,7 +159,7 @@ class SuffixCursor:
         return SuffixCursor(self.automaton, ROOT, 0)
 
     def _contexts(self) -> Iterator[tuple[int, int]]:
-        """The states of ever shorter runs that end here, with the lengths of these."""
+        """Return the states of ever shorter runs that end here, with their lengths."""
         state, length = self.state, self.length
         while state >= 0:
             yield state, length

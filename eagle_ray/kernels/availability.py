@@ -1,7 +1,7 @@
-"""Whether Triton's kernels run on a device, and in words why not.
+"""Whether Triton's kernels run on a device, and the reason if they do not.
 
-EAGLE_RAY_KERNELS=portable keeps them off. On a CPU they run only where EAGLE_RAY_KERNELS=triton and TRITON_INTERPRET=1
-ask for Triton's interpreter, which is how tests run them.
+EAGLE_RAY_KERNELS=portable turns them off. On a CPU they run only with EAGLE_RAY_KERNELS=triton and
+TRITON_INTERPRET=1, in Triton's interpreter, as in tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("eagle_ray")
 
 
 def use_triton(device: torch.device | str) -> bool:
-    """True where Triton's kernels run; says once for each device which way it goes."""
+    """Return whether Triton's kernels run; log the decision once per device."""
     return _chosen(torch.device(device), os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
 
 
@@ -35,7 +35,7 @@ def _chosen(device: torch.device, choice: str | None, interpret: str | None) -> 
 
 
 def why_not(device: torch.device) -> str | None:
-    """What keeps Triton's kernels from running on this device; None where they run."""
+    """Return why Triton's kernels do not run on this device, or None."""
     choice = os.environ.get(CHOICE, "auto")
     if choice not in ("auto", "portable", "triton"):
         return f"{CHOICE}={choice} is none of auto, portable, triton"
@@ -51,7 +51,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def is_interpreting() -> bool:
-    """Triton looks at this when a kernel is defined."""
+    """Return whether kernels run in the interpreter, which Triton decides when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -63,13 +63,14 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SeenColumns:
-    """Which columns of its sequence's cache each of R rows attends to.
+    """The cached positions of its sequence that each of R rows attends to.
 
-    Row r sees columns begin[r] .. end[r] - 1 of its slot, then column trunk[r] + j for each j that mask[r] names.
+    Row r sees positions begin[r] .. end[r] - 1 of its slot, then position trunk[r] + j for each j that mask[r]
+    names.
 
     Attributes:
-        table: block numbers of each slot; column c lies in block table[slot, c // block_size], at c % block_size.
-        mask: 1 for a tree column that the row sees; M may be 0.
+        table: block numbers of each slot; position c is in block table[slot, c // block_size], at c % block_size.
+        mask: 1 for a tree position that the row sees; M may be 0.
     """
 
     table: Int[Tensor, "S W"]
@@ -146,7 +147,7 @@ def attend(
     values: Float[Tensor, "cells kv_heads dv"],
     rule: ScoreRule,
 ) -> Float[Tensor, "R heads dv"]:
-    """Return the attention of each row over the columns that it sees; 0 for a row that sees none.
+    """Return the attention of each row over the positions that it sees; 0 for a row that sees none.
 
     query: any strides over rows and heads. sinks must be fp32.
     """
@@ -169,7 +170,7 @@ def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
 
 @cache
 def _functions(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
-    """Return the library's functions for a dtype, by name; None where there is no library."""
+    """Return the library's functions for a dtype, by name, or None if there is no library."""
     library = _library()
     if library is None:
         return None
@@ -183,7 +184,7 @@ def _functions(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Load the best library that was built for this processor; say once where there is none."""
+    """Load the best library that was built for this processor; log once if there is none."""
     if os.environ.get(SWITCH) == "off":
         return None
     for level in LEVELS.get(torch.backends.cpu.get_cpu_capability(), ["base"]):

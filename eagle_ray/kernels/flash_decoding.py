@@ -1,13 +1,14 @@
-"""Flash decoding through a block table, then over a tree's own columns by ancestor words: the device's side.
+"""Flash decoding through a block table, then over a tree's own positions by ancestor bits: the kernels.
 
-A program takes BLOCK_M of one tree's nodes x query heads that share a key/value head, over one part of the columns:
+A program takes BLOCK_M of one tree's nodes x query heads that share a key/value head, over one part of the
+positions:
 
-    first      full tiles: all is seen       length         length + M
+    first      full tiles: all is visible    length         length + M
       |------- part 0 -------|------- part 1 ---|-- tail: bits --|
 
-The last part takes the tail too, and `combine` puts the parts together. Into how many parts contexts are split is the
-launch's, how long a part is the device's: a shorter sequence has fewer. Maxima and sums are fp32, in powers of two.
-Arguments are those of Trees, Tiles and TileShape.
+The last part includes the tail, and `combine` merges the parts. The launch fixes the number of parts, the device the
+length of a part: a shorter sequence has fewer. Maxima and sums are fp32, in powers of two. Arguments are those of
+KernelTrees, TileSchedule and TileShape.
 """
 
 import triton
@@ -52,7 +53,7 @@ def attend(
     PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One part of one tile of rows: its share of the output, or the output itself where there is one part."""
+    """Compute one part of one tile of rows: its share of the output, or the output if there is only one part."""
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if per_tree > 0:
@@ -136,7 +137,7 @@ def combine(
     HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr,
     MOST_PARTS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: its parts, weighted by their sums; zeros for a padding row."""
+    """Merge the parts of one head of one row by their sums; zeros for a padding row."""
     row, head = tl.program_id(0), tl.program_id(1)
     tree = row // num_nodes if per_tree > 0 else tl.load(seq + row).to(tl.int32)
     _, _, _, used = _span(lengths, first, window, tl.maximum(tree, 0), num_parts, BLOCK_N, LEAST_TILES)
@@ -161,7 +162,7 @@ def combine(
 
 @triton.jit
 def _span(lengths, first, window, tree, num_parts, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr):
-    """Committed columns, the first that its root sees, the tiles of a part, and how many parts have work."""
+    """Return the committed positions, the first visible one, the tiles of a part, and the number of parts with work."""
     length = tl.load(lengths + tree).to(tl.int32)
     low = length * 0
     if first is not None:
@@ -179,7 +180,7 @@ def _step(
     KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values. seen: None where every row sees all of it, and all of it is there."""
+    """Process one tile of keys and values. seen: None if every row sees the whole tile."""
     if seen is None:
         there = None
         block = tl.load(blocks + columns // BLOCK_SIZE)
@@ -205,7 +206,7 @@ def _step(
 
 @triton.jit
 def _gathered(places, there, DIM: tl.constexpr, PAD_DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Rows of DIM numbers, zeros where there is none. WIDE: as fp32, since Triton's interpreter multiplies no bf16."""
+    """Load rows of DIM numbers, zeros if masked. WIDE: as fp32, since Triton's interpreter cannot multiply bf16."""
     dims = tl.arange(0, PAD_DIM)
     numbers = places[:, None] + dims[None, :]
     if there is None:
@@ -217,7 +218,7 @@ def _gathered(places, there, DIM: tl.constexpr, PAD_DIM: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _capped(scores, scaling, softcap):
-    """Scaled, squashed to (-softcap, softcap), and in powers of two."""
+    """Scale scores, squash them to (-softcap, softcap), and convert them to powers of two."""
     if softcap is None:
         capped = scores * (scaling * LOG2E)
     else:
@@ -228,7 +229,9 @@ def _capped(scores, scaling, softcap):
 
 @triton.jit
 def _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window):
-    """Which rows see which columns: committed ones from low on, tree columns by their bits, windows by positions."""
+    """Return which rows see which positions: committed ones from low on, tree positions by their bits, windows by
+    positions.
+    """
     in_tree = columns - length
     word = tl.min(in_tree, 0) >> 6
     bits = words + word
@@ -251,7 +254,7 @@ def _clear(
     out, seq, num_rows, head, GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for the padding rows of this program's share, which is BLOCK_M rows at most."""
+    """Write zeros for the padding rows of this program's share, at most BLOCK_M rows."""
     share = tl.cdiv(num_rows, tl.num_programs(0))
     offset = tl.arange(0, BLOCK_M)
     row = tl.program_id(0) * share + offset

@@ -1,7 +1,7 @@
-"""The keyed Gumbel noise of sampling/sampler.py, for kernels to make where it is needed.
+"""The keyed Gumbel noise of sampling/sampler.py, computed inside kernels.
 
-The hash is the same bit for bit. The logarithms are a series of their own, within 1e-6 of the noise of torch, because
-the GPU's fast logarithm is wrong by any factor near 1 and its accurate one is unknown to Triton's interpreter.
+The hash is equal bit for bit. The logarithms are a series of their own, within 1e-6 of torch's noise, because the
+GPU's fast logarithm has large relative errors near 1, and Triton's interpreter lacks the accurate one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST_BELOW_1: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 
 @triton.jit
 def gumbel(key, tokens):
-    """Noise of the tokens (int64) under a key of `noise_key`, in fp32."""
+    """Return the noise of the tokens (int64) under a key of `noise_key`, in fp32."""
     hashed = _mix64(key + tokens.to(tl.uint64) * _GOLDEN) >> 32
     v = (hashed.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
     return -log(-_log_1_minus(tl.minimum(v, _LARGEST_BELOW_1)))
@@ -28,7 +28,7 @@ def gumbel(key, tokens):
 
 @triton.jit
 def noise_key(seed, position):
-    """What the noise at a position hangs on, as uint64. seed, position: int64."""
+    """Return the key of the noise at a position, as uint64. seed, position: int64."""
     return _mix64(_mix64(seed.to(tl.uint64)) + position.to(tl.uint64))
 
 
@@ -41,14 +41,14 @@ def _mix64(x):
 
 @triton.jit
 def log(x):
-    """Of a normal fp32 number above 0."""
+    """Return the logarithm of a normal fp32 number above 0."""
     exponent, fraction = _parts(x)
     return _log_of_parts(exponent, fraction)
 
 
 @triton.jit
 def _log_1_minus(v):
-    """log(1 - v) of 0 < v < 1, where 1 - v itself would have lost what is small in v."""
+    """Return log(1 - v) of 0 < v < 1 without computing 1 - v, which would lose the low bits of v."""
     is_small = v < 0.25
     exponent, fraction = _parts(1 - v)
     return _log_of_parts(tl.where(is_small, 0.0, exponent), tl.where(is_small, -v, fraction))

@@ -1,9 +1,9 @@
-"""The accepted paths' keys and values of all layers moved to where they belong, in one launch.
+"""Move the keys and values of accepted paths to their final positions, for all layers, in one launch.
 
-Node i of a tree stands at column length + i and the j-th node of the accepted path belongs at length + j. Along a path
-nodes only rise, so the j-th one never stands left of where it goes: moved in the order of the path, no cell is written
-before it was read. A program moves one slice of a cell's numbers along the whole path, and each of its threads reads
-and writes the same numbers of every cell, so programs do not depend on one another's writes.
+Node i of a tree is at position length + i, and the j-th node of the accepted path belongs at length + j. Nodes rise
+along a path, so the j-th one is never left of its target: moved in path order, no position is written before it was
+read. A program moves one slice of a position's numbers along the whole path, and each of its threads reads and
+writes the same numbers of every position, so programs do not depend on each other's writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def commit(
     lengths: Int[Tensor, " B"],
     nodes: Int[Tensor, "B D1"],
 ) -> None:
-    """keys, values: contiguous. nodes: as VerifyResult.accepted_nodes."""
+    """Move the accepted nodes. keys, values: contiguous. nodes: as VerifyResult.accepted_nodes."""
     num_layers, _, size = keys.shape[:3]
     widths = [part[0, 0, 0].numel() for part in (keys, values)]
     slices = triton.cdiv(max(widths), SLICE)

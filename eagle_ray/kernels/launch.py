@@ -1,9 +1,9 @@
-"""Every launch of a kernel, on the device of what it is handed.
+"""Launch a kernel on the device of its arguments.
 
     launch(kernel, (rows, parts))(logits, out, BLOCK=2048)      # kernel[(rows, parts)](logits, out, BLOCK=2048)
 
-Triton launches on CUDA's current device, whatever device the arguments lie on: on any but the first GPU, or where a
-target lies on several, a kernel could run on one device over another's memory.
+Triton launches on CUDA's current device, whatever device the arguments are on. So on a GPU other than the first, or
+with a target on several GPUs, a kernel could run on one device with another's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """The first tensor among the arguments says on which device. On a CPU, where Triton interprets, nothing changes."""
+    """Launch on the device of the first tensor argument. On a CPU, where Triton interprets, nothing changes."""
 
     def launched(*args: Any, **constants: Any) -> None:
         device = next(arg.get_device() for arg in args if isinstance(arg, Tensor))

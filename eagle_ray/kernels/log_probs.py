@@ -19,14 +19,14 @@ from eagle_ray.kernels.topk_topp import load_row
 
 @triton.jit
 def part_of_sum(x):
-    """A part's highest and its sum relative to that; -inf and 0 where it holds nothing above -inf."""
+    """Return a part's maximum and its sum relative to that; -inf and 0 if it has nothing above -inf."""
     highest = tl.max(x)
     return highest, tl.sum(tl.where(highest == -float("inf"), tl.exp(x), tl.exp(x - highest)))
 
 
 @triton.jit
 def log_of_sums(highest, sums):
-    """Over the parts; parts that do not exist have -inf and 0."""
+    """Combine the parts; absent parts have -inf and 0."""
     top = tl.max(highest)
     return top + tl.log(tl.sum(tl.where(highest == -float("inf"), sums, sums * tl.exp(highest - top))))
 
@@ -35,7 +35,7 @@ BLOCK = 4096  # tokens of a part
 
 
 def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """What sampling.log_probs_of says."""
+    """Return the log-probability of each token, as sampling.log_probs_of."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, BLOCK)
@@ -50,7 +50,7 @@ def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Flo
 
 @triton.jit
 def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constexpr):
-    """Each part's highest logit and its sum of exponentials."""
+    """Compute each part's maximum logit and sum of exponentials."""
     row, part = tl.program_id(0), tl.program_id(1)
     _, _, x = load_row(logits, stride, row, part, vocab, BLOCK)
     top, total = part_of_sum(x)
@@ -60,7 +60,7 @@ def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constex
 
 @triton.jit
 def gather(logits, stride, tokens, highest, sums, out, num_parts, PARTS: tl.constexpr):
-    """The token's logit less the whole row's normaliser."""
+    """Compute the token's logit minus the row's logsumexp."""
     row, parts = tl.program_id(0), tl.arange(0, PARTS)
     at, real = row * num_parts + parts, parts < num_parts
     tops = tl.load(highest + at, mask=real, other=-float("inf"))

@@ -1,4 +1,4 @@
-"""The smallest kernel there is: it fails where Triton is there and cannot work, for want of a C compiler say."""
+"""The smallest kernel: it fails if Triton is installed but cannot work, for example without a C compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _double(numbers, SIZE: tl.constexpr):
 
 
 def failure_reason(device: torch.device) -> str | None:
-    """What comes of compiling and running it; None where all is well."""
+    """Compile and run the kernel; return the error, or None."""
     numbers = torch.ones(16, device=device)
     try:
         launch(_double, (1,))(numbers, SIZE=16)

@@ -1,7 +1,7 @@
-"""TileShape: how much of the work one program of tree attention takes, and into how many parts contexts are split.
+"""TileShape: the work of one program of tree attention, and the number of parts into which contexts are split.
 
-Chosen from what the host knows: sizes of the model and bounds on rows and lengths. Shared memory and registers of each
-shape, compiled ahead of time for sm_80 and sm_90, are held by tests/kernels/test_compiled.py.
+Chosen from what the host knows: the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py
+checks shared memory and registers of each shape, compiled ahead of time for sm_80 and sm_90.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TileShape:
 
 
 def why_not(dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
-    """What tree attention lacks for such keys and values; None where it has all."""
+    """Return why tree attention does not support such keys and values, or None."""
     if dtype not in DTYPES:
         return f"keys and values are {dtype}"
     if max(key_dim, value_dim) > LARGEST_DIM:
@@ -61,6 +61,6 @@ def tile_shape(
 
 
 def num_splits(programs: int, columns: int, shape: TileShape, cores: int) -> int:
-    """Parts of each context so that `programs` programs over one part each keep all cores busy."""
+    """Return the parts per context so that `programs` programs per part keep all cores busy."""
     wanted = cores * shape.per_core // max(programs, 1)
     return max(min(wanted, columns // (shape.columns * LEAST_TILES), MOST_SPLITS), 1)

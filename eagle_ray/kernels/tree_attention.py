@@ -1,6 +1,6 @@
-"""Tree attention over a block table on a GPU: which programs run, and what they are handed.
+"""Launch tree attention over a block table on a GPU.
 
-The kernels stand in flash_decoding.py. Everything that a launch depends on is known on the host before the rows are;
+The kernels are in flash_decoding.py. Everything that a launch depends on is known on the host before the rows are;
 everything else stays on the device.
 """
 
@@ -33,9 +33,9 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "heads R dv"]:
-    """Each row over what it sees of its slot's keys and values; zeros for padding rows.
+    """Return the attention of each row over its slot's keys and values; zeros for padding rows.
 
-    keys, values: contiguous and of the query's dtype. scaling to sinks: as in models' AttentionParams.
+    keys, values: contiguous, in the query's dtype. scaling to sinks: as in AttentionParams.
     """
     heads, num_rows, key_dim = query.shape
     _, block_size, kv_heads, value_dim = values.shape
@@ -70,13 +70,13 @@ def tree_attention(
 
 
 def padded(dim: int) -> int:
-    """The power of two that holds it, and no less than tensor cores take."""
+    """Return the next power of two, at least the minimum of tensor cores."""
     return max(1 << (dim - 1).bit_length(), 16)
 
 
 @cache
 def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors."""
+    """Return compute capability and number of multiprocessors."""
     if device.type != "cuda":
         return INTERPRETED
     properties = torch.cuda.get_device_properties(device)

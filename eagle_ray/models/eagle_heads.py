@@ -2,7 +2,7 @@
 
     hidden = head(embeddings, head.project_features(features), positions)      # one pair per position
     logits = head.logits(hidden, target.logits)                      # over token_ids, or the whole vocabulary
-    hidden = head(embeddings_of_children, hidden, positions + 1)     # the head's own output stands in for the feature
+    hidden = head(embeddings_of_children, hidden, positions + 1)     # the head's own output replaces the feature
 
     EagleHead    EAGLE-1 and 2: the target's last feature, the target's lm_head (EAGLE-1, section 3)
     Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
@@ -36,9 +36,14 @@ MIN_TARGET_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features w
 
 @runtime_checkable
 class DraftHead(Protocol):
-    """config: the head's own shape. embed_tokens: None where the target's is used. token_ids: the target's id of each
-    token that the head can draft; None where it drafts from the whole vocabulary. first_column: the first token that it
-    reads, at position 0: 1 where each token goes with the feature before it, 0 where tokens go alone.
+    """Protocol of a draft head.
+
+    Attributes:
+        config: the head's own shape.
+        embed_tokens: None if the target's embedding is used.
+        token_ids: the target's id of each token that the head can draft; None is the whole vocabulary.
+        first_column: index of the first token that it reads at position 0: 1 if each token goes with the feature before
+            it, 0 if it reads tokens alone.
     """
 
     config: PretrainedConfig
@@ -48,13 +53,13 @@ class DraftHead(Protocol):
 
     @property
     def kv_spec(self) -> KVSpec:
-        """What it keeps of each token that it reads."""
+        """Return the shape of the keys and values that it keeps per token."""
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
-        """Layers of the target whose inputs, one after the other, are its feature; None is what its lm_head reads."""
+        """Return the layers of the target whose concatenated inputs are its feature; None is what the lm_head reads."""
 
     def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
-        """The target's features as the head reads them: as wide as its own outputs."""
+        """Return the target's features in the width of the head's own outputs."""
 
     def __call__(
         self,
@@ -63,20 +68,22 @@ class DraftHead(Protocol):
         positions: Int[Tensor, "B T"],
         rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """The head's outputs, one per pair.
+        """Return the head's outputs, one per pair.
 
-        embeddings: of the token after each feature. positions: of the features. rows: how the pairs see the cache
-        and each other; None is plain causal attention over T.
+        Args:
+            embeddings: of the token after each feature.
+            positions: of the features.
+            rows: attention metadata; None is plain causal attention over T.
         """
 
     def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
-        """What follows each output."""
+        """Return the logits after each output."""
 
 
 class EagleHead(nn.Module):
     """EAGLE-1 and 2: one decoder layer without input norm and without final norm.
 
-    bias: whether fc has one. own_embedding: whether the checkpoint brings its token embedding.
+    bias: fc has a bias. own_embedding: the checkpoint has its own token embedding.
     """
 
     token_ids = None
@@ -121,9 +128,11 @@ class EagleHead(nn.Module):
 class Eagle3Head(nn.Module):
     """EAGLE-3: the embedding enters through attention alone, and the residual stream is the feature.
 
-    config.vocab_size is the target's. draft_vocab_size: tokens that can be drafted. feature_size: width of the
-    target's features together. own_embedding: whether the checkpoint brings its token embedding. feature_layers: of
-    the target, where they are not the published three.
+    Args:
+        draft_vocab_size: tokens that can be drafted; config.vocab_size is the target's.
+        feature_size: width of the target's concatenated features.
+        own_embedding: the checkpoint has its own token embedding.
+        feature_layers: layers of the target, if they are not the three published ones.
     """
 
     first_column = 1
@@ -152,7 +161,7 @@ class Eagle3Head(nn.Module):
 
     @property
     def token_ids(self) -> Int[Tensor, " Dv"] | None:
-        """d2t holds offsets. None where every token of the target can be drafted."""
+        """Return the target's ids of drafted tokens (d2t holds offsets), or None if every token can be drafted."""
         if len(self.d2t) == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -183,7 +192,7 @@ class Eagle3Head(nn.Module):
 class Eagle3Layer(nn.Module):
     """A Llama layer whose queries, keys and values read the normed embedding concatenated with the normed feature.
 
-    The residual is the feature, and where the config has `norm_before_residual` (speculators' heads) the normed one.
+    The residual is the feature, or the normed feature if the config has `norm_before_residual` (speculators' heads).
     """
 
     def __init__(self, config: LlamaConfig):
@@ -215,12 +224,14 @@ class Eagle3Layer(nn.Module):
 
 
 def _kv_spec(config: LlamaConfig) -> KVSpec:
-    """Of one layer, whatever the config says of their number."""
+    """Return the spec of one layer, whatever number of layers the config has."""
     return KVSpec(1, config.num_key_value_heads, config.head_dim, config.head_dim)
 
 
 class _Rotary(LlamaRotaryEmbedding):
-    """Frequencies stay in fp32, as transformers keeps a target's: in bf16 angles are off by half a radian at 500."""
+    """Rotary embedding with frequencies in fp32, as in transformers' targets: in bf16 angles err by half a radian at
+    500.
+    """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Rotary:
         exact = dict(self._buffers)
@@ -231,6 +242,6 @@ class _Rotary(LlamaRotaryEmbedding):
 
 
 def _rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    """Its tables are in no file: they are real where the weights are still shapes without numbers."""
+    """Return the rotary embedding with real tables even on the meta device, since no file contains them."""
     with torch.device("cpu"):
         return _Rotary(config)

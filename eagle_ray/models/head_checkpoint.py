@@ -1,9 +1,9 @@
-"""Published heads: a directory with config.json and weights <-> a DraftHead.
+"""Published heads: read and write a directory with config.json and weights as a draft head.
 
-    head = load_head(path, target.config)        # EAGLE-1, 2 or 3, told from its tensors
+    head = load_head(path, target.config)        # EAGLE-1, 2 or 3, recognized by its tensors
 
-Weights are safetensors or pickles (weights only), single or sharded. What fits a target is `fit`'s to say: here it
-is told from headers alone (`meta_head`) and before anything is read.
+Weights are safetensors or pickles (weights only), single or sharded. `head_spec` decides whether a head fits a
+target; `meta_head` answers that from headers alone, before anything is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Read = TypeVar("Read")
 
 
 def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
-    """The head published in `path`, in fp32. Raises EngineError where it cannot be read or does not fit the target."""
+    """Return the head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
     head = meta_head(path, target)
     tensors = normalize_names(read_tensors(path))
     if isinstance(head, Eagle3Head):
@@ -43,14 +43,14 @@ def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
 
 
 def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
-    """The head without its weights, which are not read: its parameters lie on the meta device. Raises EngineError."""
+    """Return the head with its parameters on the meta device; no weights are read. Raises EngineError."""
     raw, shapes = read_config(path), read_shapes(path)
     with _with_path(path):
         return build_head(raw, shapes, target)
 
 
 def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
-    """Write the published layout: config.json as given and model.safetensors, numbers in bf16."""
+    """Write the published layout: the given config.json, and model.safetensors in bf16."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
     tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items()}
@@ -59,7 +59,7 @@ def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json as it is written. Raises EngineError."""
+    """Return the content of config.json. Raises EngineError."""
     try:
         return dict(json.loads((path / "config.json").read_text("utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -67,12 +67,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(path: Path) -> dict[str, Shape]:
-    """The shape of every tensor by its name, from headers and pickles' directories. Raises EngineError."""
+    """Return the shape of every tensor by name, from headers. Raises EngineError."""
     return _read(path, _shapes_of_safetensors, _shapes_of_pickle)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor by its name. Raises EngineError."""
+    """Return every tensor by name. Raises EngineError."""
     return _read(path, load_file, lambda file: load_pickle(file, "cpu"))
 
 
@@ -86,7 +86,7 @@ def _read(
 
 
 def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
-    """What `read` makes of a file of weights. Raises EngineError with the file and what to do about it."""
+    """Return what `read` returns for a file of weights. Raises EngineError with the file and the fix."""
     try:
         return read(file)
     except pickle.UnpicklingError as error:
@@ -101,7 +101,7 @@ def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping
 
 
 def _files(path: Path, name: str) -> list[Path]:
-    """The one file of this name, or the shards that its index names; none where there is neither."""
+    """Return the file of this name, or the shards that its index names, or nothing."""
     index = path / f"{name}.index.json"
     if (path / name).exists() or not index.exists():
         return [path / name] if (path / name).exists() else []
@@ -124,7 +124,9 @@ def _shapes_of_pickle(file: Path) -> dict[str, Shape]:
 
 
 def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
-    """Weights only: whatever else a pickle would do is refused. Archives are mapped, so that shapes cost nothing."""
+    """Load weights only; anything else in a pickle is refused. Archives are memory-mapped, so reading
+    shapes is cheap.
+    """
     loaded = torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True)
     named = isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)
     if not (named and all(isinstance(value, Tensor) for value in loaded.values())):
@@ -133,9 +135,9 @@ def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
 
 
 def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """d2t and t2d, made where they are left out, and whatever they say where every token is drafted: they are not read.
+    """Return d2t and t2d. Missing maps, and maps of a head that drafts every token, are made and not read.
 
-    Raises ValueError where d2t is no choice of the target's tokens.
+    Raises ValueError if d2t does not select tokens of the target.
     """
     count, vocab_size = len(head.d2t), head.config.vocab_size
     if tensors.get("d2t", head.d2t).is_floating_point():
@@ -151,7 +153,7 @@ def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[st
 
 @contextmanager
 def _with_path(path: Path) -> Iterator[None]:
-    """What does not fit is said with the directory in which it was found."""
+    """Add the directory to errors of heads that do not fit."""
     try:
         yield
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""Head spec: which head a published config and its tensors describe, and whether it goes with a target.
+"""Head spec: which head a published config and its tensors describe, and whether it fits a target.
 
     head = build_head(raw, shapes, target.config)      # parameters on the meta device: shapes without numbers
 
-The one place that decides it, asked before a job starts and again where a head is loaded. The generation is told from
-the tensor names. Reads the raw JSON, never a config class that fills in defaults: an absent rope_theta means 10000.
+The only module that decides it, used before a job starts and again when a head is loaded. Tensor names tell the
+generation. It reads the raw JSON instead of a config class with defaults: an absent rope_theta means 10000.
 
     EAGLE-1, 2     fc [H, 2H], layers.0.*, and embed_tokens or the target's
     EAGLE-3        fc [H, 3H of the target], midlayer.*, norm, lm_head [Dv, H], d2t, t2d
@@ -42,10 +42,10 @@ Shape = tuple[int, ...]
 
 
 def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead | Eagle3Head:
-    """The head, its parameters and buffers on the meta device.
+    """Return the head with its parameters and buffers on the meta device.
 
-    raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, the tensor or the
-    two numbers that keep it from being a head of this target.
+    raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, tensor or pair
+    of numbers that does not fit the target.
     """
     raw = _flatten(raw)
     _check_numbers(raw)
@@ -66,14 +66,14 @@ def is_eagle3(names: Mapping[str, Any]) -> bool:
 
 
 def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
-    """The same under the names of our modules, without what is not read."""
+    """Return the entries under the names of our modules, without ignored ones."""
     layer = "midlayer." if is_eagle3(published) else "layers.0."
     kept = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
     return {name.replace("layers.0.", layer, 1): value for name, value in kept.items()}
 
 
 def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
-    """The head's Llama shape from its raw config.json; it has one layer whatever num_hidden_layers says."""
+    """Return the head's Llama config from its raw config.json; it has one layer whatever num_hidden_layers says."""
     _check_heads(raw)
     heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
     if activation not in ACT2FN:
@@ -97,7 +97,7 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without nulls, and speculators' config as the others are: without the key its heads norm before the residual."""
+    """Return the config without nulls and speculators' nesting; speculators' norm_before_residual defaults to true."""
     said, layer = _drop_nulls(raw), raw.get("transformer_layer_config")
     if layer is None:
         return said
@@ -111,7 +111,7 @@ def _drop_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_numbers(raw: Mapping[str, Any]) -> None:
-    """Whole numbers, 1 or more."""
+    """Check that sizes are whole numbers of 1 or more."""
     wrong = [key for key in NEEDED if not _counts(raw.get(key))]
     wrong += [key for key in OPTIONAL if key in raw and not _counts(raw[key])]
     if wrong:
@@ -119,7 +119,7 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def _check_switches(raw: Mapping[str, Any]) -> None:
-    """Refuse a head whose config switches on a computation that this release would leave out."""
+    """Refuse a head whose config enables a computation that is not implemented."""
     section = raw.get("eagle_config")
     settings = {**raw, **(section if isinstance(section, dict) else {})}
     if switched_on := [key for key in UNSUPPORTED if settings.get(key)]:
@@ -164,7 +164,7 @@ def _eagle3(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pretrai
 
 
 def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
-    """Whose inputs the head reads. Under eagle_config the ids are of the layers before, whose outputs those are."""
+    """Return the layers whose inputs the head reads. Under eagle_config the ids name the layers that output them."""
     key = "eagle_aux_hidden_state_layer_ids"
     outputs = (raw.get("eagle_config") or {}).get(key)
     layers = tuple(i + 1 for i in outputs) if outputs else tuple(raw.get(key) or ())
@@ -180,7 +180,9 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers 5 writes it (rope_parameters), or older ones (rope_theta, rope_scaling, its `type`)."""
+    """Return rope parameters from transformers 5's form (rope_parameters) or older ones (rope_theta, rope_scaling,
+    `type`).
+    """
     said = _drop_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
     kind = said.pop("type", "default")
     rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
@@ -203,7 +205,7 @@ def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfi
 
 
 def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
-    """Every tensor of the module, none other, and each in its shape. spare: those that may be left out.
+    """Check that each tensor of the module is present in its shape, and no others. spare: optional ones.
 
     Raises ValueError that names the first few of each fault.
     """
@@ -219,13 +221,13 @@ def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], opti
 
 
 def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
-    """The vocabulary maps may be left out where they say nothing."""
+    """Check the tensors of a head; vocabulary maps are optional if every token can be drafted."""
     if isinstance(head, EagleHead):
         return check_tensors("an EAGLE-1/2 head", head, found)
     check_tensors("an EAGLE-3 head", head, found, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
 
 
 def _first_few(faults: list[str]) -> list[str]:
-    """The first few: a whole language model in a head's place has hundreds."""
+    """Return the first few faults: a whole language model instead of a head has hundreds."""
     more = len(faults) - MAX_NAMED
     return faults if more <= 0 else [*faults[:MAX_NAMED], f"and {more} more such"]

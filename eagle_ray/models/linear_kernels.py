@@ -2,10 +2,10 @@
 
     kernels = choose_kernels(linears)        # {1: Kernel.FILLED, 2: Kernel.FILLED, 3: Kernel.FILLED}
 
-From MIN_PACKED_ROWS rows on, oneDNN over prepacked weights is the fastest that torch offers, and it sums a row in the
-same order whatever its company. Below that three ways compete, and which one wins differs between processors:
+From MIN_PACKED_ROWS rows on, oneDNN over prepacked weights is the fastest kernel in torch, and it sums a row in one
+order whatever the other rows are. Below that, three kernels compete, and the fastest differs between processors:
 
-    FILLED    the rows filled up to MIN_PACKED_ROWS: the same bits as in a larger pass. Taken unless another is WORTH it
+    FILLED    rows padded to MIN_PACKED_ROWS, the same bits as in a larger pass; used unless another is faster
     PACKED    the packed weight and just these rows
     PLAIN     F.linear; the weights are then kept a second time, unpacked
 
@@ -33,7 +33,7 @@ TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same 
 
 
 class Kernel(Enum):
-    """How few rows are multiplied."""
+    """How to multiply fewer than MIN_PACKED_ROWS rows."""
 
     FILLED = "packed weights, filled up to 4 rows"
     PACKED = "packed weights"
@@ -44,7 +44,7 @@ FILLED_ONLY = dict.fromkeys(range(1, MIN_PACKED_ROWS), Kernel.FILLED)
 
 
 def packed_weight(weight: Tensor) -> Tensor:
-    """Return the weight [O, I] in the order in which oneDNN's kernels read it."""
+    """Return the weight [O, I] in the layout of oneDNN's kernels."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_ROWS)
 
 
@@ -54,14 +54,15 @@ def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pad_rows(rows: Tensor) -> Tensor:
-    """Return fewer than MIN_PACKED_ROWS rows [R, I], filled up with copies."""
+    """Return fewer than MIN_PACKED_ROWS rows [R, I], padded with copies."""
     return torch.cat([rows] * MIN_PACKED_ROWS)[:MIN_PACKED_ROWS]
 
 
 def choose_kernels(linears: Sequence[nn.Linear]) -> dict[int, Kernel]:
     """Return the kernel for each number of rows below MIN_PACKED_ROWS. linears: the model's layers, at least a sample.
 
-    FILLED where the sample would fit into a cache: such models are not bound by memory, and a trial would say nothing.
+    FILLED if the sample would fit into a cache: such models are not bound by memory, so a measurement would say
+    nothing.
     """
     sample, size = [], 0
     for linear in linears:
@@ -81,7 +82,7 @@ def choose_kernels(linears: Sequence[nn.Linear]) -> dict[int, Kernel]:
 
 @torch.inference_mode()
 def _fastest(sample: list[tuple[nn.Linear, Tensor]], num_rows: int, kernels: list[Kernel]) -> Kernel:
-    """Return the kernel that is WORTH leaving FILLED for, by the best of a few passes, by turns."""
+    """Return FILLED, or the kernel that is at least MIN_SPEEDUP faster, by the best of a few passes in turn."""
     seconds = dict.fromkeys(kernels, float("inf"))
     inputs = [torch.ones(num_rows, linear.in_features, dtype=linear.weight.dtype) for linear, _ in sample]
     for _ in range(TURNS):

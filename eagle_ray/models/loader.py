@@ -1,10 +1,10 @@
-"""Targets from directories in transformers' layout: their configs, and their weights, quantised ones included.
+"""Load targets from local directories in transformers' layout, quantised ones included.
 
     model = load_target(path, "auto", "cuda")
 
-A checkpoint that lacks a tensor, or has one of another shape, is refused: transformers would make one up. Quantised
-checkpoints (config.quantization_config: bitsandbytes, AWQ, GPTQ, fp8, ...) are loaded by transformers and the library
-they name.
+A checkpoint that lacks a tensor, or has one of another shape, is refused; transformers would initialize it at
+random. Quantised checkpoints (config.quantization_config: bitsandbytes, AWQ, GPTQ, fp8, ...) are loaded by
+transformers and the library that they name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safetens
 
 
 def load_config(path: Path) -> PretrainedConfig:
-    """The config of the causal LM in `path`, without its weights. Raises EngineError where it cannot be run."""
+    """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
     config = _read_config(path)
     check_config(config)
     _check_quantiser(config)
@@ -35,7 +35,8 @@ def load_config(path: Path) -> PretrainedConfig:
 
 
 def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
-    """A causal LM from a local directory. Raises EngineError where it cannot be read, or not as its files say.
+    """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
+    config.
 
     dtype: "auto" is the checkpoint's own.
     """
@@ -55,7 +56,7 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
 
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """What the checkpoint says of its quantisation; None where it is plain."""
+    """Return the checkpoint's quantization config, or None."""
     said = getattr(config, "quantization_config", None)
     return said if said is None or isinstance(said, dict) else said.to_dict()
 
@@ -92,7 +93,7 @@ def _check_quantiser(config: PretrainedConfig) -> None:
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The generation config's EOS ids, else the config's; empty where neither has one."""
+    """Return the generation config's EOS ids, or the config's; empty if neither has one."""
     generation = getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
     eos = generation if generation is not None else model.config.get_text_config(decoder=True).eos_token_id
     if eos is None:
@@ -102,14 +103,16 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 @torch.no_grad()
 def _freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """After a token: some quantisers make their layers at the first call of the whole model, which is never ours."""
+    """Freeze the model after running one token: some quantisers create their layers at the first call of the whole
+    model.
+    """
     if model._forward_pre_hooks:
         model(torch.ones(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
     return model
 
 
 def _check_complete(path: Path, found: dict[str, Any]) -> None:
-    """found: what transformers says of its loading."""
+    """Raise EngineError for missing or mismatched tensors. found: transformers' loading report."""
     missing = sorted(found["missing_keys"])
     misshapen = [
         f"{key} is {tuple(given)}, wanted {tuple(wanted)}" for key, given, wanted in sorted(found["mismatched_keys"])
@@ -121,7 +124,7 @@ def _check_complete(path: Path, found: dict[str, Any]) -> None:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers draws bars for weights that are read in a moment, over whatever the caller prints."""
+    """Hide transformers' progress bars, which would overwrite the caller's output."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

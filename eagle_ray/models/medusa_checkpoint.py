@@ -1,10 +1,10 @@
-"""Published Medusa and Hydra heads: a directory with config.json and one file of tensors <-> PathHeads.
+"""Published Medusa and Hydra heads: read and write a directory with config.json and one file of tensors.
 
-    Medusa    medusa_lm_head     N.k.linear.{weight, bias}, and N.K.weight where the heads bring an lm_head
+    Medusa    medusa_lm_head     N.k.linear.{weight, bias}, and N.K.weight if the heads have an lm_head
     Hydra     hydra_lm_head      hydra_mlp.N.k.{linear, res_connection}.{weight, bias}, hydra_lm_head.N.{weight, bias}
 
-The file is a .pt (read as weights only) or a .safetensors. What is missing, unexpected or misshapen is refused by name;
-`check_*` says so from the shapes alone.
+The file is a .pt (read as weights only) or a .safetensors. Missing, unexpected or misshapen tensors are refused by
+name; `check_*` does so from the shapes alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which w
 
 
 def load_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
-    """The heads in `path`, in fp32. Raises EngineError where they cannot be read or do not fit the target."""
+    """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target."""
     return _load_into(check_medusa(path, target), _tensors(path, MEDUSA))
 
 
 def load_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
-    """The heads in `path`, in fp32. Raises EngineError where they cannot be read or do not fit the target."""
+    """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target."""
     return _load_into(check_hydra(path, target), _tensors(path, HYDRA))
 
 
@@ -51,9 +51,9 @@ def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:
 
 
 def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
-    """The heads without their weights, which are not read: they lie on the meta device. Raises EngineError.
+    """Return the heads on the meta device; no weights are read. Raises EngineError.
 
-    Their number is the file's, as published configs do not always say it.
+    The file tells their number, since published configs do not always.
     """
     raw, shapes = read_config(path), _shapes(path, MEDUSA)
     num_layers = _number(path, raw, "medusa_num_layers")
@@ -67,7 +67,7 @@ def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
 
 
 def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
-    """The same for Hydra's. Raises EngineError for its other architectures, which read more than the last feature."""
+    """Do the same for Hydra heads. Raises EngineError for architectures that read more than the last feature."""
     raw, shapes = read_config(path), _shapes(path, HYDRA)
     for key, wanted in (("hydra_head_arch", "mlp"), ("grounded_heads", True), ("hidden_state_offset", 0)):
         if raw.get(key, wanted) != wanted:

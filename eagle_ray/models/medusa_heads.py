@@ -1,4 +1,4 @@
-"""PathHeads: one small head for each level of a tree, all of them reading the target's last feature; no attention.
+"""Path heads: one small head for each level of a tree, all reading the target's last feature; no attention.
 
     logits = heads.logits(level, feature, path, target.logits)       # after each path of `level` drafted tokens
 
@@ -22,7 +22,7 @@ from eagle_ray.models.eagle_heads import LogitsOf
 
 @runtime_checkable
 class PathHeads(Protocol):
-    """num_levels: the longest path that can be drafted. shape: what its costs depend on, as JSON."""
+    """Protocol. num_levels: the longest path that can be drafted. shape: what its costs depend on, as JSON."""
 
     num_levels: int
     shape: dict[str, Any]
@@ -34,14 +34,17 @@ class PathHeads(Protocol):
         path: Float[Tensor, "B F L H"],
         target_logits: LogitsOf,
     ) -> Float[Tensor, "B F V"]:
-        """What follows F paths of `level` drafted tokens; L = level + 1.
+        """Return the logits after F paths of `level` drafted tokens; L = level + 1.
 
-        feature: what the target's lm_head read when it picked the root. path: embeddings of the root and the drafts.
+        feature: what the target's lm_head read when the root was sampled. path: embeddings of the root and the
+        drafts.
         """
 
 
 class MedusaHeads(nn.ModuleList):
-    """num_layers: residual blocks of each head. own_lm_head: whether each brings one; else the target's is used."""
+    """num_layers: residual blocks per head. own_lm_head: each head has its own lm_head; otherwise the
+    target's is used.
+    """
 
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int, *, own_lm_head: bool):
         lm_head = [vocab_size] if own_lm_head else []
@@ -68,7 +71,7 @@ class MedusaHeads(nn.ModuleList):
 
 
 class HydraHeads(nn.Module):
-    """num_layers: residual blocks of each head, of which the first narrows feature and path to hidden_size."""
+    """num_layers: residual blocks per head; the first one maps feature and path to hidden_size."""
 
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int):
         super().__init__()
@@ -96,7 +99,7 @@ class HydraHeads(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """x + silu(linear(x)); where num_inputs vectors go in, a linear map to one stands in for x itself."""
+    """x + silu(linear(x)). With num_inputs concatenated vectors, a linear map to one vector replaces x."""
 
     def __init__(self, size: int, num_inputs: int = 1):
         super().__init__()

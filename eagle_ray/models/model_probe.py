@@ -1,15 +1,15 @@
-"""KVSpec: what a causal LM asks of attention and of its lm_head, seen by running two tokens through it.
+"""KVSpec: what a causal LM needs from attention and from its lm_head, found by running two tokens through it.
 
     kv_spec = probe(model, logits_of, positions=4096)     # KVSpec(num_layers=32, num_kv_heads=8, key_dim=128, ...)
 
-    what must hold                                           what would otherwise be wrong in silence
+    what must hold                                           what would otherwise be wrong silently
     every layer attends, once, under its own number          linear attention, state kept from row to row
     all layers have keys and values of one shape             a cache row that belongs to another layer's shape
-    what a layer masks is what it tells attention            chunks, blocks, windows that only the mask knows
-    attention is told nothing that we do not know            biases, sparse indices
-    logits are what `logits_of` makes of the last hidden     multipliers, soft-caps, projections
+    a layer's mask equals its attention arguments            chunks, blocks, windows that only the mask knows
+    attention gets no unknown arguments                      biases, sparse indices
+    `logits_of` reproduces the model's logits                multipliers, soft-caps, projections
 
-No pass of ours builds masks or runs the model's own forward, so nothing of this would show there.
+Our passes never build the model's masks or run its own forward, so none of this would show there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """num_kv_heads, key_dim, value_dim: of what every layer keeps of a token."""
+    """The shape of the keys and values that every layer keeps per token: num_kv_heads, key_dim, value_dim."""
 
     num_layers: int
     num_kv_heads: int
@@ -51,13 +51,13 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Stands where a layer's mask would: which keys the model itself lets a query see."""
+    """Replaces a layer's mask and records which keys the model itself lets a query see."""
 
     sees: Callable[[Any, Any, Any, Any], Tensor]
 
     @classmethod
     def made(cls, *_: object, mask_function: Callable, **__: object) -> Mask:
-        """transformers' mask interface."""
+        """Build the mask through transformers' mask interface."""
         return cls(mask_function)
 
     def window(self, positions: int) -> int | None:
@@ -81,9 +81,9 @@ class Mask:
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """What each call of the attention function brought. It goes through the model as `rows`, as a layout would.
+    """Records each call of the attention function. It passes through the model as `rows`, like attention metadata.
 
-    positions: as many as a sequence can have; a mask that hides keys only from later positions hides nothing.
+    positions: the longest sequence; a mask that hides keys only from later positions hides nothing.
     """
 
     positions: int
@@ -116,9 +116,9 @@ class AttentionProbe:
 
 
 def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec:
-    """One pass of two tokens. Raises EngineError, by the model's name, where rows of ours would come out otherwise.
+    """Run one pass of two tokens. Raises EngineError, with the model's name, if our rows would be computed differently.
 
-    positions: as many as a sequence can have.
+    positions: length of the longest sequence.
     """
     examination, hidden, name = AttentionProbe(positions), [], type(model).__name__
     if model.base_model is model or not getattr(model, "_supports_attention_backend", False):
@@ -168,7 +168,7 @@ def _examined_attention(
     rows: AttentionProbe | None = None,
     **told: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature."""
+    """The attention function that records; it has transformers' signature."""
     if rows is None:
         raise EngineError(f"{type(module).__name__} is not handed the rows' layout")
     rows.see(module.layer_idx, key, value, attention_mask, told)

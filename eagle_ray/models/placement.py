@@ -1,10 +1,10 @@
-"""A target over several devices: consecutive layers on each, everything else on the first.
+"""Place a target on several devices: consecutive layers on each, everything else on the first.
 
-    place_layers([2, 2, 2, 2], room=[3, 9])      # [0, 1, 1, 1]: each device full to the same share of its room
-    spread(model, devices, places)
+    place_layers([2, 2, 2, 2], room=[3, 9])      # [0, 1, 1, 1]: each device is filled to about the same share
+    dispatch(model, devices, places)
 
-The first device keeps the embeddings, the lm_head, the keys and values of every layer and the draft head, so that a
-step's own tensors stay together: a layer elsewhere sends its queries, keys and values there to attend.
+The first device keeps the embeddings, the lm_head, the KV cache of every layer and the draft head, so a step's own
+tensors stay together: a layer elsewhere sends its queries, keys and values there to attend.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from eagle_ray.errors import EngineError
 
 
 def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
-    """The device of each layer, never falling. sizes: bytes of the layers. room: bytes that each device has for them.
+    """Return the device of each layer, in ascending order.
 
-    Every device is filled to about the same share of its room. Raises EngineError where they do not fit.
+    sizes: bytes of the layers. room: bytes available for them on each device. Every device is filled to about the
+    same share. Raises EngineError if they do not fit.
     """
     total, places, used = sum(sizes), [], [0] * len(room)
     device, share = 0, total / max(1, sum(room))
@@ -40,22 +41,22 @@ def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
 
 
 def _is_full(used: int, size: int, fair: float, room: int) -> bool:
-    """Whether the next layer is better off on the next device: it does not fit, or most of it is beyond the share."""
+    """Return whether the next layer belongs to the next device: it does not fit, or most of it exceeds the share."""
     return used + size > room or used + size / 2 > fair
 
 
 def layer_sizes(model: nn.Module) -> list[int]:
-    """Bytes of each decoder layer's weights, quantised ones as they are kept."""
+    """Return the bytes of each decoder layer's weights, as stored, quantised or not."""
     return [_size(layer) for layer in decoder_layers(model)]
 
 
 def other_size(model: nn.Module) -> int:
-    """Bytes of everything that stays on the first device; tied weights count once."""
+    """Return the bytes of everything that stays on the first device; tied weights count once."""
     return _size(model) - sum(layer_sizes(model))
 
 
 def dispatch(model: nn.Module, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
-    """Move the model in place, layer i to devices[places[i]]; activations follow by themselves."""
+    """Move the model in place, layer i to devices[places[i]]; hooks move the activations."""
     layers, first = decoder_layers(model), devices[0]
     for name, child in model.base_model.named_children():
         if name != "layers":
@@ -68,7 +69,7 @@ def dispatch(model: nn.Module, devices: Sequence[torch.device | str], places: Se
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The layers that come one after the other, between the embedding and the last norm."""
+    """Return the sequential layers between the embedding and the last norm."""
     base = model.base_model
     if not (isinstance(getattr(base, "layers", None), nn.ModuleList) and hasattr(base, "norm")):
         raise EngineError(
@@ -86,7 +87,7 @@ def _bring_to(device: torch.device | str) -> Any:
 
 
 def moved(value: Any, device: torch.device | str) -> Any:
-    """Tensors, in tuples, lists and dicts too, on the device; anything else, such as a layout, as it is."""
+    """Return tensors, also in tuples, lists and dicts, on the device; other objects unchanged."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -97,5 +98,5 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 
 def _size(module: nn.Module) -> int:
-    """Bytes of its parameters and of its buffers: GPTQ and AWQ keep their weights in those."""
+    """Return the bytes of parameters and buffers; GPTQ and AWQ keep their weights in buffers."""
     return sum(t.numel() * t.element_size() for t in chain(module.parameters(), module.buffers()))

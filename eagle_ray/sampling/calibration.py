@@ -1,14 +1,13 @@
-"""Calibration: from what a drafter says of a child to how often the target picks it.
+"""Calibration: map a drafter's probability of a child to the rate at which the target samples it.
 
-A logistic map for each level, ``sigmoid(a * logit(p) + b)``, on *conditional* probabilities (of a child, its parent
-being accepted), with c more for the first child of a node: targets pick what a drafter thinks likeliest more often than
-a second choice of the same p (measured: 0.35 and 0.13 of the time where both were said to be 0.16). Never above 1,
-rising in p and c never below 0: so it keeps the order of siblings, which are sorted, likeliest first, and products
-along paths still never rise. Rows that are sampled have maps of their own: there p means something else.
+A logistic map per level, ``sigmoid(a * logit(p) + b)``, on *conditional* probabilities (of a child, given that its
+parent is accepted), plus c for the first child of a node: targets sample the drafter's first choice more often than
+a second choice with equal p (measured: rates of 0.35 and 0.13 for p = 0.16). The result is at most 1, rises in p,
+and c is at least 0. So siblings keep their order, and products along paths never rise. Sampled rows have maps of
+their own, since p means something else there.
 
-The labels are free of the budget's choice: once a node is reached, the target's pick tells of *all* its drafted
-children which one it was, whether or not they were given a verify row. What stays unseen is only what follows nodes
-that were never reached.
+The budget does not bias the labels: once a node is reached, the target's sample tells for *all* its drafted children
+which one it was, whether they were verified or not. Only children of nodes that were never reached stay unobserved.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ KINDS = 2  # 0: greedy rows, 1: sampled rows
 
 
 class Calibration:
-    """A slope, an offset and a first child's own per level and kind of row; the identity until picks say otherwise."""
+    """Slope, offset and first-child term per level and kind of row; the identity at first."""
 
     def __init__(self, levels: int, device: torch.device | str = "cpu"):
         self.fit = OnlineFit(
@@ -39,7 +38,7 @@ class Calibration:
         )
 
     def apply(self, level: int, kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
-        """Calibrated conditional log-probabilities; padding (-inf) stays. kinds: 1 for sampled rows, else 0."""
+        """Return calibrated conditional log-probabilities; padding (-inf) stays. kinds: 1 for sampled rows, else 0."""
         slope, offset, first = self.fit.parameters[level][kinds][:, :, None, None].unbind(1)
         mapped = slope * logit(log_probs) + offset
         mapped[..., :1] += first
@@ -52,10 +51,10 @@ class Calibration:
         picked: Bool[Tensor, "L B K"],
         reached: Bool[Tensor, "L B"],
     ) -> None:
-        """What the target did with the children of one node of each row on each of the first L levels.
+        """Observe the target's sample after one node of each row on each of the first L levels.
 
-        log_probs: as `apply` was given them. picked: the child that carries the target's pick. reached: whether the
-        node was; other rows say nothing.
+        log_probs: as passed to `apply`. picked: the child with the target's token. reached: whether the node was
+        reached; other rows are ignored.
         """
         levels = slice(len(log_probs))
         one, first = torch.ones_like(log_probs), torch.zeros_like(log_probs)
@@ -70,6 +69,6 @@ class Calibration:
 
 
 def logit(log_probs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """log(p / (1 - p)) from log p, cut off at +-LARGEST_LOGIT."""
+    """Return log(p / (1 - p)) from log p, clamped to +-LARGEST_LOGIT."""
     log_probs = log_probs.clamp(max=-1e-7)
     return (log_probs - torch.log(-torch.expm1(log_probs))).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)

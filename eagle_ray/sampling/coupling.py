@@ -1,16 +1,17 @@
-"""Coupling: how likely the target, reading the same noise, is to pick each token of a drafter's distribution.
+"""Coupling: the probability that the target, given the noise, samples each token of a drafter's distribution.
 
-The target picks ``argmax(target_logits + T * g)`` among the tokens its processors keep, with Gumbel noise g that is a
-function of (seed, position, token). The drafter knows g and roughly knows the logits: the pick is a conditional logit,
+The target samples ``argmax(target_logits + T * g)`` among the tokens that its filters keep, with Gumbel noise g that
+is a function of (seed, position, token). The drafter knows g and approximately the logits, so the sample is a
+conditional logit:
 
     P(token) = softmax(w0 * draft_logit + T * (w1 * g + w2 * max(g - 4, 0)) + w3 * dropped)
 
-whose four weights per level are fitted to the picks seen. 1 / w1 is the drafter's error in units of the noise; large
-noise lifts tokens of the tail, about which that error is another one: hence w2. `dropped` marks what the *draft's*
-top-k, top-p and min-p would drop: the target may still keep it, at odds that are fitted like the rest.
+Its four weights per level are fitted to observed samples. 1 / w1 is the drafter's error in units of the noise. Large
+noise lifts tokens of the tail, where that error is different: hence w2. `dropped` marks tokens that the *draft's*
+top-k, top-p and min-p would drop: the target may still keep them, with fitted odds.
 
-The weights are of logits, not of probabilities at T, so that rows of different temperatures share them. What is drafted
-this way changes how much is accepted, never what is produced.
+The weights apply to logits, not to probabilities at T, so rows of different temperatures share them. Coupling
+changes how many drafts are accepted, never the output.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ NUM_CUT = 64  # how many of the best tokens the draft's own top-k, top-p and min
 
 
 class Coupling:
-    """Four weights per level. They start where a trained small pair ended, close to the draft's own ranking."""
+    """Four weights per level. The start values come from a trained small pair and are close to the draft's
+    own ranking.
+    """
 
     def __init__(self, levels: int, device: torch.device | str = "cpu"):
         self.fit = OnlineFit(
@@ -48,10 +51,10 @@ class Coupling:
         rows: Int[Tensor, " S"],
         noise: Float[Tensor, "S V"],
     ) -> Float[Tensor, "S F V"]:
-        """Log-probability that the target picks each token after each of F nodes.
+        """Return the log-probability that the target samples each token after each of F nodes.
 
-        rows: the sequences, indices into sampling, all of them sampled. noise: `gumbel_noise` at the positions of the
-        tokens that are chosen after these nodes.
+        rows: indices of sampled sequences into sampling. noise: `gumbel_noise` at the positions of the tokens to be
+        sampled.
         """
         on_logits, on_noise, on_large, on_dropped = self.fit.parameters[level, 0].unbind()
         push = sampling.temperature[rows, None] * (on_noise * noise + on_large * (noise - LARGE_NOISE).clamp(min=0))
@@ -69,8 +72,8 @@ class Coupling:
         picks: Int[Tensor, "L S"],
         reached: Bool[Tensor, "L S"],
     ) -> None:
-        """What the target picked after one node of each sequence on each of the first L levels; nodes that were not
-        reached say nothing.
+        """Observe the target's sample after one node of each sequence on each of the first L levels; nodes that were
+        not reached are ignored.
         """
         levels, temperature = slice(len(logits)), sampling.temperature[rows, None]
         cut = torch.zeros_like(logits)
@@ -86,14 +89,14 @@ class Coupling:
 
 
 def dropped(logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:
-    """Tokens that top-k, top-p and min-p would drop from these logits, worked out on the NUM_CUT best of them."""
+    """Return which tokens top-k, top-p and min-p would drop from these logits, computed on the best NUM_CUT of them."""
     return logits < least_kept(logits, sampling, rows)[:, :, None]
 
 
 def least_kept(
     logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]
 ) -> Float[Tensor, "S F"]:
-    """The least of the NUM_CUT best logits that top-k, top-p and min-p would keep; -inf where they keep them all."""
+    """Return the lowest of the best NUM_CUT logits that top-k, top-p and min-p keep; -inf if they keep all."""
     best = logits.topk(min(NUM_CUT, logits.shape[-1]), -1).values
     kept = process(best.flatten(0, 1), sampling, rows.repeat_interleave(logits.shape[1])).isfinite().view_as(best)
     least = best.masked_fill(~kept, torch.inf).amin(-1)

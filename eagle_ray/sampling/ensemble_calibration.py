@@ -1,12 +1,14 @@
-"""EnsembleCalibration: from what several drafters say of a child to how often the target picks it.
+"""EnsembleCalibration: map the probabilities of several drafters for a child to the rate at which the target samples
+it.
 
-A drafter that is alone with a child is taken at its word; those that offer it together are weighed against each other:
+A child that only one drafter proposes has that drafter's probability; probabilities of several drafters are
+combined:
 
     P = sigmoid(sum over drafters that propose it of a * logit(p) + sum over the others of b + c)
 
-on conditional probabilities, with weights for each level and kind of row that are fitted to the target's picks, those
-of drafters alone and in company apart; it begins as the mean of the logits. At most 1, so values never rise along a
-path. Like Calibration it learns from every offered child of a node that was reached, verified or not.
+on conditional probabilities, with weights per level and kind of row, fitted to the target's samples, separately for
+drafters that propose a child alone and together. The start is the mean of the logits. P is at most 1, so values
+never rise along a path. As in Calibration, all proposed children of a reached node are observed, verified or not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from eagle_ray.sampling.online_newton import OnlineFit
 
 
 class EnsembleCalibration:
-    """For the children that A drafters offer on up to `levels` levels."""
+    """Weights for children that A drafters propose on up to `levels` levels."""
 
     def __init__(self, levels: int, num_drafters: int, device: torch.device | str = "cpu"):
         alone, together, lacks = [1.0] * num_drafters, [1 / num_drafters] * num_drafters, [0.0] * num_drafters
@@ -39,9 +41,10 @@ class EnsembleCalibration:
     def apply(
         self, depths: Int[Tensor, "B N"], kinds: Int[Tensor, " B"], said: Float[Tensor, "B N A"]
     ) -> Float[Tensor, "B N"]:
-        """Log-probabilities of nodes given their parents. depths: 1 for the roots' children; of roots, anything.
+        """Return conditional log-probabilities of nodes.
 
-        kinds: 1 for sampled rows, 0 for greedy ones. said: calibrated, -inf where a drafter lacks the node.
+        depths: 1 for the roots' children; roots may have any value. kinds: 1 for sampled rows, 0 for greedy ones.
+        said: calibrated log-probabilities by drafter, -inf if a drafter lacks the node.
         """
         weights = self.fit.parameters[(depths - 1).clamp(min=0), kinds[:, None]]
         return logsigmoid((_features(said) * weights).sum(-1))
@@ -54,9 +57,9 @@ class EnsembleCalibration:
         offered: Bool[Tensor, "B N"],
         picked: Bool[Tensor, "B N"],
     ) -> None:
-        """What the target did with the children of one node of each row.
+        """Observe the target's sample after one node of each row.
 
-        offered: the children, none where the node was not reached. picked: the one that carries the target's pick.
+        offered: the proposed children, none if the node was not reached. picked: the child with the target's token.
         """
         x = _features(said)
         predicted = torch.sigmoid((x * self.fit.parameters[level][kinds][:, None]).sum(2))
@@ -68,7 +71,9 @@ class EnsembleCalibration:
 
 
 def _features(said: Float[Tensor, "B N A"]) -> Float[Tensor, "B N P"]:
-    """The logits of drafters that are alone, of those in company; for each drafter whether it lacks the child; 1."""
+    """Return the logits of drafters that propose alone, of those that propose together, which drafters lack the child,
+    and 1.
+    """
     offers = said > -torch.inf
     logits = torch.where(offers, logit(said), 0.0)
     alone = offers.sum(-1, keepdim=True) == 1

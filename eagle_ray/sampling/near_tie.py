@@ -1,8 +1,8 @@
 """Which tokens rounding can make the target sample: near-ties, and tokens at the edge of top-k, top-p or min-p.
 
 A pass over many rows rounds differently from a pass over one row: fp32 logits differ by up to 2e-5. So two exact
-engines may part where the best two scores are closer than that, and also where a filter keeps a token in one pass and
-drops it in the other. Both are decided here from the logits of plain decoding at the first token that differs.
+engines may differ if the best two scores are closer than that, or if a filter keeps a token in one pass and drops it
+in the other. Both are decided here from the logits of plain decoding at the first token that differs.
 
     >>> scores = torch.tensor([2.0, 1.99999, 0.0])
     >>> rounding_cause(scores, SamplingParams(), 7, 0, 1, tolerance=1e-4)

@@ -1,7 +1,7 @@
-"""OnlineFit: a few parameters per level, fitted to a stream by Newton steps on the device, unseen by the host.
+"""OnlineFit: fit a few parameters per level to a stream of samples, by Newton steps on the device.
 
-Every update adds what the new picks say (the gradient of their log-likelihood, and its Fisher information) to what is
-known; old picks fade as new ones come, so the fit follows the text and a level that sees nothing keeps what it has.
+Every update adds the gradient of the new samples' log-likelihood and its Fisher information to decaying sums, so the
+fit follows the text, and a level without new samples keeps its parameters. The host reads nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ LARGEST_STEP = 0.5
 class OnlineFit:
     """S sets of P parameters for each of L levels.
 
-    start: where every set begins. low, high: bounds of each parameter. precision: how many units of Fisher information
-    the start is worth; it keeps the first steps small and every step solvable.
+    Args:
+        start: initial value of every set.
+        low, high: bounds of each parameter.
+        precision: Fisher information that the start counts as; it keeps the first steps small and solvable.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class OnlineFit:
         self._information = torch.zeros(levels, sets, len(start), len(start), device=device)
 
     def reset(self) -> None:
-        """Back to the start."""
+        """Return to the start."""
         self.parameters[:] = self._start
         self._information.zero_()
 
@@ -50,9 +52,9 @@ class OnlineFit:
         fisher: Float[Tensor, "*L S P P"],
         picks: Float[Tensor, "*L S"],
     ) -> None:
-        """One bounded Newton step of a level, or of each of several.
+        """Take one bounded Newton step of a level, or of each of several.
 
-        gradient, fisher: sums over the new picks; picks: how many those were.
+        gradient, fisher: sums over the new samples. picks: their number.
         """
         known = self._information[level]
         known *= (1 - picks / MEMORY).clamp(min=0)[..., None, None]

@@ -1,11 +1,11 @@
-"""RankAcceptance: a calibration that also counts how often the target picks a child by its depth and rank.
+"""RankAcceptance: a calibration that also counts how often the target samples a child, by depth and rank.
 
     measured = RankAcceptance(levels=6, width=10)
-    ...                                               # a drafter calibrates with it and tells it what was picked
+    ...                                               # a drafter calibrates with it and reports the samples
     measured.rates()[0][2]                            # of the third child of a root
 
-What follows a node that was reached tells of all its drafted children, verified or not. Counted on the device and
-looked at now and then.
+A sample after a node that was reached tells about all its drafted children, verified or not. Counted on the device
+and read now and then.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class RankAcceptance(Calibration):
         counts[:, -1] += reached.sum(1)
 
     def rates(self) -> list[list[float]]:
-        """[depth][rank]; a level that was seldom reached is taken to be like the one above it. One look at the device.
+        """Return rates by [depth][rank]; a level that was seldom reached is shrunk towards the one above it. Syncs
+        once.
 
-        No first guess is needed for long: it is worth PRIOR picks, on the first level alone.
+        The initial guess counts as PRIOR samples, on the first level only.
         """
         rates, guess = [], [FIRST_GUESS * GUESS_RATIO**rank for rank in range(self._width)]
         for *picked, reached in self._picked.tolist():

@@ -1,8 +1,8 @@
-"""The target's own choice of a token: logits processors, keyed noise and the pick.
+"""Sample the target's token: logits processors, keyed noise and the argmax.
 
 The noise of a token is a function of (seed, position, token id) alone, so a sample does not depend on the tree, the
-batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that noise.
-Where Triton runs, kernels/sample.py and kernels/log_probs.py do the same without fp32 copies of the logits.
+batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that
+noise. With Triton, kernels/sample.py and kernels/log_probs.py do the same without fp32 copies of the logits.
 
     >>> SamplingParams(temperature=0.8, seed=7).is_greedy
     False
@@ -31,16 +31,19 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence's tokens are chosen. Raises ValueError naming the field whose value is none of those.
+    """Sampling parameters of one sequence. Raises ValueError naming a field with an invalid value.
 
-    temperature: at most MAX_TEMPERATURE; 0 (below GREEDY_BELOW) is greedy. top_k: 0 is off. top_p: 1 is off.
-    min_p: 0 is off. They apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference
-    implementation applies top_p before top_k.
-    max_tokens: at least 1; the first token, chosen at the end of the prompt, counts.
-    seed: any 64-bit integer, the key of this sequence's noise.
-    ignore_eos: go on past the end-of-sequence token. logprobs: record each output token's log-probability.
-    top_logprobs: with logprobs, also record this many of the likeliest tokens at each position. prompt_logprobs: with
-    logprobs, record all this for the prompt's tokens as well, which then are all computed, also where they are known.
+    Attributes:
+        temperature: at most MAX_TEMPERATURE; 0 (below GREEDY_BELOW) is greedy.
+        top_k, top_p, min_p: 0, 1 and 0 are off. They apply in transformers' order: temperature, top_k, top_p, min_p.
+            EAGLE's reference implementation applies top_p before top_k.
+        max_tokens: at least 1, the first token after the prompt included.
+        seed: any 64-bit integer, the key of this sequence's noise.
+        ignore_eos: continue past the end-of-sequence token.
+        logprobs: record each output token's log-probability.
+        top_logprobs: with logprobs, also record this many of the likeliest tokens at each position.
+        prompt_logprobs: with logprobs, record all this for the prompt's tokens too; then none of them comes from the
+            prefix cache.
     """
 
     temperature: float = 0.0
@@ -77,11 +80,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters of B sequences as tensors, and on the host which processors any of them needs.
+    """The sampling parameters of B sequences as tensors, and on the host the processors that any of them needs.
 
-    temperature: 0 for greedy sequences. ends: tokens after which a sequence is over; -1 is none. sampled: those that
-    are not greedy, by index; sampled_rows: the same on the device.
-    is_bound: a captured pass is for any such tensors: `sampled` then names every sequence, and temperatures tell.
+    Attributes:
+        temperature: 0 for greedy sequences.
+        ends: tokens after which a sequence is over; -1 is none.
+        sampled: indices of sequences that are not greedy; sampled_rows is the same on the device.
+        is_bound: belongs to a captured pass, which is for any such tensors: `sampled` names every sequence, and
+            temperatures decide.
     """
 
     temperature: Float[Tensor, " B"]
@@ -104,7 +110,7 @@ class SamplingBatch:
         device: torch.device | str = "cpu",
         eos_ids: Collection[int] = (),
     ) -> SamplingBatch:
-        """The parameters of a batch, in its order. Top-k off is stored as 0."""
+        """Return the parameters of a batch, in its order. Top-k off is stored as 0."""
         rows = [i for i, p in enumerate(params) if not p.is_greedy]
         sampled = [params[i] for i in rows]
         temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
@@ -148,7 +154,7 @@ class SamplingBatch:
         seed: Int[Tensor, " P"],
         ends: Int[Tensor, "P E"],
     ) -> SamplingBatch:
-        """Whatever the tensors hold when the pass is run, as long as it is of this kind."""
+        """Return a batch for a captured pass: any tensors of this kind."""
         any_sampled, any_top_p, any_top_k, any_min_p = kind
         rows = list(range(len(seed))) if any_sampled else []
         every = torch.arange(len(rows), device=seed.device)
@@ -156,7 +162,7 @@ class SamplingBatch:
 
     @property
     def kind(self) -> Kind:
-        """Whether any of them is sampled at all, and which processors any needs."""
+        """Return whether any sequence is sampled, and which processors any needs."""
         return self.any_sampled, self.any_top_p, self.any_top_k, self.any_min_p
 
     @property
@@ -165,11 +171,11 @@ class SamplingBatch:
 
     @property
     def any_cut(self) -> bool:
-        """Whether any sequence drops tokens before it picks."""
+        """Return whether any sequence filters tokens."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
     def select(self, members: Sequence[int]) -> SamplingBatch:
-        """The same for some of the sequences."""
+        """Return the parameters of some of the sequences."""
         index = to_device(members, self.seed.device)
         sampled = set(self.sampled)
         rows = [i for i, member in enumerate(members) if member in sampled]
@@ -189,9 +195,10 @@ class SamplingBatch:
 def sample(
     logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
 ) -> Int[Tensor, " R"]:
-    """The token each row's target chooses; ties go to the lowest id.
+    """Return the token that each row's target samples; ties go to the lowest id.
 
-    seq: the row's sequence, an index into sampling. positions: index, in prompt + output, of the token being chosen.
+    seq: the row's sequence, an index into sampling. positions: index, in prompt + output, of the token being
+    sampled.
     """
     if use_triton(logits.device):
         return _pick_fused(logits, sampling, seq, positions)
@@ -215,7 +222,8 @@ def _pick_fused(
 
 
 def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
-    """Temperature, top-k, top-p and min-p, in transformers' order, in fp32; dropped tokens are -inf.
+    """Return logits after temperature, top-k, top-p and min-p, in transformers' order, in fp32; dropped tokens are
+    -inf.
 
     Greedy rows pass through with temperature 1: their result is not used.
     """
@@ -231,7 +239,7 @@ def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tens
 
 
 def _keep_top_k(scores: Float[Tensor, "R V"], top_k: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
-    """Keep the k highest scores and whatever ties with the last of them; k = 0 keeps all."""
+    """Keep the k highest scores and their ties; k = 0 keeps all."""
     vocab = scores.shape[-1]
     rank = torch.where(top_k == 0, vocab, top_k.clamp(max=vocab)) - 1
     threshold = scores.sort(-1, descending=True).values.gather(1, rank[:, None])
@@ -256,9 +264,9 @@ def _keep_min_p(scores: Float[Tensor, "R V"], min_p: Float[Tensor, " R"]) -> Flo
 def gumbel_noise(
     seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], token_ids: Int[Tensor, " V"]
 ) -> Float[Tensor, "R V"]:
-    """Standard Gumbel noise keyed by (seed, position, token id), in fp32.
+    """Return standard Gumbel noise keyed by (seed, position, token id), in fp32.
 
-    The upper half of a splitmix64 hash is the uniform v; it stays below 1, so that every value is finite.
+    The upper half of a splitmix64 hash is the uniform v; it stays below 1, so every value is finite.
     """
     v = keyed_hash(seed, positions, token_ids).float().add_(0.5).mul_(2.0**-32)
     return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
@@ -267,15 +275,15 @@ def gumbel_noise(
 def keyed_hash(
     seed: Int[Tensor, " R"], positions: Int[Tensor, " R"], token_ids: Int[Tensor, " V"]
 ) -> Int[Tensor, "R V"]:
-    """32 well-mixed bits for each (seed, position, token id), as int64 in [0, 2**32)."""
+    """Return 32 well-mixed bits for each (seed, position, token id), as int64 in [0, 2**32)."""
     key = mix64_tensor(mix64_tensor(seed) + positions)
     return mix64_tensor(key[:, None] + token_ids * as_int64(GOLDEN)).bitwise_right_shift_(32).bitwise_and_(2**32 - 1)
 
 
 def mix64_tensor(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """splitmix64's finaliser on int64 bit patterns (multiplication wraps, shifts are logical).
+    """Apply splitmix64's finaliser to int64 bit patterns (multiplication wraps, shifts are logical).
 
-    In place where it can: over a vocabulary, memory that is new each time takes longer than the arithmetic.
+    In place where possible: over a vocabulary, allocating takes longer than the arithmetic.
     """
     x = _xor_shifted(x, 30).mul_(as_int64(_MIX_1))
     x = _xor_shifted(x, 27).mul_(as_int64(_MIX_2))
@@ -287,7 +295,7 @@ def _xor_shifted(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
 
 
 def mix64(x: int) -> int:
-    """splitmix64's finaliser on one integer; the result is in [0, 2**64)."""
+    """Apply splitmix64's finaliser to one integer; the result is in [0, 2**64)."""
     x %= 2**64
     x = ((x ^ (x >> 30)) * _MIX_1) % 2**64
     x = ((x ^ (x >> 27)) * _MIX_2) % 2**64
@@ -295,17 +303,19 @@ def mix64(x: int) -> int:
 
 
 def sample_seed(seed: int, sample_index: int) -> int:
-    """The key of one of n samples, as a signed 64-bit integer: the seed itself for sample 0, a mix of both after it."""
+    """Return the seed of one of n samples, as a signed 64-bit integer: the seed for sample 0, a mix of both
+    for others.
+    """
     return as_int64(seed if sample_index == 0 else mix64(mix64(seed) + sample_index))
 
 
 def as_int64(x: int) -> int:
-    """The signed 64-bit integer with the same bits as x."""
+    """Return the signed 64-bit integer with the same bits as x."""
     return (x + 2**63) % 2**64 - 2**63
 
 
 def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """Log-probability of each token under the unprocessed logits, in fp32."""
+    """Return the log-probability of each token under the unprocessed logits, in fp32."""
     if use_triton(logits.device):
         from eagle_ray.kernels import log_probs as kernel
 

@@ -44,7 +44,7 @@ MOST_WORTH = 0.1
 
 
 class Pool:
-    """Runs of tokens that the target has made of its guesses, for all sequences together."""
+    """Runs of tokens that the target continued from guesses, shared by all sequences."""
 
     def __init__(self) -> None:
         self.counts: Counts = {}
@@ -66,7 +66,7 @@ class Pool:
 
 
 class PoolReader:
-    """Where a sequence ends: no more of it is asked for."""
+    """Keeps the last tokens of a sequence."""
 
     def __init__(self, pool: Pool):
         self._pool, self._tail = pool, ()
@@ -88,7 +88,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Guessed:
-    """The windows of the last draft's members, and the hashes of the paths to their columns' ends."""
+    """The windows of the last draft, and the hashes of the paths to their columns' ends."""
 
     windows: list[_Window]
     members: Int[Tensor, " M"]
@@ -121,7 +121,7 @@ class LookaheadDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """What the pool knows to follow, and the columns of the window that end within the plan's depth."""
+        """Draft continuations from the pool, and the columns of the window that end within the plan's depth."""
         draft = self._drafter.draft(batch, roots, plan, sampling, texts)
         cells = [(r, i) for r, i in self._cells if i <= plan.max_depth - self._num_rows]
         if not cells:
@@ -138,7 +138,7 @@ class LookaheadDrafter(NullDrafter):
         return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_catch_up, draft.is_exhausted, others)
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Where a column was verified, the pick after it makes a run, and the run the next column."""
+        """Turn each verified column and the target's token after it into a run and into the next column."""
         guessed, self._guessed = self._guessed, None
         if guessed is None:
             return
@@ -164,14 +164,14 @@ class LookaheadDrafter(NullDrafter):
         self._num_guesses, self._earned = FIRST_GUESSES, FIRST_EARNED
 
     def _window(self, slot: int, text: TokenSequence) -> _Window:
-        """A new sequence's first guesses are tokens of its own."""
+        """Return a new sequence's first window, filled with tokens of its own."""
         if slot not in self._windows or self._windows[slot].text is not text:
             columns = [tuple(self._random.choices(text.token_ids, k=self._num_rows)) for _ in range(self._num_columns)]
             self._windows[slot] = _Window(text, columns)
         return self._windows[slot]
 
     def _tree(self, roots: Int[Tensor, " M"], windows: list[_Window], cells: list[tuple[int, int]]) -> DraftTree:
-        """These cells of the windows as trees; every guess has the same value, and so its whole path."""
+        """Return these cells of the windows as trees; every guess, and so its whole path, has one value."""
         index = {cell: 1 + k for k, cell in enumerate(cells)}
         above = [index.get((r - 1, i) if r else (0, i - 1), 0) for r, i in cells]
         tokens = torch.tensor([[w.columns[i][r] for r, i in cells] for w in windows], device=roots.device)
@@ -183,7 +183,7 @@ class LookaheadDrafter(NullDrafter):
         return DraftTree(tokens, parents, depths, log_values, conditional, torch.ones_like(tokens, dtype=torch.bool))
 
     def _slide(self, window: _Window, picks: list[int]) -> None:
-        """picks: after each column, -1 after those that were not verified."""
+        """Advance the window. picks: the target's token after each column, -1 if it was not verified."""
         for i, token in enumerate(picks):
             if token >= 0:
                 run = (*window.columns[i], token)

@@ -1,7 +1,8 @@
-"""MedusaDrafter: heads that read one feature of the target, and perhaps the drafted path, on EAGLE-2's dynamic tree.
+"""MedusaDrafter: heads that read one feature of the target, and the drafted path if they use it, on EAGLE-2's dynamic
+tree.
 
-All it keeps of a sequence is the feature after its last cached token: what the target's lm_head read when it picked
-the root. No cache, nothing to catch up: plain steps leave the newest feature behind as drafted ones do.
+The only state per sequence is the feature after its last cached token: what the target's lm_head read when the root
+was sampled. There is no cache and no catching up: plain steps leave the newest feature behind, too.
 
     feature  root | level 1 | level 2         head 0 ranks level 1 from (feature, root), head 1 level 2 from
                                               (feature, root, level-1 node), ... Medusa's from the feature alone
@@ -31,7 +32,7 @@ from eagle_ray.tree.expand import Frontier, TreeBuilder
 
 
 class MedusaDrafter(NullDrafter):
-    """heads: Medusa's or Hydra's. calibration, coupling: see Ranking."""
+    """heads: Medusa's or Hydra's. calibration, coupling: see CandidateRanker."""
 
     supports_graphs = False
 
@@ -65,7 +66,7 @@ class MedusaDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """The nodes of each level that are worth children get some each; one level for each head at most."""
+        """Expand the most valuable nodes of each level; at most one level per head."""
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
         at = batch if plan.members is None else batch.select(plan.members)
         theirs, ends = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
@@ -84,7 +85,7 @@ class MedusaDrafter(NullDrafter):
         self._features.index_copy_(0, batch.slots, verified.features[rows])
 
     def on_verified(self, result: VerifyResult) -> None:
-        """Where trees were drafted, from the picks."""
+        """Update ranking and calibration from the target's samples, if trees were drafted."""
         self.ranking.update(result)
 
     def reset_learning(self) -> None:
@@ -95,7 +96,7 @@ class MedusaDrafter(NullDrafter):
         return self.heads.shape
 
     def _grow(self, builder: TreeBuilder, at: DecodeSlots, plan: DraftPlan, roots: Int[Tensor, " M"]) -> None:
-        """Levels until the plan has enough or there is no further head."""
+        """Grow levels until the plan is fulfilled or no head is left."""
         feature, frontier = self._features[at.slots], None
         path = self._target.embed_tokens(roots)[:, None, None]
         while builder.depth < min(plan.max_depth, self.heads.num_levels):
@@ -109,6 +110,6 @@ class MedusaDrafter(NullDrafter):
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
 
     def _extended(self, path: Float[Tensor, "B P L H"], frontier: Frontier) -> Float[Tensor, "B F L1 H"]:
-        """The embeddings of the paths to a frontier's nodes, from those to their parents."""
+        """Return the embeddings of the paths to a frontier's nodes, from those to their parents."""
         parents = frontier.parent_rows[:, :, None, None].expand(-1, -1, *path.shape[2:])
         return torch.cat([path.gather(1, parents), self._target.embed_tokens(frontier.tokens)[:, :, None]], 2)

@@ -31,7 +31,7 @@ Interval = tuple[int, int]  # places [first, last)
 
 
 class SuffixArray:
-    """longest: tokens of the longest run that is looked for, and one that follows it."""
+    """longest: length in tokens of the longest run to look up, plus one following token."""
 
     def __init__(self, texts: Sequence[Sequence[int]], longest: int):
         tokens = torch.tensor(list(chain.from_iterable((*text, END) for text in texts)), dtype=torch.int64)
@@ -40,17 +40,17 @@ class SuffixArray:
 
     @property
     def all(self) -> Interval:
-        """Of the run of no tokens."""
+        """Return the interval of the empty run."""
         return 0, len(self._places)
 
     def narrowed(self, interval: Interval, length: int, token: int) -> Interval:
-        """Those places of a run of `length` tokens at which this token follows it."""
+        """Return the occurrences of a run of `length` tokens that this token follows."""
         places, following = range(*interval), lambda i: self._tokens[self._places[i] + length]
         first, last = (bisect(places, token, key=following) for bisect in (bisect_left, bisect_right))
         return interval[0] + first, interval[0] + last
 
     def follows(self, interval: Interval, length: int, most_places: int) -> dict[int, int]:
-        """The tokens that follow a run of `length` tokens, and how often; of many places, an even choice of them."""
+        """Return the tokens that follow a run of `length` tokens, with counts; many occurrences are sampled evenly."""
         first, last = interval
         counts: dict[int, int] = {}
         for i in range(first, last, max(1, (last - first) // most_places)):
@@ -61,7 +61,7 @@ class SuffixArray:
 
 
 def _sorted_places(tokens: Int[Tensor, " N"], longest: int) -> Int[Tensor, " N"]:
-    """The places of all tokens, ordered by at least the `longest` tokens from there on."""
+    """Return all positions, sorted by at least the `longest` tokens from there on."""
     ranks, length = tokens.unique(return_inverse=True)[1], 1
     while length < longest:
         later = torch.cat([ranks[length:] + 1, ranks.new_zeros(min(length, len(ranks)))])
@@ -89,11 +89,11 @@ class RestIndex:
         return RestReader(RestCursor(self._datastore, (self._datastore.all,)))
 
     def reset(self) -> None:
-        """Nothing: the datastore is not read from sequences."""
+        """Do nothing: the datastore does not depend on sequences."""
 
 
 class RestReader:
-    """Follows a sequence's last tokens."""
+    """Keeps a sequence's last tokens."""
 
     def __init__(self, start: RestCursor):
         self._start = self._cursor = start
@@ -110,7 +110,7 @@ class RestReader:
 
 @dataclass(frozen=True, slots=True)
 class RestCursor:
-    """intervals[m]: where the last m tokens occur."""
+    """intervals[m]: occurrences of the last m tokens."""
 
     datastore: SuffixArray
     intervals: tuple[Interval, ...]

@@ -1,12 +1,12 @@
 """RecyclingDrafter: the target's own runners-up after each token, proposed again later (Token Recycling, 2408.08696).
 
-Every verified row's logits say what may follow its token. The K best of them are kept by that token, whatever row it
-was, accepted or not; a tree is grown by looking each node's token up:
+The logits of every verified row rank the tokens after its token. The best K are kept per token, accepted or not; a
+tree grows by looking up each node's token:
 
-    tokens   [V, K]   what followed token v when it was last verified
-    scores   [V, K]   with which log-probability; -inf where v was never verified
+    tokens   [V, K]   the best tokens after token v when it was last verified
+    scores   [V, K]   their log-probabilities; -inf if v was never verified
 
-No model runs and nothing is asked of the device.
+No model runs and nothing syncs with the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eagle_ray.tree.expand import TreeBuilder
 
 
 class RecyclingDrafter(NullDrafter):
-    """num_kept: K, more than which no node gets children."""
+    """num_kept: K, the most children of a node."""
 
     supports_graphs = False
 
@@ -56,7 +56,7 @@ class RecyclingDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """The top `width` nodes of each level get what is kept by their tokens."""
+        """Give the top `width` nodes of each level the kept tokens after their own as children."""
         if self._is_empty:
             return Draft(Draft.empty(roots).tree, [], 0, 0, is_exhausted=True)
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
@@ -77,7 +77,7 @@ class RecyclingDrafter(NullDrafter):
         return Draft(tree, builder.levels, 0, len(tokens))
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Keep what every row says; of several rows of one token, any."""
+        """Keep the best tokens of every row; of several rows with one token, any."""
         rows, result = verified.rows, verified.result
         best = verified.logits.float().log_softmax(-1).topk(self._tokens.shape[1], -1)
         places = torch.where(rows.seq >= 0, rows.tokens, len(self._tokens) - 1)
