@@ -1,8 +1,9 @@
-"""keep_going: run a job in a child process, and start it again while it ends for transient reasons.
+"""keep_going: run a job in a child process, and restart it while it ends for transient reasons.
 
-The parent never touches Ray: a Ray that has died inside a process cannot be trusted there again, so each attempt is a
-new process that runs the same command. Permanent outcomes end it at once, and so does a busy output: another driver is
-doing the work. The wait before a restart doubles, is shortened at random, and is reset once files were added.
+The parent never touches Ray: a Ray that has died inside a process cannot be trusted there again, so each attempt is
+a new process that runs the same command. Permanent outcomes end it at once, and so does a locked output: another
+driver is doing the work. The wait before a restart doubles, is shortened at random, and is reset once files were
+added.
 
     >>> keep_going(["-c", "job.yaml", "--keep-going"], config).outcome.name
     'done'
@@ -40,10 +41,10 @@ PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 @dataclass(frozen=True, slots=True)
 class OutputState:
-    """What the output directory held at one moment.
+    """The content of the output directory at one moment.
 
     Attributes:
-        driver: the mark of the last driver that began an attempt, None if there was none.
+        driver: the id of the last driver that began an attempt, or None.
         files: the names of the part files.
     """
 
@@ -52,7 +53,7 @@ class OutputState:
 
 
 def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
-    """Run the job to an end that no restart can better. arguments: of ``eagle-ray run``."""
+    """Run the job until it is done or a restart would not help. arguments: of ``eagle-ray run``."""
     output, restarts = output_of(config), config.execution.restarts
     num_restarts = num_in_a_row = 0
     try:
@@ -84,13 +85,13 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
 
 
 def write_ending(path: str, ending: RunResult) -> None:
-    """In the child: leave the ending for the parent, which takes the exit code if this fails."""
+    """In the child: write the result for the parent, which uses the exit code if this fails."""
     with suppress(OSError):
         Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
 
 
 def end_with_parent(parent: int) -> None:
-    """In the child: get SIGTERM when the parent dies, however it dies. Linux only; elsewhere the child goes on."""
+    """In the child: get SIGTERM when the parent dies in any way. Linux only; elsewhere the child continues."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() != parent:  # it died before the call
@@ -110,7 +111,7 @@ def _wait(ending: RunResult, restarts: RestartsConfig, num_in_a_row: int) -> Non
 
 
 def _state_or_none(output: StoragePath) -> OutputState | None:
-    """None if the storage does not answer for now. What else is wrong with it, the child finds and says."""
+    """Return the state, or None if the storage does not respond for now. The child reports other faults."""
     try:
         return OutputState(_last_driver(output), frozenset(str(file) for file in part_files(output / DATA)))
     except OSError as error:
@@ -126,7 +127,7 @@ def _last_driver(output: StoragePath) -> str | None:
 
 
 def _run_child(arguments: Sequence[str]) -> RunResult:
-    """Run one attempt to its end. An interrupt is passed on, and its ending waited for."""
+    """Run one attempt to its end. An interrupt is passed on, and the child's end is awaited."""
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
         path = Path(directory) / "ending.json"
         flags = ["--no-keep-going", "--parent", str(os.getpid()), "--ending", str(path)]
@@ -144,7 +145,7 @@ def _run_child(arguments: Sequence[str]) -> RunResult:
 
 
 def _ending_of(path: Path, code: int) -> RunResult:
-    """What the child left; a process that was killed, or that Ray's core ended, left nothing and may be restarted."""
+    """Return the child's result; a child that was killed, or ended by Ray's core, has none and may be restarted."""
     try:
         left = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,12 +1,11 @@
 """BaselineComparison: the job's engine and a plain one over the same weights, slots and caches.
 
-What drafts gained is measured fairly: the same rows in the same slots of one worker in which nothing else runs, both
-engines warm and replayed alike, in turns whose order is reversed each time, so that a machine that grows slower slows
-both. Between two turns the computed prompts are forgotten: neither engine finds the other's. The drafting one is as new
-as in a worker that has just started: what it has yet to learn about its drafts counts against it.
+The speed-up is measured fairly: both engines decode the same rows in the same slots of one otherwise idle worker,
+both warmed up, in turns of alternating order, so that a machine that slows down slows both. The prefix cache is
+reset between turns. The drafting engine starts untrained, as in a new worker, so its learning counts against it.
 
-    twin = Twin(config, threads=2)
-    twin.measure(rows)["speed_up"]
+    comparison = BaselineComparison(config, threads=2)
+    comparison.measure(rows)["speed_up"]
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Speed:
 
 
 class BaselineComparison:
-    """Loads the models. Raises what build_engine_bundle raises."""
+    """Loads the models. Raises as build_engine_bundle does."""
 
     def __init__(self, config: JobConfig, threads: int):
         bundle = build_engine_bundle(config, threads)
@@ -74,7 +73,7 @@ class BaselineComparison:
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return output tokens per second of all slots together, with drafts and without, prompts included.
 
-        turns: of each turn the tokens and seconds with drafts, and those without.
+        turns: tokens and seconds of each turn, with drafts and without.
         """
         engines = [self._draft_engine, self._plain_engine]
         turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
@@ -98,7 +97,7 @@ class BaselineComparison:
         }
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
-        """How many of the stored outputs are plain decoding's, token for token, and where the others part from it."""
+        """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
         plain = self._decode(self._plain_engine, rows)
         found = [self._first_difference(row, sequence) for row, sequence in zip(rows, plain, strict=True)]
         differing = [difference for difference in found if difference is not None]
@@ -111,7 +110,7 @@ class BaselineComparison:
         return Speed(sum(len(s.output_ids) for s in sequences), seconds)
 
     def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
-        """Each row's sequence, finished, in order."""
+        """Return each row's finished sequence, in order."""
         self._target.cache.blocks.reset_prefix_cache()
         sequences = [self._sequence(row) for row in rows]
         for sequence in sequences:
@@ -163,7 +162,7 @@ class BaselineComparison:
 
 
 def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:
-    """Return what the token at `position` is chosen by: logits, or the processed logits of a sample with its noise."""
+    """Return the scores whose argmax is the token at `position`: logits, or processed logits plus noise."""
     if params.is_greedy:
         return logits.float()
     sampling, row = SamplingBatch.of([params]), torch.tensor([0])

@@ -1,6 +1,6 @@
-"""How a running job shows itself: a plain line every few seconds, or with a terminal a bar that stands still.
+"""Progress display of a running job: a log line every few seconds, or a progress bar in a terminal.
 
-A line is the same in a terminal and in a job's log. It shows the fields of ``_progress.json``.
+Both show the fields of ``_progress.json``.
 
     >>> print(line_of(facts))
     [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
@@ -23,15 +23,15 @@ Facts = dict[str, Any]
 
 class Display(Protocol):
     def show(self, facts: Facts) -> None:
-        """What is true now; called about once a second."""
+        """Show the current facts; called about once a second."""
 
     def show_last(self, facts: Facts) -> None:
-        """What is true at the end."""
+        """Show the final facts."""
 
 
 @contextmanager
 def display(every_s: float) -> Iterator[Display]:
-    """A bar where stderr is a terminal, else a line every every_s seconds."""
+    """Return a progress bar if stderr is a terminal, else a log line every every_s seconds."""
     if sys.stderr.isatty():
         with bar() as shown:
             yield shown
@@ -41,7 +41,7 @@ def display(every_s: float) -> Iterator[Display]:
 
 @dataclass(slots=True)
 class Lines:
-    """A line of the log every every_s seconds, the first at next_at."""
+    """A log line every every_s seconds, the first at next_at."""
 
     every_s: float
     next_at: float
@@ -57,7 +57,7 @@ class Lines:
 
 @contextmanager
 def bar() -> Iterator[Display]:
-    """A bar on stderr; what is logged meanwhile scrolls past above it."""
+    """Show a progress bar on stderr; log lines scroll past above it."""
     from rich.console import Console  # half a second of imports that only a terminal needs
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -68,7 +68,7 @@ def bar() -> Iterator[Display]:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """progress: rich's. task: the number of its one task, whose words take two lines: 80 columns hold each."""
+    """progress: rich's. task: its one task, with a text of two lines of at most 80 columns."""
 
     progress: Any
     task: int
@@ -89,7 +89,7 @@ class Bar:
 
 @contextmanager
 def _log_above() -> Iterator[None]:
-    """Handlers that write to stderr write through the bar, which has taken its place."""
+    """Make stderr log handlers write above the bar."""
     handlers = [handler for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
     before = [handler.setStream(sys.stderr) for handler in handlers]
     try:
@@ -105,7 +105,7 @@ def line_of(facts: Facts) -> str:
 
 
 def format_progress(facts: Facts) -> list[str]:
-    """What is worth saying, the rows first; what is not known yet is left out."""
+    """Return the known facts as text, the rows first."""
     if not facts["workers_ready"]:
         return [f"{LOADING}: {facts['starting']}" if facts.get("starting") else LOADING]
     done, wanted = facts["rows_done"], facts["rows_to_do"]

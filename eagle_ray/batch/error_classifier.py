@@ -1,8 +1,8 @@
-"""What a worker that fails has to say: which part of the trouble is its own, and what to do about it.
+"""Classify a worker's failure: whether other workers would meet it too, and what to do about it.
 
-A fault of the device or its memory is one worker's: its process ends, Ray starts another and the rows go there. What
-any worker would meet, a model that is not there, ends the job. Knows errors by name and text, so that the driver can
-read them without torch.
+A fault of a device or its memory is local: the process ends, Ray starts another, and the rows go there. A failure
+that any worker would meet, such as a missing model, ends the job. Errors are recognized by name and text, so the
+driver can classify them without torch.
 
     >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
     Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_local=True)
@@ -28,12 +28,12 @@ DEVICE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a worker's failure comes from.
+    """The cause of a worker's failure.
 
     Attributes:
-        line: what happened, and what to do where that is known.
+        line: what happened, and what to do if that is known.
         is_local: another worker may start without this error.
-        is_transient: whether the same command may succeed later.
+        is_transient: the same command may succeed later.
     """
 
     line: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 class WorkerError(EngineError):
-    """A fault as the worker's own process tells it, which saw what it comes from."""
+    """A fault classified in the worker's own process, which saw its cause."""
 
     def __init__(self, fault: Fault):
         super().__init__(fault.line)
@@ -53,7 +53,7 @@ class WorkerError(EngineError):
 
 
 def classify_error(error: Exception) -> Fault:
-    """From whatever a worker's start or its engine raised; a device speaks in the cause of the engine's own error."""
+    """Classify an error of a worker's start or of its engine, whose cause is the device's error."""
     if isinstance(error, WorkerError):
         return error.fault
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
@@ -66,13 +66,13 @@ def classify_error(error: Exception) -> Fault:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether storage or network failed for now. A bare OSError, as of a missing model, has no errno."""
+    """Return whether storage or network failed temporarily. A bare OSError, as of a missing model, has no errno."""
     if isinstance(error, (ConnectionError, TimeoutError, StorageError)):
         return outcome_of(error).is_transient
     return isinstance(error, OSError) and error.errno is not None and outcome_of(error).is_transient
 
 
 def _told(error: BaseException) -> str:
-    """Return the first line; with the class name for an error of another library."""
+    """Return the first line, with the class name for errors of other libraries."""
     reason = str(error).strip().partition("\n")[0]
     return reason if isinstance(error, EngineError) else f"{type(error).__name__}: {reason}".rstrip(": ")

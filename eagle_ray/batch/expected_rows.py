@@ -1,7 +1,7 @@
-"""ExpectedRows: what the input asks for, by id. An id asks for n rows, which stand in one file once they are done.
+"""ExpectedRows: the rows that the input asks for, by id. An id has n rows, which are in one file once they are done.
 
->>> asked = asked_of(plan_input(config), config)     # doctest: +SKIP
->>> len(asked), asked.num_rows                       # doctest: +SKIP
+>>> expected = expected_rows_of(plan_input(config), config)     # doctest: +SKIP
+>>> len(expected), expected.num_rows                            # doctest: +SKIP
 (480, 1920)
 """
 
@@ -33,19 +33,19 @@ class ExpectedRows:
         return int(self.samples.sum())
 
     def samples_of(self, ids: Digests) -> np.ndarray:
-        """How many rows each of these ids is to have."""
+        """Return how many rows each of these ids has."""
         return np.append(self.samples, np.int32(self.default_n))[
             index_of(ids, self.ids)
         ]  # -1, of no place, is the last
 
     def without(self, done: Digests) -> ExpectedRows:
-        """What is left once `done`, sorted, is taken out."""
+        """Return the rows without the ids in `done`, which is sorted."""
         left = ~isin(self.ids, done)
         return ExpectedRows(self.ids[left], self.samples[left], self.default_n)
 
 
 def expected_rows_of(plan: InputPlan, config: JobConfig) -> ExpectedRows:
-    """Reads the rows again only where they may say themselves how many samples they want."""
+    """Return the expected rows. The input is read again only if rows may set their number of samples."""
     others = config.sampling.n
     if not plan.has_per_row_n:
         return ExpectedRows(plan.ids, np.broadcast_to(np.int32(others), len(plan.ids)), others)
@@ -57,12 +57,12 @@ def expected_rows_of(plan: InputPlan, config: JobConfig) -> ExpectedRows:
 
 
 def num_samples(row: dict[str, Any], config: JobConfig) -> int:
-    """How many output rows a request row is to have, good or bad."""
+    """Return how many output rows a request row has, good or bad."""
     return row["n"] or config.sampling.n
 
 
 def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
-    """The first of these ids as the input has them, for a message; ids are sorted."""
+    """Return the first of these ids as text, for a message."""
     names = []
     for name, _ in ids_in(plan, ids):
         if len(names) == most:

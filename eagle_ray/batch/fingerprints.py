@@ -1,9 +1,9 @@
-"""Fingerprints: what ``_run.json`` notes of every input file, so that a resume knows it again.
+"""Fingerprints of input files in ``_run.json``, so that a resume detects changed input.
 
-S3's ETag stands for an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it and
-nothing else. So each local file is read once more, when a run first meets it, for a digest of its content, and again
-only where its time has changed and its size has not. An input of more than MOST_BYTES is not: its files are known by
-size and time alone, because hashing terabytes at every start would take too long.
+S3's ETag identifies an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it
+alone. So each local file is read once when a run first meets it, for a digest, and again only if its time has
+changed but not its size. Files of more than MOST_BYTES are compared by size and time only, since hashing terabytes
+at every start would take too long.
 
     >>> fingerprints(plan.files, known={})
     {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'digest': '0a2f...'}}
@@ -25,7 +25,7 @@ Fingerprint = dict[str, Any]
 
 
 def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
-    """By path. known: those noted before; of a file with the noted stamp it is the noted one, and nothing is read."""
+    """Return fingerprints by path. known: recorded ones; a file with a recorded version is not read again."""
     files = list(files)
     found = {file.path: _noted(file, known) or file.version.as_json() for file in files}
     unread = [file for file in files if file.storage_path.is_local and "digest" not in found[file.path]]
@@ -36,7 +36,7 @@ def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -
 
 
 def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
-    """None where it is the same file."""
+    """Return what changed, or None."""
     if was["size"] != now["size"]:
         return f"{was['size']:,} bytes then, {now['size']:,} now"
     if "digest" in was and "digest" in now:
@@ -46,10 +46,10 @@ def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
 
 
 def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:
-    """Raises InputChanged if a local file is no longer the one that was scanned.
+    """Raise InputChanged if a local file is no longer the one that was scanned.
 
-    noted: by path. A file whose time alone changed is read again if its digest is noted. Readers check objects of S3
-    themselves: an ETag stands for the content everywhere, a local time only on this machine.
+    noted: fingerprints by path. A file of which only the time changed is read again if its digest is recorded.
+    Readers check S3 objects themselves: an ETag is valid everywhere, a local time only on this machine.
     """
     for file in files:
         if file.storage_path.is_local and (difference := _difference(file, noted.get(file.path, {}))):
@@ -68,7 +68,7 @@ def _difference(file: InputFile, noted: Fingerprint) -> str | None:
 
 
 def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
-    """Whether two paths may hold one file, moved or copied: by content where that is noted of both, else by size."""
+    """Return whether two paths may hold one file, moved or copied: by digest if both have one, else by size."""
     alike = (was[key] == now[key] for key in ("digest", "etag") if key in was and key in now)
     return was["size"] == now["size"] and all(alike)
 

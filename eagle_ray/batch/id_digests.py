@@ -1,11 +1,11 @@
-"""Ids as digests: sixteen bytes stand for an id, so that a million of them take sixteen megabytes and not two hundred.
+"""Ids as digests: sixteen bytes per id, so a million ids take sixteen megabytes instead of two hundred.
 
-Two ids share a digest by chance once some 10^19 have been seen.
+A chance collision is expected only after some 10^19 ids.
 
-    >>> noted = DigestBuffer()
+    >>> buffer = DigestBuffer()
     >>> for request_id in ("b", "a", "b"):
-    ...     noted.add(request_id)
-    >>> repeated(noted.sorted(3)) == digests(["b"])
+    ...     buffer.add(request_id)
+    >>> duplicates(buffer.sorted(3)) == digests(["b"])
     array([ True])
 """
 
@@ -28,12 +28,12 @@ def digest(request_id: str) -> bytes:
 
 
 def digests(ids: Iterable[str]) -> Digests:
-    """In the order of the ids."""
+    """Return the digests in the order of the ids."""
     return np.frombuffer(b"".join(map(digest, ids)), DIGEST)
 
 
 def index_of(ids: Digests, known: Digests) -> np.ndarray:
-    """For each id its place in `known`, which is sorted; -1 for one that is not there."""
+    """Return for each id its index in `known`, which is sorted, or -1."""
     found = np.full(len(ids), -1)
     for start in range(0, len(ids) if len(known) else 0, AT_ONCE):
         some = ids[start : start + AT_ONCE]
@@ -43,17 +43,17 @@ def index_of(ids: Digests, known: Digests) -> np.ndarray:
 
 
 def isin(ids: Digests, known: Digests) -> np.ndarray:
-    """For each id whether it is known; `known` is sorted."""
+    """Return for each id whether it is in `known`, which is sorted."""
     return index_of(ids, known) >= 0
 
 
 def duplicates(ids: Digests) -> Digests:
-    """Those of the sorted ids that occur more than once."""
+    """Return those of the sorted ids that occur more than once."""
     return np.unique(ids[1:][ids[1:] == ids[:-1]])
 
 
 class DigestBuffer:
-    """Ids one after the other, and then no more: they are sorted where they lie, so that there is no second of them."""
+    """Collects ids, then sorts them in place, so that no second copy exists."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -62,7 +62,7 @@ class DigestBuffer:
         self._bytes += digest(request_id)
 
     def sorted(self, num_first: int) -> Digests:
-        """The first that came."""
+        """Return the first `count` ids, sorted."""
         del self._bytes[num_first * SIZE :]
         ids = np.frombuffer(self._bytes, DIGEST)
         ids.sort()

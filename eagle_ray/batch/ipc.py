@@ -1,7 +1,7 @@
-"""Channel: messages, each with a table where it has one, between two processes of one machine.
+"""Channel: messages with optional tables, between two processes of one machine.
 
-A message is pickled and a table goes as Arrow writes it for a stream. Each takes one call of the system, however large
-it is: a thread that waits in one leaves the GIL to the others all the while.
+A message is pickled; a table is in Arrow's stream format. Each takes one system call of any size, so a thread that
+waits in one leaves the GIL to the others.
 
     here, there = Channel.pair()
     here.send("how many rows?", table)
@@ -44,7 +44,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any, table: pa.Table | None = None) -> None:
-        """Returns once the system has all of it. Raises EOFError where the other end is gone."""
+        """Send and return once the system has all of it. Raises EOFError if the other end is gone."""
         said, rows = pickle.dumps(message), b"" if table is None else _as_bytes(table)
         try:
             self._socket.sendall(LENGTHS.pack(len(said), len(rows)) + said)
@@ -53,18 +53,18 @@ class Channel:
             raise EOFError from error
 
     def receive(self) -> tuple[Any, pa.Table | None]:
-        """The next message and its table. Raises EOFError once the other end is gone."""
+        """Return the next message and its table. Raises EOFError once the other end is gone."""
         said, rows = LENGTHS.unpack(self._read(LENGTHS.size))
         message = pickle.loads(self._read(said))
         return message, _as_table(self._read(rows)) if rows else None
 
     def end(self) -> None:
-        """For both ends, also for a thread that waits in one of them."""
+        """Shut down both ends, also for a thread that waits in one of them."""
         with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """This end, in this process alone."""
+        """Close this end in this process only."""
         self._socket.close()
 
     def _read(self, size: int) -> pa.Buffer:
@@ -89,5 +89,5 @@ def _as_bytes(table: pa.Table) -> pa.Buffer:
 
 
 def _as_table(buffer: pa.Buffer) -> pa.Table:
-    """Nothing is copied."""
+    """Return the buffer as a table without copying."""
     return pa.ipc.open_stream(buffer).read_all()

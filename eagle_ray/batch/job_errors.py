@@ -1,4 +1,4 @@
-"""How a command can end: one table of outcomes, exit codes and the exceptions that lead to them.
+"""Outcomes of commands: one table of outcomes, exit codes and the exceptions that lead to them.
 
 A wrong configuration is a ConfigError; a row that cannot be answered is an error row and stops nothing. The command
 line and the job both take their exit code from ``outcome_of``.
@@ -19,13 +19,13 @@ from eagle_ray.storage.storage_errors import NotSupported
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One way to end.
+    """One way for a command to end.
 
     Attributes:
         code: the exit code.
         name: one stable word for programs (EAGLE_RAY_OUTCOME).
-        meaning: the same for people.
-        is_transient: whether the same command may succeed later without a change; ``--keep-going`` restarts these.
+        meaning: a description for people.
+        is_transient: the same command may succeed later without a change; ``--keep-going`` restarts these.
     """
 
     code: int
@@ -126,27 +126,27 @@ PERMANENT_ERRNOS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL} 
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Return how a command ends that raised this error."""
+    """Return the outcome of a command that raised this error."""
     if isinstance(error, OSError) and error.errno in PERMANENT_ERRNOS:
         return CONFIGURATION
     return next((OUTCOME_BY_ERROR[cls] for cls in type(error).__mro__ if cls in OUTCOME_BY_ERROR), DEFECT)
 
 
 def outcome_by_code(code: int) -> Outcome:
-    """Return the outcome that has this exit code; a code that none has is a defect."""
+    """Return the outcome with this exit code; an unknown code is a defect."""
     return next((outcome for outcome in OUTCOMES if outcome.code == code), DEFECT)
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How one run ended.
+    """The result of one run.
 
     Attributes:
-        outcome: its row of the table above.
+        outcome: a row of the table above.
         reason: one line; "" if the run is done.
         rows: output rows in files, None if they were not counted.
-        errors: how many of them are error rows, None if they were not counted.
-        restarts: how often ``--keep-going`` started it again.
+        errors: error rows among them, None if they were not counted.
+        restarts: restarts by ``--keep-going``.
     """
 
     outcome: Outcome
@@ -157,7 +157,7 @@ class RunResult:
 
     @classmethod
     def of(cls, error: BaseException) -> RunResult:
-        """Return the ending of a run that raised this error."""
+        """Return the result of a run that raised this error."""
         outcome = outcome_of(error)
         text = " ".join(str(error).split()) or type(error).__name__
         return cls(outcome, outcome.name if outcome is INTERRUPTED else text)

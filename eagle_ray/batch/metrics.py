@@ -1,10 +1,10 @@
-"""JobMetrics: what one worker has done, as counters that Ray's agent on its node exports to Prometheus.
+"""JobMetrics: counters of one worker's work, which Ray's agent on its node exports to Prometheus.
 
-They count work: a row that is made twice counts twice; what stands in files is the summary's business. tau is a ratio
-for their readers: 1 + accepted tokens / decode steps.
+A row that is made twice counts twice; the summary counts the rows in files. tau is a ratio: 1 + accepted tokens /
+decode steps.
 
-    >>> metrics = Metrics("weekend", run.run_id, worker.worker_id)
-    >>> metrics.count(Report.of(worker.worker_id, worker.counters(), answers), answers)
+    >>> metrics = JobMetrics("weekend", run.run_id, worker.worker_id)
+    >>> metrics.count(WorkerReport.of(worker.worker_id, worker.counters()), answers)
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class JobMetrics:
         self._engine: dict[str, int] = {}
 
     def count(self, report: WorkerReport, answers: pa.Table | None) -> None:
-        """Add one batch. report: the engine so far. answers: the batch's output rows; None from one just ready."""
+        """Add one batch. report: totals of the engine. answers: the batch's output rows; None for a worker that just
+        started.
+        """
         self._add(self._since_last(report))
         if answers is None:
             return
@@ -78,7 +80,7 @@ class JobMetrics:
             self._latency.observe(seconds)
 
     def _since_last(self, report: WorkerReport) -> dict[str, int]:
-        """The engine's counters, less what they were at the report before."""
+        """Return the increase of the engine's counters since the last report."""
         now = {name: report.work[counter] for name, counter in ENGINE.items()}
         now |= {BUSY: report.slot_steps, OFFERED: report.offered_steps}
         before, self._engine = self._engine, now

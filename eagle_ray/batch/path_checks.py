@@ -1,4 +1,4 @@
-"""Input and output apart: a run must never read its own files as input.
+"""Check that input and output are disjoint: a run must never read its own files as input.
 
 >>> check_disjoint("runs", StoragePath.of("/work/runs/a"))  # from /work
 ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
@@ -21,9 +21,9 @@ REMEDY = "choose an output.path outside of the input, or name the input files (i
 
 
 def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
-    """Raises ConfigError where the input, a directory or a glob, takes in what the run will write.
+    """Raise ConfigError if the input, a directory or a glob, includes files that the run will write.
 
-    Before there is any of it: the run that wrote it could not be gone on with.
+    Checked before there are any, since a run with its own output as input could not be resumed.
     """
     for pattern in [input_path] if isinstance(input_path, str) else input_path:
         directory = resolve_pattern(pattern)
@@ -41,14 +41,14 @@ def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
 
 
 def check_not_run_output(files: Iterable[InputFile], output: StoragePath) -> None:
-    """Raises ConfigError naming an input file that is the output's own, however it was found."""
+    """Raise ConfigError naming an input file that is one of the output's own files."""
     run_outputs = [file.path for file in files if file.storage_path.relative_to(output / DATA) is not None]
     if run_outputs:
         raise ConfigError(f"input.path: {run_outputs[0]} is a file of output.path {output}: {REMEDY}")
 
 
 def _matching_run_file(pattern: StoragePath, output: StoragePath) -> str | None:
-    """The first of the output's own files that a glob names."""
+    """Return the first of the output's own files that a glob matches."""
     root, relative_pattern = split_at_wildcard(pattern)
     relative_paths = {own: (output / own).relative_to(root) for own in RUN_FILES}
     return next(
@@ -62,5 +62,5 @@ def _matching_run_file(pattern: StoragePath, output: StoragePath) -> str | None:
 
 
 def _is_hidden(path: str) -> bool:
-    """What a directory hides is not read as input."""
+    """Return whether the path is hidden, so it is not read as input."""
     return any(part.startswith((".", "_")) for part in path.split("/"))

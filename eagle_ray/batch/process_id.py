@@ -1,4 +1,4 @@
-"""Process: which process of which machine, so that another one of that machine can tell whether it is still there.
+"""Process: an identity of a process on a machine, by which another process there can tell whether it still runs.
 
 PIDs are reused, so a PID alone does not identify a process.
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """started: as the system says it, which is the same as long as it lives. pids: the namespace of the number."""
+    """started: start time as reported by the system, constant for its life. pids: the PID namespace."""
 
     host: str
     pids: str
@@ -29,19 +29,19 @@ class Process:
         return cls(socket.gethostname(), _pid_namespace(), os.getpid(), _start_time(os.getpid()))
 
     def is_gone(self) -> bool | None:
-        """None where that cannot be told from here: it runs, or ran, elsewhere."""
+        """Return whether the process has ended; None if it runs, or ran, elsewhere."""
         if (self.host, self.pids) != (socket.gethostname(), _pid_namespace()):
             return None
         return _start_time(self.pid) != self.started
 
 
 def process_name(pid: int) -> str:
-    """A process of this machine, as rows and messages name it."""
+    """Return the name of a process of this machine, as in rows and messages."""
     return f"{socket.gethostname()}:{pid}"
 
 
 def _pid_namespace() -> str:
-    """Containers may share a host's name, and not its processes."""
+    """Return the PID namespace: containers may share a host's name but not its processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:  # not Linux
@@ -49,7 +49,7 @@ def _pid_namespace() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """None where there is no such process, or only what a dead one leaves until its parent looks."""
+    """Return the start time, or None if there is no such process or only a zombie."""
     if not Path("/proc/self/stat").exists():  # macOS
         output = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
         return output.strip() or None

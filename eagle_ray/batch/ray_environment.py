@@ -1,10 +1,8 @@
-"""What Ray reads from the environment as it is imported, so what must be set before that.
+"""Environment variables that Ray reads at import, so they must be set before it. Does not import Ray.
 
-Does not import Ray.
-
-    >>> address = prepare("auto")
-    >>> from eagle_ray.batch.cluster import connect
-    >>> connect(address)
+>>> address = prepare_ray_environment("auto")
+>>> from eagle_ray.batch.cluster import connect
+>>> connect(address)
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ LOOPBACK_VARIABLES = {
 
 
 def prepare_ray_environment(address: str) -> str:
-    """The address to connect to: "auto" is the cluster that RAY_ADDRESS names, as within a Ray job, else LOCAL.
+    """Return the address to connect to: "auto" is RAY_ADDRESS's cluster, as within a Ray job, or else LOCAL.
 
-    QUIET leaves what the user has set in the environment as it is. LOOPBACK does not: it keeps Ray on 127.0.0.1.
+    QUIET keeps variables that the user has set. LOOPBACK overrides them: it keeps Ray on 127.0.0.1.
     """
     address = os.environ.get("RAY_ADDRESS", LOCAL) if address == "auto" else address
     for name, value in QUIET_VARIABLES.items():

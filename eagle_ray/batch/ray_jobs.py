@@ -1,7 +1,7 @@
-"""Ray jobs: a job given to a Ray cluster over HTTP, followed to its end.
+"""Ray jobs: submit a job to a Ray cluster over HTTP and follow it to its end.
 
-The cluster gets a working directory with the resolved configuration in it, and this very package: its nodes need our
-dependencies and nothing of ours. The job's exit code is the process's own.
+The cluster gets a working directory with the resolved configuration and this package: its nodes need our
+dependencies only. The job's exit code is the exit code of the process.
 
     >>> code = submit(config, "http://127.0.0.1:8265", follow=True)
     submitted as raysubmit_6vHbeXjhHnwpBVpe
@@ -42,11 +42,11 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def submit(config: JobConfig, address: str | None, flags: list[str], follow: bool) -> int:
-    """Hand the job over; returns its exit code, or 0 at once where it is not followed.
+    """Submit the job and return its exit code, or 0 at once if it is not followed.
 
-    address: http://host:port of the cluster's dashboard; None: what RAY_API_SERVER_ADDRESS or RAY_ADDRESS says.
-    flags: of ``eagle-ray run``, besides the configuration. Raises ClusterError if no cluster answers, ConfigError if it
-    refuses the token or the address is none.
+    address: http://host:port of the cluster's dashboard; None: RAY_API_SERVER_ADDRESS or RAY_ADDRESS. flags: of
+    ``eagle-ray run``, besides the configuration. Raises ClusterError if no cluster responds, ConfigError if the
+    address is invalid or the cluster refuses the token.
     """
     os.environ.update({name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ})
     client = _client(address)
@@ -68,7 +68,7 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
 
 
 def with_absolute_paths(config: JobConfig) -> JobConfig:
-    """The configuration as another machine, in another directory, reads it: with absolute paths and its own cluster."""
+    """Return the configuration for another machine and directory: with absolute paths and its own cluster."""
     paths = config.input.path
     found = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return config.model_copy(
@@ -81,7 +81,7 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
 
 
 def check_output_outlives_job(config: JobConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Within a Ray job the working directory is a copy that goes with it. Raises ConfigError where rows would, too."""
+    """Raise ConfigError if a Ray job would write into its working directory, a copy that is deleted with the job."""
     path = config.output.path
     if RAY_JOB_VARIABLE in environ and path == _relative(path) and "runtime_resources" in os.getcwd():
         raise ConfigError(
@@ -114,13 +114,15 @@ def _client(address: str | None) -> Any:
 
 
 def _python_executable(client: Any) -> str:
-    """On this machine this very interpreter, which need not be on the cluster's PATH; elsewhere the cluster's own."""
+    """Return this interpreter for a cluster on this machine, since it may not be on its PATH; else the
+    cluster's own.
+    """
     return sys.executable if urlsplit(client.get_address()).hostname in LOOPBACK_HOSTS else "python"
 
 
 @contextmanager
 def _wrap_client_errors(address: str | None) -> Iterator[None]:
-    """Turn what Ray's client raises into an error that names the address: a ConfigError if another try is no help."""
+    """Turn errors of Ray's client into errors with the address; a ConfigError if a retry would not help."""
     from ray.exceptions import AuthenticationError
 
     try:
@@ -134,7 +136,7 @@ def _wrap_client_errors(address: str | None) -> Iterator[None]:
 
 
 async def _print_log(client: Any, job: str) -> None:
-    """The job's own lines as they come, until it is over or the connection is."""
+    """Print the job's log lines until it ends or the connection fails."""
     from aiohttp import ClientError
 
     try:
@@ -145,7 +147,7 @@ async def _print_log(client: Any, job: str) -> None:
 
 
 def _exit_code(client: Any, job: str) -> int:
-    """The code of the job's process, once it has ended."""
+    """Return the exit code of the job's process once it has ended."""
     while not (info := _job_info(client, job)).status.is_terminal():
         time.sleep(POLL_S)
     if info.status == "STOPPED":

@@ -1,9 +1,9 @@
-"""From a request row to the sequences an engine takes: prompt ids, sampling and seeds, one sequence per sample.
+"""Turn a request row into engine sequences, one per sample: prompt ids, sampling parameters and seeds.
 
-A row carries its own sampling where its columns say so. Seeds depend on the run's seed, the row's id and the sample
-index alone, so neither order nor batching nor resuming changes what is sampled.
+A row's columns may override sampling. Seeds depend only on the run's seed, the row's id and the sample index, so
+neither order nor batching nor resuming changes what is sampled.
 
-    >>> sequences_of(row, config, text)
+    >>> sequences_of(row, config, tokenizer)
     [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
 """
 
@@ -29,9 +29,9 @@ RequestRow = dict[str, Any]  # one row of schema.REQUEST, passthrough columns in
 def sequences_of(
     row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None, n: int | None = None
 ) -> list[Sequence]:
-    """The row's first n samples (None: all it asks for), in order. Raises RequestError where it cannot be answered.
+    """Return the row's first n samples (None: all), in order. Raises RequestError if the row cannot be answered.
 
-    text: the target's tokenizer, or None where it has none; then only prompt_token_ids without `stop` can be answered.
+    text: the target's tokenizer; without one, only prompt_token_ids without `stop` can be answered.
     """
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
@@ -48,7 +48,7 @@ def sequences_of(
 
 
 def message_of(row: RequestRow, error: RequestError) -> str:
-    """What is wrong with the row, behind its place, which the source already wrote where it found it."""
+    """Return the row's error message after its location; errors of the reader have the location already."""
     return str(error) if row["error_code"] else f"{location_text(row)}: {error}"
 
 
@@ -65,14 +65,14 @@ def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def prompt_text_of(row: RequestRow, tokenizer: Tokenizer | None) -> str | None:
-    """The prompt as the model saw it: messages through the chat template; None for a row of token ids."""
+    """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
     if row["messages"] is not None and tokenizer is not None:
         return tokenizer.render_chat(json.loads(row["messages"]))
     return row["prompt"]
 
 
 def seed_of(row: RequestRow, run_seed: int, sample_index: int) -> int:
-    """The key of one sample's noise: the row's own seed, or one made from the run's seed and the row's id."""
+    """Return the key of one sample's noise: the row's own seed, or one made from the run's seed and the row's id."""
     if row["seed"] is not None:
         return sample_seed(row["seed"], sample_index)
     key = f"{run_seed}\x1f{row['request_id']}\x1f{sample_index}".encode()

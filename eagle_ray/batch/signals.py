@@ -1,7 +1,7 @@
-"""Signals: what ends a job from outside (Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP), and from within.
+"""Signals that end a job: Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP, and interrupts by the job's own threads.
 
-All of them raise KeyboardInterrupt in the main thread. The first from outside is the last: while the job says its last
-words a second one would only cut them short.
+All raise KeyboardInterrupt in the main thread. After the first signal from outside, later ones are ignored, so that
+the job can report how it ends.
 
     >>> with interruptible():
     ...     work()
@@ -22,10 +22,10 @@ FROM_WITHIN = signal.SIGUSR1
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM, SIGHUP and ``interrupt`` do what Ctrl-C does. What the parent ignores, as under nohup, stays ignored.
+    """Make SIGTERM, SIGHUP and ``interrupt`` act like Ctrl-C. Signals that the parent ignores, as under nohup, stay
+    ignored.
 
-    Signals belong to the main thread: in another one nothing changes. After an interrupt from outside the process is
-    about to end, and no other one is heard.
+    Only the main thread gets signals; in another thread nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,9 +44,9 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupt() -> None:
-    """From any thread: interrupt the main thread, by a real signal, which ends whatever it waits for.
+    """Interrupt the main thread from any thread, by a real signal, which ends whatever it waits for.
 
-    Outside ``interruptible`` it is as Ctrl-C.
+    Outside ``interruptible`` it acts like Ctrl-C.
     """
     is_expected = signal.getsignal(FROM_WITHIN) is signal.default_int_handler
     signal.pthread_kill(threading.main_thread().ident, FROM_WITHIN if is_expected else signal.SIGINT)
@@ -58,7 +58,7 @@ def is_interrupted() -> bool:
 
 
 def check_not_interrupted() -> None:
-    """In the main thread, after imports and whatever else may have lost a KeyboardInterrupt: raise it again."""
+    """Raise KeyboardInterrupt again in the main thread, after code that may have swallowed it, such as imports."""
     if is_interrupted():
         raise KeyboardInterrupt
 
@@ -70,4 +70,4 @@ def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN, which child processes would inherit."""
+    """Ignore the signal without SIG_IGN, which child processes would inherit."""

@@ -1,7 +1,7 @@
-"""RunStatus: where a run stands, from the files of its output directory alone.
+"""RunStatus: the state of a run, from the files of its output directory only.
 
-A run that is killed leaves no word. On its own machine its process is looked for; elsewhere a run that gives no sign
-of life for long is called silent.
+A killed run cannot record its end. On its own machine its process is looked up; elsewhere a run without a sign of
+life for long is called silent.
 
     >>> print(status_text(status_of(StoragePath.of("runs/a"))))
     run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
@@ -28,12 +28,16 @@ MIN_SILENCE_S = 60.0  # loading a model takes as long
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One run.
+    """The state of one run.
 
-    state: done, running, killed (its process is gone from this machine), silent (it neither ended nor gave a sign of
-    life for long: probably killed) or stopped. outcome: why it stopped. quiet_s: seconds since its last sign of life.
-    process: the driver's, where that is on record. progress: ``_progress.json`` of this attempt; total: the counts
-    of ``_summary.json``, of a run that is done.
+    Attributes:
+        state: done, running, killed (its process is gone from this machine), silent (no sign of life for long: probably
+            killed) or stopped.
+        outcome: why it stopped.
+        quiet_s: seconds since its last sign of life.
+        process: the driver's, if recorded.
+        progress: ``_progress.json`` of this attempt.
+        total: the counts of ``_summary.json`` of a finished run.
     """
 
     output: str
@@ -50,7 +54,9 @@ class RunStatus:
 
 
 def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
-    """Raises ConfigError where the directory holds no run, OutputDamaged where its record cannot be read."""
+    """Return the status. Raises ConfigError if the directory has no run, OutputDamaged if its manifest
+    cannot be read.
+    """
     manifest = read_manifest(output)
     if manifest is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
@@ -104,7 +110,7 @@ def status_text(status: RunStatus) -> str:
 
 
 def _progress_line(status: RunStatus) -> str:
-    """Return what the attempt had done when it last wrote its progress, and for a live one how long ago that was."""
+    """Return the attempt's progress when it last wrote it, and for a live run the time since then."""
     if not status.progress:
         return "this attempt has recorded no progress yet"
     progress_text = " · ".join(format_progress(status.progress))

@@ -33,7 +33,7 @@ from eagle_ray.errors import EngineError, RequestError
 
 
 async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:
-    """What `answer` returns for the sequence. Raises RequestError("timeout") timeout_s seconds after its admission."""
+    """Await the sequence's result. Raises RequestError("timeout") timeout_s seconds after its admission."""
     if timeout_s is None:
         return await answer
     task = asyncio.ensure_future(answer)
@@ -48,7 +48,7 @@ async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence
 
 
 def _seconds_left(sequence: Sequence, timeout_s: float) -> float:
-    """At least so long the sequence may still go on: all of it before it is admitted."""
+    """Return a lower bound of the remaining time: all of it before the admission."""
     return timeout_s if sequence.admitted_at is None else sequence.admitted_at + timeout_s - time.monotonic()
 
 
@@ -64,9 +64,9 @@ log = logging.getLogger("eagle_ray")
 
 
 class Worker:
-    """passthrough: input columns to carry. threads: CPU threads for torch.
+    """passthrough: input columns to pass through. threads: CPU threads for torch.
 
-    Raises ConfigError where a model is missing, EngineError where target and head are not a pair.
+    Raises ConfigError if a model is missing, EngineError if target and head do not fit.
     """
 
     def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
@@ -80,7 +80,7 @@ class Worker:
         self._rows = OutputRows(config, bundle.tokenizer, constants, names, time.time() - time.monotonic())
 
     async def answer(self, requests: pa.Table) -> pa.Table:
-        """A row for each sample of each request, in order. Raises EngineError once the engine is dead."""
+        """Return one row per sample of each request, in order. Raises EngineError once the engine is dead."""
         request_rows = requests.to_pylist()
         answers = await asyncio.gather(*(self._answer(request) for request in request_rows))
         with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
@@ -105,7 +105,7 @@ class Worker:
             return self._rows.of_error(request, error)
 
     def _table(self, request: RequestRow, rows: list[RequestRow]) -> pa.Table:
-        """One request's rows; its error row where they do not fit the schema."""
+        """Return one request's rows, or its error row if they do not fit the schema."""
         try:
             with _as_row_error(request):
                 return table_of(rows, self._schema)
@@ -113,7 +113,7 @@ class Worker:
             return table_of(self._rows.of_error(request, error), self._schema)
 
     async def _generate(self, sequences: list[Sequence]) -> None:
-        """All samples of a row, or none: one that fails, or takes too long, ends the others."""
+        """Return all samples of a row. If one fails or times out, the others are aborted."""
         limit = self._config.execution.row_timeout_s
         tasks = [asyncio.ensure_future(with_timeout(self._engine.generate(s), s, limit)) for s in sequences]
         try:
@@ -125,9 +125,9 @@ class Worker:
 
 @contextmanager
 def _as_row_error(request: RequestRow) -> Iterator[None]:
-    """What one row's own words bring about is that row's error, whatever it is.
+    """Return any error that one row's content causes as that row's error.
 
-    The one broad catch: tokenizers and templates run over any text, and a row must never end the job for the others.
+    The only broad catch: tokenizers and templates run on arbitrary text, and one row must never end the job.
     """
     try:
         yield
@@ -139,7 +139,7 @@ def _as_row_error(request: RequestRow) -> Iterator[None]:
 
 
 def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
-    """Raises what build_in_thread raises."""
+    """Build the worker's engine. Raises as build_in_thread does."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
     return build_in_thread(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus, threads)

@@ -41,12 +41,12 @@ STARTUP_REQUEST = 0  # the number of the first question, which is for the worker
 
 
 class ProcessEnded(EngineError):
-    """The worker's process is no more, and left no word itself."""
+    """The worker's process ended without reporting why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line that a worker's process logs while it starts. level: one of logging's."""
+    """A line that a worker's process logs while it starts, with its logging level."""
 
     level: int
     text: str
@@ -54,11 +54,12 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
-    """What the worker process replies in addition to the table.
+    """A reply of the worker process, in addition to the table.
 
-    counters: the engine's at that moment; None where it is not ready, or dead.
-    error: why there is no table.
-    line: logged while the worker starts; the answer itself is still to come.
+    Attributes:
+        counters: the engine's at that moment; None if it is not ready, or dead.
+        error: why there is no table.
+        line: logged while the worker starts; the reply itself follows later.
     """
 
     number: int
@@ -73,9 +74,9 @@ def log_locally(line: LogLine) -> None:
 
 
 class WorkerProcess:
-    """The other arguments are the Worker's. worker_id: names the worker's own process, which holds the device.
+    """Args are the Worker's, and on_log, which is called with each line that the process logs while it starts.
 
-    tell: called with each line that the process logs while it starts.
+    worker_id names the worker's own process, which holds the device.
     """
 
     def __init__(
@@ -102,17 +103,19 @@ class WorkerProcess:
         self._send((config, run, passthrough, threads))
 
     def wait_until_ready(self) -> None:
-        """Raises ConfigError where a model is missing, WorkerError for whatever else is wrong, or ProcessEnded."""
+        """Wait for the start. Raises ConfigError if a model is missing, ProcessEnded, or WorkerError for other
+        failures.
+        """
         self._ready.result()
 
     async def answer(self, requests: pa.Table) -> pa.Table:
-        """As Worker.answer. Raises EngineError once the engine is dead, or its process."""
+        """Answer a table as Worker.answer does. Raises EngineError once the engine or its process is dead."""
         number, future = self._register_request()
         await asyncio.wrap_future(self._sender.submit(self._send, number, requests))
         return await asyncio.wrap_future(future)
 
     def counters(self) -> EngineCounters | None:
-        """The engine's, as they were with the latest answer; None before it is ready."""
+        """Return the engine's counters as of the latest reply; None before it is ready."""
         return self._counters
 
     def close(self) -> None:
@@ -158,10 +161,10 @@ class WorkerProcess:
 
 
 def _start(name: str, channel: Channel) -> subprocess.Popen:
-    """A Python that finds what this one finds and says what it has to say where this one does.
+    """Start a Python process with this one's module path and output streams.
 
-    name: to be seen by ``ps``. It has its end of the channel to itself, so that the end of either process is the end
-    of the channel.
+    name: shown by ``ps``. The child is the only other holder of its channel end, so a process's end closes the
+    channel.
     """
     with _sigint_blocked():
         process = subprocess.Popen(

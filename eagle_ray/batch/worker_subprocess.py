@@ -32,7 +32,7 @@ log = logging.getLogger("eagle_ray")
 
 
 class ChannelLogHandler(logging.Handler):
-    """Send what is logged to the process that asks, whose user waits for this one to start."""
+    """Sends log records to the parent, whose user waits for this process to start."""
 
     def __init__(self, send: Callable[[WorkerReply], None]):
         super().__init__(logging.INFO)
@@ -97,7 +97,7 @@ class WorkerSubprocess:
 
 
 def main(make_worker: Callable[..., Any]) -> NoReturn:
-    """make_worker: called with a Worker's arguments, returns something with a Worker's verbs."""
+    """Run a worker. make_worker: called with a Worker's arguments; returns an object with a Worker's methods."""
     faulthandler.enable()  # as in Ray's own workers
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stderr))  # the actor's log
@@ -111,7 +111,7 @@ def _make_worker(*arguments: Any) -> Any:
 
 
 def _portable_error(error: Exception) -> Exception:
-    """As a process without torch can read it."""
+    """Return the error as a process without torch can unpickle it."""
     return ConfigError(str(error)) if isinstance(error, ConfigError) else WorkerError(classify_error(error))
 
 

@@ -1,6 +1,6 @@
-"""FileVersion: what tells one state of a file from another, without reading it.
+"""FileVersion: distinguishes states of a file without reading it.
 
->>> Stamp(12, 1700000000000000000).as_json()
+>>> FileVersion(12, 1700000000000000000).as_json()
 {'size': 12, 'mtime_ns': 1700000000000000000}
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FileVersion:
-    """size in bytes. version: the time of the last change in nanoseconds (local), or the ETag (S3)."""
+    """size: bytes. version: time of the last change in nanoseconds (local), or the ETag (S3)."""
 
     size: int
     version: int | str

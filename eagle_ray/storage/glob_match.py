@@ -1,6 +1,6 @@
-"""Glob match: which paths a pattern names, be they there or not; the rules are those of the standard library's glob.
+"""Match paths against glob patterns without looking at files, by the rules of the standard library's glob.
 
->>> fits(["**", "*.jsonl"], ["a", "b.jsonl"])
+>>> glob_matches(["**", "*.jsonl"], ["a", "b.jsonl"])
 True
 """
 
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 
 def glob_matches(pattern: list[str], name: list[str]) -> bool:
-    """Both part by part: ** is any number of parts; neither it nor * is a hidden name."""
+    """Match part by part: ** is any number of parts; neither it nor * matches a hidden name."""
     if not pattern:
         return not name
     visible = bool(name) and (pattern[0].startswith(".") or not name[0].startswith("."))

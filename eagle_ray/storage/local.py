@@ -39,7 +39,7 @@ def stat(path: str) -> FileVersion:
 
 
 def read_with_version(path: str) -> tuple[bytes, FileVersion]:
-    """The bytes, and the stamp of the very file that held them."""
+    """Return the bytes and the version of the file that held them."""
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
         return file.read(), FileVersion(found.st_size, found.st_mtime_ns)
@@ -50,7 +50,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def list_files(directory: str) -> dict[str, FileVersion]:
-    """Every file below a directory, linked directories left out."""
+    """Return every file below a directory; linked directories are skipped."""
     names = [os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names]
     return {name: stat(name) for name in names if is_file(name)}
 
@@ -66,12 +66,12 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
 
 
 def write_atomic(path: str, data: bytes, precondition: Precondition) -> FileVersion:
-    """Replace path by data in one step, its directory made where it is missing."""
+    """Replace path by data in one step, creating its directory if missing."""
     return _publish(path, data, precondition, os.replace)
 
 
 def create(path: str, data: bytes, precondition: Precondition) -> FileVersion | None:
-    """The same, or None where there is a file already: it stays as it is."""
+    """Write a new file in one step; return None, and leave the file unchanged, if it exists."""
     try:
         return _publish(path, data, precondition, _link)
     except FileExistsError:
@@ -81,7 +81,7 @@ def create(path: str, data: bytes, precondition: Precondition) -> FileVersion | 
 
 
 def replace(path: str, data: bytes, version: int | str, precondition: Precondition) -> FileVersion | None:
-    """The same, or None where the file is not of this version. Look and rename are two steps: hold the lock."""
+    """Replace a file of this version; return None if it has another. Check and rename are two steps: hold the lock."""
     with suppress(FileNotFoundError):
         if stat(path).version == version:
             return write_atomic(path, data, precondition)
@@ -101,7 +101,7 @@ def make_directory(path: str) -> None:
 
 
 def remove_temporary(directory: str) -> None:
-    """Delete what a killed writer left half-written, here and below."""
+    """Delete temporary files of killed writers, here and below."""
     for parent, _, names in os.walk(directory):
         for name in names:
             if TEMPORARY.fullmatch(name):
@@ -109,7 +109,7 @@ def remove_temporary(directory: str) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Raises OSError where nothing can be written, there or where the directory would be made. Leaves nothing."""
+    """Raise OSError if nothing can be written there, or where the directory would be made. Leaves no file."""
     while not os.path.exists(directory):
         directory = os.path.dirname(directory)
     try:
@@ -154,7 +154,7 @@ def _free_bytes(directory: str) -> int:
 
 
 def _link(temp: str, path: str) -> None:
-    """Give the file a name that no file has; raises FileExistsError."""
+    """Give the file a name that must not exist; raises FileExistsError."""
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -166,7 +166,7 @@ def _link(temp: str, path: str) -> None:
 
 
 def _sync_directory(path: str) -> None:
-    """The rename itself is on the disk only once its directory is."""
+    """Flush the directory, since a rename is on disk only after that."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

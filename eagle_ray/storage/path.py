@@ -1,8 +1,8 @@
-"""StoragePath: the name of a file or directory, here or in an S3 bucket, and all that is done with it.
+"""StoragePath: a local file or directory, or one in an S3 bucket, with all operations on it.
 
-What is written appears whole or not at all. The work is done by ``local_files`` and ``s3_objects``, which have the same
-functions; nothing is remembered between calls, so that what another machine wrote is seen. Whatever fails is an
-OSError; on S3 a StorageError, within a time limit.
+Writes are atomic. The work is done by ``local`` and ``s3``, which have the same functions. Nothing is cached between
+calls, so changes by other machines are visible. All failures are OSErrors; on S3 a StorageError, within a time
+limit.
 
     >>> output = StoragePath.of("s3://bucket/runs/a")
     >>> (output / "data").glob("*.parquet")
@@ -44,13 +44,13 @@ SCHEME = "s3://"
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoragePath:
-    """text: an absolute local path or s3://bucket/key, without a slash at its end; it is how the location reads."""
+    """text: an absolute local path or s3://bucket/key, without a trailing slash."""
 
     text: str
 
     @classmethod
     def of(cls, text: str | os.PathLike[str]) -> StoragePath:
-        """Local paths become absolute. Raises ValueError for a URL that is none of S3."""
+        """Return the path; local ones become absolute. Raises ValueError for a URL that is not S3."""
         text = os.fspath(text)
         if text.startswith(SCHEME) and text.removeprefix(SCHEME).partition("/")[0]:
             return cls(text.rstrip("/"))
@@ -77,13 +77,15 @@ class StoragePath:
 
     @property
     def parent(self) -> StoragePath:
-        """The directory it stands in; the root, or a bucket, is its own."""
+        """Return the parent directory; the root, or a bucket, is its own parent."""
         if self.is_local:
             return StoragePath(os.path.dirname(self.text))
         return StoragePath(self.text.rpartition("/")[0]) if "/" in self.text.removeprefix(SCHEME) else self
 
     def relative_to(self, directory: StoragePath) -> str | None:
-        """Its path below a directory, "" for the directory itself, None where it is elsewhere. Follows local links."""
+        """Return the path below a directory, "" for the directory itself, None if it is elsewhere. Follows
+        local links.
+        """
         here, there = (os.path.realpath(x.text) if x.is_local else x.text for x in (self, directory))
         if here == there:
             return ""
@@ -92,72 +94,72 @@ class StoragePath:
 
     @property
     def display_path(self) -> str:
-        """For a person: relative to the working directory where it stands beneath it."""
+        """Return the path for messages: relative to the working directory if it is below it."""
         return self.relative_to(StoragePath.of(os.curdir)) or self.text
 
     def exists(self) -> bool:
-        """Whether it is a file."""
+        """Return whether it is a file."""
         return self._store.is_file(self.text)
 
     def is_directory(self) -> bool:
-        """On S3: whether any file stands below."""
+        """Return whether it is a directory; on S3, whether any object is below."""
         return self._store.is_directory(self.text)
 
     def stat(self) -> FileVersion:
-        """Raises FileNotFoundError."""
+        """Return the file's version. Raises FileNotFoundError."""
         return self._store.stat(self.text)
 
     def read_bytes(self) -> bytes:
-        """Raises FileNotFoundError."""
+        """Return the content. Raises FileNotFoundError."""
         return self.read_with_version()[0]
 
     def read_with_version(self) -> tuple[bytes, FileVersion]:
-        """The bytes, and the stamp of the very file that held them. Raises FileNotFoundError."""
+        """Return the bytes and the version of the file that held them. Raises FileNotFoundError."""
         return self._store.read_with_version(self.text)
 
     def open(self) -> BinaryIO:
-        """A seekable binary file to read from; large files are read in parts. Raises FileNotFoundError."""
+        """Return a seekable binary file to read; large files are read in parts. Raises FileNotFoundError."""
         return self._store.open_file(self.text)
 
     def glob(self, pattern: str) -> list[StoragePath]:
-        """The files below that match, sorted."""
+        """Return the matching files below, sorted."""
         return list(self.list_versions(pattern))
 
     def list_versions(self, pattern: str | None = None) -> dict[StoragePath, FileVersion]:
-        """The files below that match, or all of them, sorted, each with its stamp."""
+        """Return the matching files below, or all of them, sorted, with their versions."""
         store = self._store
         found = store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
         return {StoragePath(text): found[text] for text in sorted(found)}
 
     def list_names(self) -> list[str]:
-        """What stands directly in this directory, files and directories."""
+        """Return the names of files and directories directly in this directory."""
         return self._store.list_names(self.text)
 
     def write_atomic(self, data: bytes, precondition: Precondition = None) -> FileVersion:
-        """Replace the file in one step. precondition: the last look; what it raises leaves everything as it was."""
+        """Replace the file in one step. precondition: called right before; if it raises, nothing changes."""
         return self._store.write_atomic(self.text, data, precondition)
 
     def create(self, data: bytes, precondition: Precondition = None) -> FileVersion | None:
-        """Write the file where there is none, in one step; None where there is one."""
+        """Write a new file in one step; return None if it exists."""
         return self._store.create(self.text, data, precondition)
 
     def replace(self, data: bytes, version: int | str, precondition: Precondition = None) -> FileVersion | None:
-        """Replace the file where it is still of this version (a Stamp's); None where it is not."""
+        """Replace the file if it still has this version; return None otherwise."""
         return self._store.replace(self.text, data, version, precondition)
 
     def remove(self, missing_ok: bool = True) -> None:
         self._store.remove(self.text, missing_ok)
 
     def make_directory(self) -> None:
-        """With its parents. On S3 there is nothing to make."""
+        """Make the directory and its parents; nothing to do on S3."""
         self._store.make_directory(self.text)
 
     def remove_temporary(self) -> None:
-        """Delete what killed writers left half-written in this directory and below."""
+        """Delete temporary files of killed writers in this directory and below."""
         self._store.remove_temporary(self.text)
 
     def check_writable(self) -> None:
-        """Raises OSError where nothing could be written into this directory. Leaves nothing behind."""
+        """Raise OSError if nothing can be written into this directory. Leaves no file."""
         self._store.check_writable(self.text)
 
     @property
@@ -170,7 +172,7 @@ class StoragePath:
 
 
 def parquet_bytes(table: pa.Table, compression: str) -> bytes:
-    """A whole file, made in memory first."""
+    """Return a table as a whole Parquet file in memory."""
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression=compression)
     return buffer.getvalue().to_pybytes()
@@ -185,7 +187,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def read_json(file: StoragePath) -> Any | None:
-    """The file's value, or None where there is no such file. Raises ValueError where it is damaged."""
+    """Return the file's JSON value, or None if there is no such file. Raises ValueError if it is damaged."""
     try:
         return json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -193,7 +195,7 @@ def read_json(file: StoragePath) -> Any | None:
 
 
 def read_json_object(file: StoragePath) -> dict[str, Any] | None:
-    """The JSON object in one of our own files; one that is missing, damaged or something else says nothing."""
+    """Return the JSON object in one of our own files, or None if it is missing, damaged or not an object."""
     try:
         value = read_json(file)
     except ValueError:

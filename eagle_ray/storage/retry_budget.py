@@ -1,7 +1,7 @@
-"""Retry budget: how long requests to storage are retried.
+"""Retry budget: how long storage requests are retried.
 
-A report should fail within seconds if the storage is away. A job that has run for hours should
-outlast a server that is away for a minute.
+A report should fail within seconds if the storage is away. A job that has run for hours should outlast a server that
+is away for a minute.
 
     >>> with extended_retries():
     ...     file.create(data)
@@ -22,7 +22,7 @@ _this_thread = threading.local()
 
 @contextmanager
 def extended_retries() -> Iterator[None]:
-    """While it is open, every request of this process is tried longer, but for those of threads that hurry."""
+    """While open, retry every request of this process for longer, except in threads that opted out."""
     _add(1)
     try:
         yield
@@ -31,12 +31,12 @@ def extended_retries() -> Iterator[None]:
 
 
 def disable_extended_retries() -> None:
-    """Never try this thread's requests longer: it makes new ones all the time, and the latest matters."""
+    """Opt out this thread: it repeats its requests anyway, and only the latest matters."""
     _this_thread.hurries = True
 
 
 def extended_waits() -> tuple[float, ...]:
-    """Return the waits that follow the ordinary ones now."""
+    """Return the additional waits after the ordinary ones."""
     return EXTENDED_WAITS_S if _num_extended > 0 and not hasattr(_this_thread, "hurries") else ()
 
 

@@ -1,11 +1,11 @@
-"""Objects of an S3 bucket that appear whole or not at all: the s3:// half of ``storage.StoragePath``.
+"""S3 objects with atomic and conditional writes: the s3:// half of ``storage.StoragePath``.
 
-Every request is made in one place, with limits on time and tries; what fails is an OSError that names the object and
-the endpoint. A write is one PUT: an output stream that is left by an exception would publish what it holds. Endpoint,
-credentials and region come from the standard environment.
+Every request goes through one function with limits on time and retries; failures are OSErrors with the object and
+the endpoint. A write is one PUT, because leaving an output stream by an exception would publish a partial object.
+Endpoint, credentials and region come from the standard environment.
 
     >>> create("s3://bucket/runs/a/_lock", b"mine", None)
-    Stamp(size=4, version='"8fcb0a1ec9e8ba3e..."')
+    FileVersion(size=4, version='"8fcb0a1ec9e8ba3e..."')
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def stat(url: str) -> FileVersion:
 
 
 def read_with_version(url: str, size: int = SMALL_OBJECT_BYTES) -> tuple[bytes, FileVersion]:
-    """The bytes, and the stamp of the very object that held them. size: of bytes, for which there is time."""
+    """Return the bytes and the version of the object that held them. size: expected bytes, for the time limit."""
     bucket, key = split_url(url)
     found = _request(url, "get_object", size, Bucket=bucket, Key=key)
     return found["Body"], FileVersion(len(found["Body"]), found["ETag"])
 
 
 def open_file(url: str) -> BinaryIO:
-    """Read by ranges, as much ahead as it is read in order; never the whole of a large object."""
+    """Return a file that reads ranges, with readahead for sequential reads; never a whole large object."""
     return io.BufferedReader(RangeFile(url, stat(url)), MIN_READAHEAD_BYTES)
 
 
@@ -107,7 +107,7 @@ def list_files(directory: str) -> dict[str, FileVersion]:
 
 
 def list_names(directory: str) -> list[str]:
-    """Of a thousand at most."""
+    """Return at most a thousand names."""
     bucket, prefix = _prefix(directory)
     page = _request(directory, "list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/")
     keys = [found["Key"] for found in page.get("Contents", ())] + [p["Prefix"] for p in page.get("CommonPrefixes", ())]
@@ -128,12 +128,12 @@ def write_atomic(url: str, data: bytes, precondition: Precondition) -> FileVersi
 
 
 def create(url: str, data: bytes, precondition: Precondition) -> FileVersion | None:
-    """The same, or None where there is an object already: it stays as it is."""
+    """Write a new object; return None, and leave the object unchanged, if it exists."""
     return _put_if(url, data, precondition, IfNoneMatch="*")
 
 
 def replace(url: str, data: bytes, version: int | str, precondition: Precondition) -> FileVersion | None:
-    """The same, or None where the object is not of this version."""
+    """Replace an object of this version; return None if it has another."""
     return _put_if(url, data, precondition, IfMatch=version)
 
 
@@ -145,15 +145,15 @@ def remove(url: str, missing_ok: bool) -> None:
 
 
 def make_directory(url: str) -> None:
-    """There are none: names alone make them."""
+    """Do nothing: S3 has no directories."""
 
 
 def remove_temporary(directory: str) -> None:
-    """There are none: a PUT that breaks off leaves nothing."""
+    """Do nothing: an aborted PUT leaves no object."""
 
 
 def check_writable(directory: str) -> None:
-    """Raises OSError where nothing can be written, or what is there is not left by a create. Leaves nothing behind."""
+    """Raise OSError if nothing can be written, or if the server ignores conditional writes. Leaves no object."""
     probe = f"{directory}/.probe-{uuid4().hex[:12]}"
     create(probe, b"first", None)
     kept = create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
@@ -166,7 +166,7 @@ def check_writable(directory: str) -> None:
 
 
 class RangeFile(io.RawIOBase):
-    """An object as a seekable file; raises Changed where it was replaced since it was opened."""
+    """An object as a seekable file; raises ObjectChanged if it was replaced since it was opened."""
 
     def __init__(self, url: str, version: FileVersion):
         self._url, self._version = url, version
@@ -216,7 +216,7 @@ class RangeFile(io.RawIOBase):
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Bucket and key; the key of a bucket itself is empty."""
+    """Return bucket and key; the key of a bucket itself is empty."""
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     return bucket, key
 
@@ -227,7 +227,7 @@ def _prefix(directory: str) -> tuple[str, str]:
 
 
 def _list_objects(directory: str, start: str) -> Iterator[tuple[str, FileVersion]]:
-    """Every object below the directory whose name begins with start, in the order of names."""
+    """Yield every object below the directory with a name that begins with start, in the order of names."""
     bucket, prefix = _prefix(directory)
     arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE_SIZE}
     while arguments:
@@ -253,7 +253,7 @@ def _put_if(url: str, data: bytes, precondition: Precondition, **condition: Any)
 
 
 def _match_earlier_put(url: str, data: bytes) -> FileVersion | None:
-    """A try whose answer was lost may have arrived: then the object holds these very bytes."""
+    """Return the object's version if it holds these bytes: an earlier try with a lost response has succeeded."""
     try:
         found, version = read_with_version(url, len(data))
     except NotFound:
@@ -264,7 +264,7 @@ def _match_earlier_put(url: str, data: bytes) -> FileVersion | None:
 def _request(
     url: str, method: str, size: int = 0, precondition: Precondition = None, **arguments: Any
 ) -> dict[str, Any]:
-    """The answer to one request, its body read. size: bytes to be moved, for which there is more time."""
+    """Return the response to one request, with its body read. size: bytes to move, which extend the time limit."""
     for wait in (*WAITS_S, *extended_waits(), None):
         if precondition is not None:
             precondition()
@@ -294,9 +294,9 @@ def _endpoint() -> str | None:
 
 @lru_cache(maxsize=8)
 def _session(process: int, endpoint: str | None) -> S3FileSystem:
-    """One for all threads of a process (a fork needs its own) and all requests to an endpoint.
+    """Return the client for an endpoint, one per process, shared by its threads.
 
-    Raises NotSupported for an endpoint that is no URL.
+    Raises NotSupported for an endpoint that is not a URL.
     """
     config: dict[str, Any] = {
         "connect_timeout": CONNECT_S,
@@ -317,14 +317,14 @@ def _session(process: int, endpoint: str | None) -> S3FileSystem:
 
 
 def _is_retryable(error: Exception) -> bool:
-    """Whether another try may fare better: no connection, no answer, half an answer, or the server's own trouble."""
+    """Return whether a retry may succeed: no connection, no response, a partial response, or a server error."""
     if isinstance(error, boto.ClientError):
         return _status(error) >= 500 or _status(error) in (409, 429) or _code(error) in RETRYABLE_CODES
     return isinstance(error, RETRYABLE_ERRORS)
 
 
 def _as_storage_error(error: Exception, where: str) -> StorageError:
-    """The same failure as an OSError that says where."""
+    """Return the failure as an OSError that names the object and the endpoint."""
     if isinstance(error, boto.ClientError):
         return _response_error(error, where)
     if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):

@@ -1,6 +1,6 @@
-"""What goes wrong with storage that is not a file system's: a request that failed for good.
+"""Errors of object storage: a request that failed after all retries.
 
-The message names the object and the endpoint. A local file raises the system's own OSError.
+The message names the object and the endpoint. Local files raise the system's own OSError.
 
     >>> issubclass(StorageTimeout, TimeoutError) and issubclass(StorageTimeout, StorageError)
     True
@@ -18,15 +18,15 @@ def remedy_of(error: OSError) -> str:
 
 
 class StorageError(OSError):
-    """A request failed, and trying again did not help: the storage is at fault, not what it holds."""
+    """A request failed in spite of retries, because of the storage itself."""
 
 
 class NotFound(StorageError, FileNotFoundError):
-    """There is no such object or bucket."""
+    """The object or bucket does not exist."""
 
 
 class NotAllowed(StorageError, PermissionError):
-    """The credentials, or the lack of them."""
+    """The credentials are missing or not sufficient."""
 
 
 class StorageTimeout(StorageError, TimeoutError):
@@ -34,11 +34,11 @@ class StorageTimeout(StorageError, TimeoutError):
 
 
 class ConditionFailed(StorageError):
-    """The object is there, or is another one, though the request asked for the contrary."""
+    """A condition of the request did not hold: the object exists, or has another version."""
 
 
 class NotSupported(StorageError):
-    """The server lacks what a job needs, such as conditional writes: another try does not help."""
+    """The server lacks a feature, such as conditional writes; a retry does not help."""
 
 
 class ObjectChanged(StorageError):

@@ -1,9 +1,9 @@
-"""Nested rows: all rows of an id as one row of one column, so that nothing on the way to a file can part them.
+"""Nested rows: all rows of an id as one row of one column, so that they stay together on the way to a file.
 
-Ray cuts a table of more than some hundred megabytes wherever it likes, and writes the pieces to different files: of
-long prompts with many samples each an id would never be done, since its rows are to stand in one. Nothing is copied.
+Ray splits a table of more than some hundred megabytes anywhere and writes the pieces to different files. An id with
+long prompts and many samples could then never be done, since its rows must be in one file. Nothing is copied.
 
-    >>> bundled(rows)["rows"].to_pylist()
+    >>> nest(rows)["rows"].to_pylist()
     [[{'request_id': 'a', 'sample_index': 0, ...}, {'request_id': 'a', 'sample_index': 1, ...}]]
 """
 
@@ -16,7 +16,7 @@ COLUMN = "rows"
 
 
 def nest(rows: pa.Table) -> pa.Table:
-    """rows: those of each id one after the other."""
+    """Return one nested row per id. rows: those of each id are adjacent."""
     ids = rows["request_id"].to_pylist()
     starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1]]
     offsets = pa.array([*starts, len(ids)], pa.int32())
@@ -24,5 +24,5 @@ def nest(rows: pa.Table) -> pa.Table:
 
 
 def unnest(bundles: pa.Table) -> pa.Table:
-    """The rows again; without metadata."""
+    """Return the rows, without schema metadata."""
     return pa.Table.from_struct_array(pc.list_flatten(bundles[COLUMN]))

@@ -1,10 +1,10 @@
-"""What already stands in ``OUT/data``: the output is its own record.
+"""OutputIndex: which ids are done, read from the files in ``OUT/data``.
 
-An id is done when its n samples stand in one file. The ledger is read from the files at each start and recounted at
-the end; an id found twice is written down to one.
+An id is done if its n samples are in one file. The index is read from the files at each start and again at the end;
+duplicates of an id are removed.
 
-    >>> ledger = Ledger.read(StoragePath.of("runs/a/data"))
-    >>> len(ledger.done(lambda ids: np.ones(len(ids))))
+    >>> index = OutputIndex.read(StoragePath.of("runs/a/data"))
+    >>> len(index.done(lambda ids: np.ones(len(ids))))
     480
 """
 
@@ -50,15 +50,15 @@ class OutputIndex:
         )
 
     def done(self, samples_of: SamplesOf) -> Digests:
-        """Ids all of whose samples stand in one file; sorted, and as often as there are such files."""
+        """Return the ids with all samples in one file, sorted; an id occurs once per such file."""
         complete = self.ids[self.rows == samples_of(self.ids)]
         complete.sort()  # in place: it is a copy already
         return complete
 
     def excess(self, samples_of: SamplesOf) -> dict[StoragePath, Digests]:
-        """Ids, sorted, to take out of each file so that every id stands in one, where it is complete.
+        """Return the ids, sorted, to remove from each file so that every id is complete in one file.
 
-        The newest of several complete ones stays; where none is complete, the oldest.
+        The newest of several complete copies stays; without a complete one, the oldest.
         """
         twice = duplicates(np.sort(self.ids))  # as a rule none: nothing is kept for each id
         some = np.flatnonzero(isin(self.ids, twice))
@@ -71,14 +71,14 @@ class OutputIndex:
 
 
 def without_ids(file: StoragePath, ids: Digests) -> pa.Table:
-    """The file's rows but for these ids, which are sorted."""
+    """Return the file's rows without these ids, which are sorted."""
     with open_parquet(file) as parquet:
         table = parquet.read()
     return table.filter(pa.array(~isin(digests(table["request_id"].to_pylist()), ids)))
 
 
 def error_ids(file: StoragePath) -> Digests:
-    """Ids whose rows in this file are errors, sorted. Raises what Ledger.read raises."""
+    """Return the sorted ids of error rows in this file. Raises as OutputIndex.read does."""
     table = _columns_in(file, ["request_id", "status"])
     return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
 
@@ -95,7 +95,7 @@ def own_files(data: StoragePath) -> list[StoragePath]:
 
 
 def _is_own(file: StoragePath) -> bool:
-    """By its schema's version; a damaged file by its name."""
+    """Return whether the file is ours, by its schema's version, or by its name if it is damaged."""
     try:
         with open_parquet(file) as parquet:
             return VERSION_KEY in (parquet.schema_arrow.metadata or {})
@@ -106,13 +106,13 @@ def _is_own(file: StoragePath) -> bool:
 
 
 def _rows_by_id(file: StoragePath) -> tuple[Digests, np.ndarray]:
-    """Each id once, and how many rows it has."""
+    """Return each id once, with its number of rows."""
     counts = pc.value_counts(_columns_in(file, ["request_id"])["request_id"])
     return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy().astype(np.int32)
 
 
 def _columns_in(file: StoragePath, columns: list[str]) -> pa.Table:
-    """These columns of one file. Raises OutputMismatch, and OutputDamaged where it cannot be read."""
+    """Return these columns of one file. Raises OutputMismatch, or OutputDamaged if it cannot be read."""
     try:
         with open_parquet(file) as parquet:
             version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)

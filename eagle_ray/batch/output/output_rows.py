@@ -1,6 +1,6 @@
-"""From finished sequences to output rows: the words of ``schema.output_schema``.
+"""Turn finished sequences into output rows with the columns of ``schema.output_schema``.
 
-Rows are dictionaries; a column that is not mentioned is null.
+Rows are dictionaries; absent columns are null.
 
     >>> rows.of(request, sequences)
     [{'request_id': 'q1', 'sample_index': 0, 'status': 'ok', 'text': 'Paris.', ...}]
@@ -27,8 +27,10 @@ IDENTITY = ("request_id", "row_index", "source_file")
 class OutputRows:
     """What the rows of one worker share.
 
-    constants: columns that are the same in each of its rows, such as run_id. passthrough: input columns to carry.
-    clock_offset: seconds from the engine's monotonic clock to Unix time.
+    Attributes:
+        constants: columns that are equal in all its rows, such as run_id.
+        passthrough: input columns to pass through.
+        clock_offset: seconds from the engine's monotonic clock to Unix time.
     """
 
     config: JobConfig
@@ -38,7 +40,7 @@ class OutputRows:
     clock_offset: float
 
     def of(self, request: RequestRow, sequences: list[Sequence]) -> list[RequestRow]:
-        """One row per finished sample."""
+        """Return one row per finished sample."""
         prompt = prompt_text_of(request, self.text) if self.config.output.store_prompt else None
         shared = self._shared(request) | {"status": "ok", "prompt": prompt}
         return [
@@ -53,7 +55,7 @@ class OutputRows:
         ]
 
     def of_error(self, request: RequestRow, error: RequestError) -> list[RequestRow]:
-        """One row per sample that was asked for, so that a bad row's id is as done as a good one's."""
+        """Return one error row per requested sample, so that a bad row's id is done as well."""
         prompt = request["prompt"] if self.config.output.store_prompt else None
         shared = self._shared(request) | {"status": "error", "prompt": prompt}
         shared |= {"error_code": error.code, "error_message": message_of(request, error)}
@@ -83,7 +85,7 @@ class OutputRows:
         return {"per_step_budget": stats.per_step_budget, "per_step_accepted": stats.per_step_accepted}
 
     def _times(self, sequence: Sequence) -> RequestRow:
-        """Seconds between the engine's own moments; started_at is when the engine took the request."""
+        """Return durations from the engine's timestamps; started_at is when the engine admitted the request."""
         arrived, admitted = sequence.arrived_at, sequence.admitted_at
         first_token, finished = sequence.first_token_at, sequence.finished_at
         return {
@@ -101,7 +103,7 @@ class OutputRows:
 
 
 def _sampled(sequence: Sequence) -> RequestRow:
-    """What was in force: max_tokens after the cut to the model's room, the seed of this sample."""
+    """Return the sampling parameters used: max_tokens limited by the model's length, and this sample's seed."""
     sampling = sequence.sampling
     return {
         "temperature": sampling.temperature,

@@ -1,9 +1,8 @@
-"""The part files of an output: their names, and their columns read back, a file in memory at a time.
+"""The part files of an output: their names, and reading their columns, one file in memory at a time.
 
-A file is named after the attempt and the task that made it, and may stand in directories that name values of columns
-(``partitions``).
+A file is named after the attempt and the task that made it, and may be in partition directories (``partitions``).
 
-    >>> for table in tables(run.data, ["request_id", "text"]):
+    >>> for table in read_tables(run.data, ["request_id", "text"]):
     ...     print(table["text"][0])
 """
 
@@ -28,18 +27,18 @@ def part_name(attempt: int, task: int) -> str:
 
 
 def attempt_of(file: StoragePath) -> int | None:
-    """The attempt that made a file, None where the name is none of ours."""
+    """Return the attempt that made a file, or None if the name is not ours."""
     match = PART.fullmatch(file.name)
     return int(match.group(1)) if match else None
 
 
 def part_files(data: StoragePath) -> list[StoragePath]:
-    """Every Parquet file below, in the order in which they were made."""
+    """Return every Parquet file below, in the order in which they were made."""
     return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
 
 
 def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
-    """These columns of every file, one file after the other; those that its directories name included."""
+    """Yield these columns of every file, partition columns included."""
     for file in part_files(data):
         with open_parquet(file) as parquet:
             partition_schema = partition_types(parquet.schema_arrow)
@@ -51,7 +50,7 @@ def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
 
 
 def stored_schema(data: StoragePath) -> pa.Schema:
-    """The columns of the files, those that their directories name at the end; every file of a run has the same."""
+    """Return the columns of the files, partition columns last; all files of a run have the same."""
     for file in part_files(data)[:1]:
         with open_parquet(file) as parquet:
             schema = parquet.schema_arrow
@@ -67,7 +66,7 @@ def next_schema(data: StoragePath, passthrough: Iterable[pa.Field]) -> pa.Schema
 
 
 def as_stored(schema: pa.Schema) -> pa.Schema:
-    """The columns as they come back from a file: Parquet has names of its own for what lists hold, and coarse times."""
+    """Return the columns as Parquet stores them: it names list items differently and has coarser times."""
     return pq.read_schema(pa.BufferReader(parquet_bytes(schema.empty_table(), "none")))
 
 

@@ -1,11 +1,11 @@
-"""Hive partitions: the output's files in directories named after the values of chosen columns.
+"""Hive partitions: output files in directories named after the values of chosen columns.
 
-``data/split=train/lang=de/part-001-000007.parquet``: values are percent-encoded, null is Hive's own word. A column
-that names a directory is not in the files below it, as Hive and Spark have it: DuckDB reads either way, but pandas
-refuses a text column that stands in both. Readers guess types from texts: DuckDB's ``hive_types_autocast=false`` leaves
-texts; pandas needs ``partitioning=pyarrow.dataset.partitioning(flavor="hive")`` where a value is null. The type that
-was is in the file's metadata, and ``parts.tables`` reads it back. An id's samples stand in one file, so only columns
-that are the same for all samples of a row can partition.
+``data/split=train/lang=de/part-001-000007.parquet``: values are percent-encoded; null is Hive's own word. A column
+that names a directory is not in the files below it, as in Hive and Spark: DuckDB reads either way, but pandas
+refuses a text column that is in both. Readers guess types from text: DuckDB's ``hive_types_autocast=false`` keeps
+text; pandas needs ``partitioning=pyarrow.dataset.partitioning(flavor="hive")`` for null values. The original type is
+in the file's metadata, and ``part_files.read_tables`` restores it. An id's samples are in one file, so only columns
+that are equal for all samples of a row can partition.
 
     >>> [(directory, rows.num_rows) for directory, rows in Partitions(("lang",)).split(table)]
     [('lang=de', 3), ('lang=__HIVE_DEFAULT_PARTITION__', 1)]
@@ -48,13 +48,15 @@ CHOOSE_COLUMN_REMEDY = f"choose a carried column or one of {', '.join(PARTITION_
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """columns: from the outermost directory to the innermost; none for files side by side."""
+    """columns: from the outermost directory to the innermost; none for no directories."""
 
     columns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, columns: Iterable[str], passthrough_types: Iterable[tuple[str, pa.DataType]]) -> Partitions:
-        """carried: the input columns that are passed through. Raises ConfigError naming a column that cannot serve."""
+        """Return the partitions of a job. carried: the passthrough columns. Raises ConfigError for an unsuitable
+        column.
+        """
         types = dict(passthrough_types)
         for name in columns:
             if name not in PARTITION_COLUMNS:
@@ -64,9 +66,9 @@ class Partitions:
         return cls(tuple(columns))
 
     def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
-        """Raises ConfigError naming the first row whose value makes too long a name.
+        """Raise ConfigError naming the first row with a value that makes too long a name.
 
-        Before the start: an error row would stand in a directory of that very name.
+        Checked before the start, since an error row would be in that very directory.
         """
         names = [name for name in self.columns if name not in PARTITION_COLUMNS or name == "source_file"]
         for request in requests if names else ():
@@ -78,7 +80,7 @@ class Partitions:
                     )
 
     def split(self, table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-        """Each directory and its rows, in the order of first appearance, without the columns that name it."""
+        """Yield each directory and its rows without partition columns, in the order of first appearance."""
         if not self.columns:
             yield "", table
             return
@@ -94,19 +96,19 @@ class Partitions:
 
 
 def partition_values(path: str) -> dict[str, str | None]:
-    """The columns and values that the directories of a path name."""
+    """Return the columns and values in a path's directory names."""
     pairs = [part.partition("=") for part in path.split("/")[:-1] if "=" in part]
     return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, _, value in pairs}
 
 
 def partition_types(schema: pa.Schema) -> pa.Schema:
-    """The columns that the file's directories name, with their types."""
+    """Return the file's partition columns with their types."""
     noted = (schema.metadata or {}).get(TYPES_KEY)
     return pa.ipc.read_schema(pa.py_buffer(noted)) if noted else pa.schema([])
 
 
 def with_partition_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.Table:
-    """The rows of the file at this path, with the columns of these types that its directories name."""
+    """Return the file's rows with its partition columns in these types."""
     values = partition_values(path)
     for field in types:
         column = pa.repeat(pa.scalar(values[field.name], pa.string()), len(table)).cast(field.type)
@@ -120,7 +122,7 @@ def _with_partition_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[s
 
 
 def _directory_name(name: str, value: str | None) -> str:
-    """name: encoded. Raises ConfigError where no file system has a name of this length."""
+    """Return the encoded directory name. Raises ConfigError if it is too long for file systems."""
     directory = f"{name}={_encode(value)}"
     if len(directory) > MAX_NAME_BYTES:
         raise ConfigError(f"{_too_long_message(unquote(name), value)}: {DROP_COLUMN_REMEDY}")
@@ -137,7 +139,7 @@ def _too_long_message(name: str, value: str) -> str:
 
 
 def _encode(value: str | None) -> str:
-    """Hive's word for null is no value's; what reads it decodes the value."""
+    """Percent-encode a value, so that it never equals Hive's word for null."""
     if value is None:
         return HIVE_NULL
     return quote(value, safe="") if value != HIVE_NULL else value.replace("_", "%5F")
