@@ -1,6 +1,6 @@
-"""A process's limit on address space (``ulimit -v``): refuse one that is too small before a library aborts over it.
+"""Check the process's limit on address space (``ulimit -v``) before a library aborts because of it.
 
-Below what they need, pyarrow, torch and Ray end the process with a traceback or an abort from C++, or just hang.
+Below what they need, pyarrow, torch and Ray end the process with a traceback or an abort in C++, or hang.
 
     $ (ulimit -v 1000000; eagle-ray demo)
     eagle-ray: ulimit -v: this shell limits a process to 1.0 GB of address space, and Ray needs 3.5 GB. Raise it ...
@@ -40,7 +40,7 @@ def check_address_space(library: str) -> str:
 
 
 def out_of_memory_words(error: Exception) -> str:
-    """Return one line on an error that says that memory ran out, "" for any other error."""
+    """Return one line for an error that reports exhausted memory, "" for other errors."""
     reason = str(error).strip().partition("\n")[0]
     if not isinstance(error, MemoryError) and not OUT_OF_MEMORY.search(reason):
         return ""
@@ -52,6 +52,6 @@ def out_of_memory_words(error: Exception) -> str:
 
 
 def _limit_gb() -> float | None:
-    """Return the soft limit, None for none."""
+    """Return the soft limit in GB, or None."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit / GB

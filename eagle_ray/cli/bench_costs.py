@@ -1,4 +1,4 @@
-"""What a pair's steps cost on this machine, as a table with bars for a terminal: ``eagle-ray bench cost``.
+"""Measure a pair's step costs on this machine and show them as tables with bars: ``eagle-ray bench cost``.
 
 verify: a pass of the target, by rows
    rows        ms   x first
@@ -44,7 +44,7 @@ def bench_costs(config: JobConfig, threads: int | None) -> str:
 
 
 def costs_text(costs: StepCosts) -> str:
-    """Every curve, as the planner reads it: made monotone."""
+    """Return every curve as the planner uses it, monotone."""
     parts = [f"{title}\n{_bars(getattr(costs, name))}" for name, title in TITLES.items()]
     context = (
         f"context: {costs.attention_per_token * 1e6:.3f} us more for each cached token, and "

@@ -48,10 +48,10 @@ NO_TASK = "(none)"
 def evaluate(
     config: JobConfig, names: Sequence[str] | None, temperatures: Sequence[float], batch: int, per_task: int | None
 ) -> dict[str, Any]:
-    """Every number of the comparison, as JSON.
+    """Return every number of the comparison, as JSON.
 
-    names: of methods; None is all that the configured pair allows. batch: sequences that decode together. per_task:
-    most questions of a task. Raises ConfigError for names, rows or models that cannot work.
+    names: of methods; None is all that the configured pair allows. batch: sequences decoded together. per_task: most
+    prompts per task. Raises ConfigError for unusable names, rows or models.
     """
     ways = parse_methods(
         default_names(config.speculative) if names is None else names, config.model, config.speculative
@@ -73,13 +73,13 @@ def evaluate(
 
 
 def use_threads(threads: int | None) -> None:
-    """CPU threads of this process; None is torch's own choice."""
+    """Set the CPU threads of this process; None is torch's default."""
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPrompt]:
-    """The rows that can be answered, in order; the others are named."""
+    """Yield the rows that can be answered, in order; log the others."""
     text = load_tokenizer(config.model)
     limits = model_limits(config.model)
     count: Counter[str] = Counter()
@@ -103,13 +103,13 @@ def _asked(row: dict[str, Any], config: JobConfig, text: Tokenizer | None) -> en
 
 
 def _longest(questions: Sequence[BenchmarkPrompt]) -> int:
-    """Tokens of the longest prompt with its answer: the engines' caches need no more."""
+    """Return the tokens of the longest prompt with its output: the size of the engines' caches."""
     asked = [question.ask() for question in questions]
     return max(len(sequence.prompt_ids) + sequence.sampling.max_tokens for sequence in asked)
 
 
 def _with_log(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
-    """A line for every task that begins."""
+    """Log a line for every task that begins."""
     last = None
     for turn in turns:
         if (turn.temperature, turn.task) != last:
@@ -119,7 +119,7 @@ def _with_log(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
 
 
 def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Module) -> Iterator[dict[str, Any]]:
-    """For each temperature, method and task, and for all tasks together (task None)."""
+    """Yield the numbers for each temperature, method and task, and for all tasks (task None)."""
     names = {way.name for way in ways}
     for temperature in dict.fromkeys(turn.temperature for turn in turns):
         here = [turn for turn in turns if turn.temperature == temperature]
@@ -134,7 +134,7 @@ def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Mo
 def _identity(
     causal_lm: nn.Module, answers: Sequence[engine_sequence.Sequence], plain: Sequence[engine_sequence.Sequence]
 ) -> Equivalence:
-    """Whole outputs, however they were sampled."""
+    """Compare whole outputs, sampled or greedy."""
     return compare(
         causal_lm,
         [s.prompt_ids for s in plain],

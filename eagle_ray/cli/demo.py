@@ -1,6 +1,6 @@
-"""The demo: the embedded pair on the bundled prompts, with EAGLE-2 and with plain decoding, side by side.
+"""The demo: the embedded pair on the bundled prompts, with EAGLE-2 and with plain decoding.
 
-Two ordinary jobs in one Ray session, with the same slots and threads; what they wrote is then compared row by row.
+Two ordinary jobs in one Ray session, with equal slots and threads; their outputs are then compared row by row.
 
     >>> run_demo(StoragePath.of("runs/demo"))
     0
@@ -75,7 +75,7 @@ def _demo(output: StoragePath) -> str:
 
 
 def demo_config(output: StoragePath, method: str) -> JobConfig:
-    """The demo's settings and nothing of the environment's."""
+    """Return the demo's settings, without environment variables."""
     return load_config(None, env={}, overrides=SETTINGS | {"output.path": str(output), "speculative.method": method})
 
 
@@ -85,7 +85,7 @@ def _identity(comparison: dict[str, Any]) -> str:
 
 
 def _completions(output: StoragePath) -> list[str]:
-    """One completion of each category in SHOWN, so that there is text to look at."""
+    """Return one completion of each category in SHOWN."""
     columns = [GROUP_BY, "request_id", "status", "prompt", "text"]
     rows = [row for table in read_tables(output / DATA, columns) for row in table.to_pylist()]
     first = {row[GROUP_BY]: row for row in sorted(rows, key=lambda row: row["request_id"], reverse=True)}

@@ -1,7 +1,7 @@
-"""export: a run's rows in other people's formats, OpenAI's batch output lines or CSV.
+"""export: write a run's rows as OpenAI batch output lines or CSV.
 
-Reads the run's files one by one and never changes them; what goes to stdout is never in memory as a whole, a file of
-its own is, because it appears whole or not at all. The tokenizer is loaded only where logprobs need the tokens' texts.
+Reads the run's files one by one and never changes them. Output to stdout is streamed; an output file is built in
+memory, because it is written atomically. The tokenizer is loaded only if logprobs need the tokens' texts.
 
     $ eagle-ray export runs/a --to openai-batch -o answers.jsonl
 """
@@ -34,10 +34,10 @@ Row = dict[str, Any]
 
 
 def export(run: StoragePath, to: str, target: str | None, partial: bool, overwrite: bool) -> str:
-    """Write the rows of a run to a file, or to stdout where target is None; returns what to say about it.
+    """Write the rows of a run to a file, or to stdout if target is None; return a message.
 
-    to: openai-batch or csv. partial: a run that is not finished is exported as far as it is. overwrite: a target that
-    is there is replaced, unless it is the run's own. Raises ConfigError.
+    to: openai-batch or csv. partial: export an unfinished run as far as it is. overwrite: replace an existing
+    target, unless it is the run's own file. Raises ConfigError.
     """
     record, data = record_of(run), run / DATA
     if target is not None:
@@ -54,7 +54,7 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
 
 
 def _check_whole(run: StoragePath, num_rows: int) -> None:
-    """Raises ConfigError where a file cannot be read, or where there are fewer rows than the run's own count."""
+    """Raise ConfigError if a file cannot be read, or if there are fewer rows than the run recorded."""
     try:
         there = int(OutputIndex.read(run / DATA).rows.sum())
     except JobError as error:
@@ -64,7 +64,7 @@ def _check_whole(run: StoragePath, num_rows: int) -> None:
 
 
 def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite: bool) -> None:
-    """Raises ConfigError where the target holds something that would be lost."""
+    """Raise ConfigError if the target has content that would be lost."""
     try:
         place = StoragePath.of(target)
         if place.relative_to(run) is not None or str(place) in record["inputs"]:
@@ -90,7 +90,7 @@ def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _csv_lines(data: StoragePath) -> Iterator[str]:
-    """A header, then a record for each row; null is an empty value."""
+    """Yield a header, then one record per row; null is an empty value."""
     columns = stored_schema(data).names
     yield _csv_line(columns)
     for rows in _requests(data, columns):
@@ -112,7 +112,7 @@ def _cell(value: Any) -> str:
 
 
 def _requests(data: StoragePath, columns: list[str]) -> Iterator[list[Row]]:
-    """The samples of one request after the other; a second copy, as a killed run may leave it, is left out."""
+    """Yield the samples of each request together; a second copy, as after a kill, is left out."""
     seen: set[str] = set()
     for table in read_tables(data, columns):
         for request_id, rows in groupby(_rows(table), key=lambda row: row["request_id"]):
@@ -127,7 +127,7 @@ def _rows(table: pa.Table) -> Iterator[Row]:
 
 
 def _spelling(model: dict[str, Any]) -> Spell:
-    """The text of a token, by the run's own target; `token_id:7` where that has no tokenizer, or is gone."""
+    """Return a function from a token to its text by the run's target, or `token_id:7` without a tokenizer."""
 
     @cache
     def text() -> Any:

@@ -1,13 +1,13 @@
 """The command line: demo | run | validate | submit | status | report | compare | export | serve | bench | doctor.
 
-Reads arguments, puts one configuration together and hands over; says what is wrong in one message and an exit code.
-torch, ray and transformers are imported only once the configuration is valid.
+Parses arguments, builds the configuration, calls a command's module, and reports errors as one message and an exit
+code. torch, ray and transformers are imported only once the configuration is valid.
 
-Exit codes (``batch/job_errors.py`` has the table): 0 done (rows with errors included), 1 an unknown error, 2 usage or
-configuration, 3 row errors with --fail-on-row-errors, 4 too many row errors, or no row without one, 5 transient
-(storage, cluster, workers or a device failed for now; --keep-going restarts), 6 the output belongs to another job or is
-damaged, or the input changed, 7 busy (another live driver writes the output), 130 interrupted, resumable. ``doctor``
-ends with 5 if it found a problem.
+Exit codes (``batch/job_errors.py`` has the table): 0 done (rows with errors included), 1 an unknown error, 2 usage
+or configuration, 3 row errors with --fail-on-row-errors, 4 too many row errors, or no row without one, 5 transient
+(storage, cluster, workers or a device failed for now; --keep-going restarts), 6 the output belongs to another job or
+is damaged, or the input changed, 7 busy (another live driver writes the output), 130 interrupted, resumable.
+``doctor`` ends with 5 if it found a problem.
 
     $ eagle-ray run -c configs/demo.yaml --set sampling.temperature=0.8
 """
@@ -34,7 +34,7 @@ METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "tem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Wrong usage raises SystemExit(2), as argparse does."""
+    """Run one command and return its exit code. Wrong usage raises SystemExit(2), as argparse does."""
     _print_anything()
     args = _parse(argv)
     args.arguments = list(sys.argv[1:] if argv is None else argv)[1:]  # without the command
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Completions are in any script; a terminal that knows only ASCII gets the others as escapes, not a traceback.
+    """Print characters that the terminal's encoding lacks as escapes; completions may be in any script.
 
-    What is said to a stream that the shell has closed (``>&-``) goes nowhere.
+    Output to a closed stream (``>&-``) is discarded.
     """
     sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -70,7 +70,7 @@ def _print_anything() -> None:
 
 
 def _end_quietly() -> int:
-    """End as SIGPIPE would, because stdout was closed, as after ``| head``. The last flush goes nowhere."""
+    """End as SIGPIPE would, because stdout was closed, as after ``| head``. The last flush is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
@@ -238,7 +238,7 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
 
 
 def _last_input(inputs: list[str] | None) -> str | None:
-    """Return the last -i. Those before it are replaced, as with every flag, but not without a word."""
+    """Return the last -i, and warn about the ones before it, which it replaces."""
     if inputs and len(inputs) > 1:
         others = ", ".join(inputs[:-1])
         print(
@@ -356,7 +356,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _config_of_pair(args: argparse.Namespace) -> JobConfig:
-    """A pair can be looked at without a job."""
+    """Return a configuration for checking a pair without a job."""
     if args.config is None:
         args.input, args.output = args.input or ["embedded:prompts"], args.output or "runs/run"
     return _config_of(args)

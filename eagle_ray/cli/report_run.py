@@ -23,7 +23,7 @@ from eagle_ray.storage.path import StoragePath, read_json_object
 
 
 def parse_run_path(text: str) -> StoragePath:
-    """The output directory that the user named. Raises ConfigError where it cannot be one."""
+    """Return the output directory that the user named. Raises ConfigError if it cannot be one."""
     try:
         return StoragePath.of(text)
     except ValueError as error:
@@ -45,22 +45,22 @@ def review(output: StoragePath) -> str:
 
 
 def review_json(output: StoragePath) -> str:
-    """Every number of the report."""
+    """Return every number of the report."""
     return json.dumps(load_summary(output), indent=2)
 
 
 def comparison(run_a: StoragePath, run_b: StoragePath) -> str:
-    """Two runs over the same rows as a table, and where their outputs part."""
+    """Return two runs over equal rows as a table, and where their outputs differ."""
     return f"A: {run_a}, B: {run_b}\n{side_by_side_table(compared(run_a, run_b))}"
 
 
 def comparison_json(run_a: StoragePath, run_b: StoragePath) -> str:
-    """Every number of the comparison, and every row that differs."""
+    """Return every number of the comparison, and every row that differs."""
     return json.dumps(compared(run_a, run_b), indent=2)
 
 
 def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
-    """Raises ConfigError where either is no run, or stored no token ids, or where they have no row in common."""
+    """Compare two runs. Raises ConfigError if either is no run or has no token ids, or if they share no row."""
     records = [record_of(run) for run in (run_a, run_b)]
     try:
         by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
@@ -73,7 +73,7 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
 
 
 def load_summary(output: StoragePath) -> dict[str, Any]:
-    """``_summary.json`` of a run that has ended well; of any other the same, added up now. Raises ConfigError."""
+    """Return ``_summary.json`` of a finished run, or compute it now for another. Raises ConfigError."""
     record = record_of(output)
     if (output / SUCCESS).exists() and (summary := read_json_object(output / SUMMARY)):
         return summary
@@ -84,7 +84,7 @@ def load_summary(output: StoragePath) -> dict[str, Any]:
 
 
 def record_of(output: StoragePath) -> dict[str, Any]:
-    """``_run.json``. Raises ConfigError where there is none, or a damaged one."""
+    """Return ``_run.json``. Raises ConfigError if it is missing or damaged."""
     try:
         record = read_manifest(output)
     except OutputDamaged as error:

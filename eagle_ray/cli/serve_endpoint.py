@@ -1,4 +1,4 @@
-"""The endpoint: from a configuration to an address that answers, until it is told to end.
+"""The endpoint: serve a configuration until interrupted.
 
 It joins two packages: ``batch`` joins or starts a Ray cluster, ``serve`` runs on it.
 
@@ -31,7 +31,7 @@ SAY_EVERY_S = 10.0
 
 
 def run_endpoint(config: ServeConfig) -> int:
-    """Serve until interrupted; then answer what has begun, and return 0. Raises ConfigError, ClusterError."""
+    """Serve until interrupted, finish the requests in flight, and return 0. Raises ConfigError, ClusterError."""
     configure_logging(config.logging.level)
     serving = config.serving
     _check_port(serving.host, serving.port)

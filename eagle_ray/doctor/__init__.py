@@ -1,1 +1,1 @@
-"""What this machine has, whether a job's pair runs on it, and what to do about what is missing. Changes nothing."""
+"""Check this machine and a job's models on it, and advise on what is missing. Changes nothing."""

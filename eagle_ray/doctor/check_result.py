@@ -1,4 +1,4 @@
-"""Finding: one thing that was looked at, what was found and, where something is to be done, what.
+"""Finding: the result of one check, with advice if something should be done.
 
 ok       packages   torch 2.13.0, transformers 5.23.0, ...
 problem  memory     a worker takes 17.3 GiB and cuda:0 has 15.2 GiB free
@@ -17,9 +17,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """part: what was looked at. says: what was found. facts: the same for programs.
-
-    problem: what to do, where a job would fail. advice: what to do, where one would be slower than it could be.
+    """Attributes:
+    part: what was checked.
+    says: the result as text.
+    facts: the result for programs.
+    problem: what to do, if a job would fail.
+    advice: what to do, if a job would be slower than possible.
     """
 
     part: str
@@ -30,18 +33,18 @@ class Finding:
 
     @property
     def level(self) -> str:
-        """problem, advice or ok."""
+        """Return problem, advice or ok."""
         return "problem" if self.problem else "advice" if self.advice else "ok"
 
     @property
     def text(self) -> str:
-        """A line, and one for what is to be done."""
+        """Return a line, and a second one with the advice."""
         todo = [f"{'':20}-> {line}" for line in (self.problem, self.advice) if line]
         return "\n".join([f"{self.level:<9}{self.part:<11}{self.says}", *todo])
 
 
 def findings_text(findings: Iterable[Finding]) -> str:
-    """All of them, and how many want something done."""
+    """Return all findings, and how many need action."""
     findings = list(findings)
     counts = [sum(finding.level == level for finding in findings) for level in ("problem", "advice")]
     total = "nothing is wrong" if not any(counts) else f"problems: {counts[0]}, advice: {counts[1]}"
@@ -49,15 +52,15 @@ def findings_text(findings: Iterable[Finding]) -> str:
 
 
 def findings_json(findings: Iterable[Finding]) -> str:
-    """A list of objects: level and every field."""
+    """Return a list of objects with level and every field."""
     return json.dumps([{"level": finding.level, **asdict(finding)} for finding in findings], indent=2)
 
 
 def counted(number: float, noun: str) -> str:
-    """1 core, 2 cores, 0.5 cores."""
+    """Return text such as 1 core, 2 cores, 0.5 cores."""
     return f"{number:g} {noun}" + ("" if number == 1 else "s")
 
 
 def gib(num_bytes: float) -> str:
-    """12.3 GiB; MiB below one."""
+    """Return text such as 12.3 GiB; MiB below one."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):,.0f} MiB"

@@ -1,6 +1,6 @@
-"""The cluster a job would run on: whether it answers, what it has, and the workers the job would get there.
+"""Check the cluster of a job: whether it responds, its resources, and the workers that the job would get.
 
-A job on this machine alone starts Ray itself, so there Ray is not started to look at it.
+A local job starts Ray itself, so Ray is not started for the check.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MANY_ROWS = 1 << 30  # so that no worker is left out for want of rows
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How many workers a job would start with, and the GPUs and CPU threads of each.
+    """The workers that a job would start with, and the GPUs and CPU threads of each.
 
-    is_here: on this machine alone. memory: bytes that Ray counts on the poorest node, None where it was not asked.
+    is_here: on this machine only. memory: bytes that Ray counts on the smallest node, None if unknown.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Workers:
 
 
 def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers | None]:
-    """None where the job would not start. device: model.device."""
+    """Return the workers, or None if the job would not start. device: model.device."""
     address = prepare_ray_environment(execution.ray_address)
     try:
         nodes = _here() if address == LOCAL else _there(address)
@@ -57,7 +57,7 @@ def _here() -> list[Mapping[str, float]]:
 
 
 def _there(address: str) -> list[Mapping[str, float]]:
-    """Joined for a moment."""
+    """Join the cluster for a moment."""
     import ray
 
     from eagle_ray.batch.cluster import connect, nodes

@@ -1,6 +1,6 @@
-"""Devices: the devices torch sees, the way attention and linear layers take on them, and whether they give the tokens.
+"""Check the devices that torch sees, the kernels that attention and linear layers use on them, and their results.
 
-The last is seen by decoding with the embedded pair, with drafts and without, on the very device a job would use.
+The last check decodes with the embedded pair, with drafts and without, on the device that a job would use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BF16_CAPABILITY = (8, 0)  # older GPUs compute bf16 by way of fp32
 
 
 def devices(wanted: str) -> Finding:
-    """wanted: model.device."""
+    """Check the devices. wanted: model.device."""
     if torch.cuda.is_available():
         return _gpus(wanted)
     facts = {"cpu": cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
@@ -61,7 +61,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _gpu_todo(has_driver: bool) -> str | None:
-    """What keeps torch from a GPU that may be there; None where nothing speaks of one."""
+    """Return what keeps torch from a GPU that may be there, or None."""
     if not has_driver:
         return None
     if torch.version.cuda is None:
@@ -70,7 +70,7 @@ def _gpu_todo(has_driver: bool) -> str | None:
 
 
 def threads(num_workers: int, per_worker: int) -> Finding:
-    """What a job started here would give its workers."""
+    """Return the threads that a job started here would give its workers."""
     asked, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
     facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": asked}
     used = f"{num_workers * per_worker} of {counted(cores, 'core')}"
@@ -83,7 +83,7 @@ def threads(num_workers: int, per_worker: int) -> Finding:
 
 
 def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype) -> Finding:
-    """The path that a target's attention and linear layers take on a device. shape: the target's configuration."""
+    """Return the kernels of a target's attention and linear layers on a device. shape: the target's configuration."""
     missing = why_not(torch.device(device)) or tile_config.why_not(dtype, *head_dims(shape))
     softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
     why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
@@ -103,7 +103,7 @@ def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype) -> Findi
 
 
 def _kernels_todo(device: str, missing: str | None) -> str | None:
-    """What a user of a GPU can do for speed; nothing where the GPU or the model is what stands against it."""
+    """Return what a GPU user can do for speed, or None."""
     if device != "cuda" or missing is None:
         return None
     if "not installed" in missing:
@@ -124,14 +124,14 @@ def _slow_dtype(device: str, dtype: torch.dtype) -> str | None:
 
 
 def _packs(device: str, dtype: torch.dtype) -> bool:
-    """Found out as the engine finds it out."""
+    """Return whether linear layers are packed, decided as in the engine."""
     trial = nn.Sequential(nn.Linear(512, 512, device=device, dtype=dtype))
     pack_linears(trial)
     return isinstance(trial[0], PackedLinear)
 
 
 def trial(device: str) -> Finding:
-    """A few tokens of the embedded pair with drafts and without: the same, and fewer passes."""
+    """Decode a few tokens of the embedded pair with drafts and without; check for equal tokens and fewer passes."""
     drafted, plain = (_decoded(device, settings) for settings in (TRIAL, {"method": "none"}))
     same = sum(a.output_ids == b.output_ids for a, b in zip(drafted, plain, strict=True))
     tokens, steps = sum(len(s.output_ids) for s in drafted), sum(s.stats.num_steps for s in drafted)

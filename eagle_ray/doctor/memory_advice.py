@@ -1,4 +1,4 @@
-"""Memory advice: whether a worker's footprint fits into the memory it would have, and the settings with which it would.
+"""Memory advice: whether a worker fits into its memory, and settings with which it would.
 
 >>> remedy(footprint, Room((20 << 30,), num_sharing=1, on_gpu=True), settings)
 'set execution.slots to 5, or execution.kv_tokens to 41,600'
@@ -17,9 +17,12 @@ from eagle_ray.doctor.memory_estimate import Footprint
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a worker may use. devices: bytes free on each GPU of it, or one entry, its share of the machine's memory.
+    """Memory available to a worker.
 
-    num_sharing: workers that share the first of them. on_gpu: of what kind it is.
+    Attributes:
+        devices: free bytes on each of its GPUs, or one entry, its share of the machine's memory.
+        num_sharing: workers that share the first of them.
+        on_gpu: whether these are GPUs.
     """
 
     devices: tuple[int, ...]
@@ -32,7 +35,7 @@ class Room:
         return self.devices[0] if len(self.devices) == 1 else int(GPU_SHARE * sum(self.devices))
 
     def holds(self, footprint: Footprint) -> bool:
-        """Keys, values and the draft head stay on the first device."""
+        """Return whether weights and cache fit; the KV caches and the draft head are on the first device."""
         if len(self.devices) == 1:
             return footprint.total <= self.total
         first = KV_MARGIN * footprint.pool + footprint.draft + footprint.logits
@@ -41,7 +44,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class MemorySettings:
-    """What a remedy can change. itemsize: bytes of the model's dtype. max_model_len: in force."""
+    """Settings that a remedy can change. itemsize: bytes of the model's dtype. max_model_len: the effective one."""
 
     max_model_len: int
     itemsize: int
@@ -49,7 +52,7 @@ class MemorySettings:
 
 
 def remedy(footprint: Footprint, room: Room, settings: MemorySettings) -> str:
-    """The least change with which it would fit, as far as one is known."""
+    """Return the smallest change with which the worker would fit, if one is known."""
     if slots := most_slots(footprint, room):
         tokens = _tokens(footprint, room, settings) // 100 * 100
         return f"set execution.slots to {slots}" + (f", or execution.kv_tokens to {tokens:,}" if tokens else "")
@@ -59,7 +62,7 @@ def remedy(footprint: Footprint, room: Room, settings: MemorySettings) -> str:
 
 
 def most_slots(footprint: Footprint, room: Room) -> int:
-    """Full slots that fit; 0 where not even one does."""
+    """Return how many full slots fit, or 0."""
     return bisect_left(range(1, footprint.slots + 1), True, key=lambda n: not room.holds(footprint.with_slots(n)))
 
 
@@ -72,7 +75,7 @@ def _tokens(footprint: Footprint, room: Room, settings: MemorySettings) -> int:
 
 
 def _for_weights(footprint: Footprint, room: Room, settings: MemorySettings) -> str:
-    """The weights alone are too large."""
+    """Return the remedy if the weights alone are too large."""
     need = footprint.with_slots(1).total
     if room.num_sharing > 1 and need <= room.total * room.num_sharing:
         fewer = max(room.total * room.num_sharing // need, 1)

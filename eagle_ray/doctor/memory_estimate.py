@@ -36,7 +36,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of what is cast to 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """numel: elements. num_bytes: in the file. is_float: whether loading casts it to the model's dtype."""
+    """numel: elements. num_bytes: in the file. is_float: loading casts it to the model's dtype."""
 
     name: str
     numel: int
@@ -45,9 +45,9 @@ class TensorHeader:
 
 
 def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
-    """What the checkpoint's tensors take in memory; None where it has no weights.
+    """Return the bytes of a checkpoint's tensors in memory, or None if it has no weights.
 
-    dtype: of the model; None keeps every tensor as it is stored. Raises ValueError naming a file that is damaged.
+    dtype: of the model; None keeps stored dtypes. Raises ValueError naming a damaged file.
     """
     headers = tensor_headers(path)
     if headers is None:
@@ -56,13 +56,15 @@ def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
 
 
 def tensor_headers(path: Path) -> list[TensorHeader] | None:
-    """Of every tensor of a checkpoint directory; None where it has no weights. Raises ValueError naming the file."""
+    """Return the header of every tensor of a checkpoint, or None if it has no weights. Raises ValueError naming the
+    file.
+    """
     files = weight_files(path)
     return [header for file in files for header in _headers(file)] if files else None
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that a loader would read, in order; those an index names, where there is one."""
+    """Return the files that a loader would read, in order; those that an index names, if there is one."""
     for name in FILES:
         index = path / f"{name}.index.json"
         if (path / name).exists():
@@ -80,7 +82,9 @@ def _headers(file: Path) -> Iterator[TensorHeader]:
 
 
 def _safetensors(file: Path) -> Iterator[TensorHeader]:
-    """The file begins with the length of its header, which is JSON (huggingface.co/docs/safetensors, Format)."""
+    """Return the headers of a file; it begins with the length of its JSON header (huggingface.co/docs/safetensors,
+    Format).
+    """
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     for name, tensor in header.items():
@@ -91,7 +95,7 @@ def _safetensors(file: Path) -> Iterator[TensorHeader]:
 
 
 def _pickled(file: Path) -> Iterator[TensorHeader]:
-    """On the meta device torch reads shapes alone."""
+    """Return the headers of a pickle; on the meta device torch reads shapes only."""
     for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
         yield TensorHeader(name, tensor.numel(), tensor.nbytes, tensor.is_floating_point())
 
@@ -102,10 +106,15 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes. target, draft: weights. per_slot: keys and values of one sequence at full length, in both caches.
+    """Bytes of one worker.
 
-    pool: all keys and values. logits: of the largest pass over all slots. process: what a worker takes before it loads
-    anything. slots: their number.
+    Attributes:
+        target, draft: weights.
+        per_slot: keys and values of one sequence at full length, in both caches.
+        pool: all keys and values.
+        logits: of the largest pass over all slots.
+        process: before anything is loaded.
+        slots: number of slots.
     """
 
     target: int
@@ -131,7 +140,9 @@ class Footprint:
         dtype: torch.dtype,
         max_model_len: int,
     ) -> Footprint | None:
-        """shape: the target's configuration. dtype: its weights' and cache's. None where weights are missing."""
+        """Return the footprint, or None if weights are missing. shape: the target's config. dtype: of weights and
+        cache.
+        """
         weights = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
         head = 0 if draft is None else loaded_bytes(draft, dtype)
         if weights is None or head is None:
@@ -153,17 +164,19 @@ class Footprint:
         )
 
     def with_slots(self, slots: int) -> Footprint:
-        """The same worker with that many full slots."""
+        """Return the footprint with this many full slots."""
         return replace(self, slots=slots, pool=slots * self.per_slot, logits=slots * self.logits // self.slots)
 
 
 def _cells(config: PretrainedConfig) -> int:
-    """Numbers that a token's keys and values are, over all layers."""
+    """Return the numbers in one token's keys and values, over all layers."""
     return config.num_hidden_layers * kv_elements_per_token(config)
 
 
 def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
-    """The same of what drafts: an EAGLE head is one layer, whatever its configuration says; others keep none."""
+    """Return the same for the drafter: an EAGLE head has one layer, whatever its config says; lookup drafters have
+    none.
+    """
     kind = draft_requirement(method.method)
     if kind == DRAFT_MODEL:
         return _cells(load_config(draft))
@@ -177,12 +190,12 @@ def _columns(method: SpeculativeConfig, vocab_size: int) -> int:
 
 
 def _packed_copy(target: Path, shape: PretrainedConfig, dtype: torch.dtype) -> int:
-    """A packed lm_head is a second copy of the embedding that it is tied to."""
+    """Return the bytes of a packed lm_head, a second copy of the embedding that it is tied to."""
     size = shape.vocab_size * shape.hidden_size
     tied = all(header.name != LM_HEAD for header in tensor_headers(target) or ())
     return size * dtype.itemsize if tied and size >= MIN_WEIGHTS.get(dtype, size + 1) else 0
 
 
 def _resident() -> int:
-    """This process, which has imported what a worker imports; macOS counts in bytes, Linux in KiB."""
+    """Return the memory of this process, which has a worker's imports; macOS counts in bytes, Linux in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,6 +1,6 @@
-"""The pair: whether target and draft are here, go together, and fit into the memory a worker would have.
+"""Check the models: whether target and draft are on this machine, fit each other, and fit into a worker's memory.
 
-Looks at what is on this machine and asks no hub: a model that is not here is said to be not here.
+The hub is not contacted: a model that is not on this machine is reported as such.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from eagle_ray.models.loader import load_config
 
 @dataclass(frozen=True, slots=True)
 class PairHere:
-    """A pair whose files are on this machine. config: the job's, its models named by their directories."""
+    """A pair with its files on this machine. config: the job's, with models named by their directories."""
 
     config: JobConfig
     target: Path
@@ -37,7 +37,7 @@ class PairHere:
 
 
 def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
-    """Whether the job's pair is on this machine and is one; None where it is not."""
+    """Check the job's pair; return None with the finding if it is not on this machine or does not fit."""
     wanted = {"target": config.model.target}
     if draft_requirement(config.speculative.method) is not None:
         wanted["draft"] = config.model.draft
@@ -58,7 +58,7 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
 
 
 def directory_of(name: str, part: str) -> Path | None:
-    """Where a model is on this machine; None where it is not. Asks no hub."""
+    """Return a model's directory on this machine, or None. Does not contact the hub."""
     if name.startswith(EMBEDDED) or Path(name).is_dir():
         return download(name, part)
     try:
@@ -68,7 +68,7 @@ def directory_of(name: str, part: str) -> Path | None:
 
 
 def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
-    """Return the dtype that the pair would be loaded in. name: model.dtype."""
+    """Return the dtype in which the pair would be loaded. name: model.dtype."""
     return getattr(torch, name) if name != "auto" else auto_dtype(here.shape, here.target, device)[0]
 
 
@@ -103,7 +103,7 @@ def _taken(footprint: Footprint, length: int) -> str:
 
 
 def room_of(workers: Workers, device: str) -> Room | None:
-    """What one of the workers would have to itself; None where it cannot be seen from here."""
+    """Return the memory of one worker, or None if it cannot be seen from here."""
     if device == "cpu":
         per_node = max(-(-workers.number // workers.num_nodes), 1)
         free = free_memory() if workers.memory is None else workers.memory

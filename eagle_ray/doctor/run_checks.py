@@ -1,4 +1,4 @@
-"""The examination: every part in turn, each looked at whatever was found in the others.
+"""Run all checks in turn, each independent of the others' results.
 
 >>> print(findings_text(examine(config)))
 ok       eagle_ray  0.4.0, Python 3.11.7 on Linux x86_64
@@ -18,7 +18,7 @@ from eagle_ray.doctor.system import disks, software
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
-    """Findings as they are made. Changes nothing; a cluster that the configuration names is joined for a moment."""
+    """Yield findings as checks finish. Changes nothing; a configured cluster is joined for a moment."""
     yield from software()
     try:
         import_module("torch"), import_module("transformers")
@@ -29,7 +29,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
 
 
 def _with_torch(config: JobConfig) -> Iterator[Finding]:
-    """What can only be looked at with torch."""
+    """Yield the findings that need torch."""
     from eagle_ray.doctor import devices, model_checks
     from eagle_ray.doctor.cluster_checks import workers
     from eagle_ray.planner.cost_cache import cache_home

@@ -28,19 +28,19 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_cores(cgroup: Path = CGROUP) -> int:
-    """CPU cores that this process may run on."""
+    """Return the CPU cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     return min(cores, max(1, ceil(int(quota) / int(period)))) if quota.isdigit() and period.isdigit() else cores
 
 
 def total_memory() -> int:
-    """Bytes of this machine."""
+    """Return the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that can be had without swapping; the machine's total where the system does not say."""
+    """Return the bytes available without swapping, or the total if the system does not report them."""
     lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
     free = int(lines[0][1]) * 1024 if lines else total_memory()
     limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
@@ -48,7 +48,9 @@ def free_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) ->
 
 
 def disks(output: str, temporary: str, cache: Path) -> list[Finding]:
-    """Room for what a job writes. output: its directory, s3:// or local. temporary: Ray's. cache: of measured costs."""
+    """Check the space for a job's files. output: its directory, s3:// or local. temporary: Ray's. cache: of measured
+    costs.
+    """
     return [_output(output), _temporary(temporary), _shared_memory(), _cache(cache)]
 
 
@@ -74,7 +76,7 @@ def _temporary(temporary: str) -> Finding:
 
 
 def _shared_memory(place: Path = Path("/dev/shm")) -> Finding:
-    """Ray keeps objects there; where it is small, as in containers, it takes slower files."""
+    """Check shared memory, where Ray keeps objects; if it is small, as in containers, Ray uses slower files."""
     if not place.is_dir():
         return Finding("disk", "no /dev/shm on this system: Ray keeps objects in temporary files")
     free = shutil.disk_usage(place).free
@@ -94,12 +96,12 @@ def _cache(cache: Path) -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    """The path itself or its nearest parent that is there."""
+    """Return the path or its nearest existing parent."""
     return next(p for p in (path, *path.parents) if p.exists())
 
 
 def _read(path: Path) -> str:
-    """A one-value file of the system; empty where there is none."""
+    """Return the content of a one-value system file, or ""."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -110,7 +112,7 @@ OURS = "eagle-ray"
 
 
 def software() -> list[Finding]:
-    """eagle_ray and Python, then its packages."""
+    """Yield the versions of eagle_ray and Python, then of packages."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     about = Finding("eagle_ray", f"{__version__}, Python {python}", {"eagle_ray": __version__, "python": python})
     try:
@@ -122,7 +124,7 @@ def software() -> list[Finding]:
 
 
 def packages(wanted: list[Requirement]) -> Finding:
-    """Their versions; a problem where one is missing or not of the versions that are asked for."""
+    """Check the packages' versions against the required ones."""
     found = {each.name: _version(each.name) for each in wanted}
     wrong = [each for each in wanted if not _satisfies(found[each.name], each)]
     says = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())

@@ -1,4 +1,4 @@
-"""Columns: which parts of an input row are its id and its prompt.
+"""Columns: the parts of an input row that are its id and its prompt.
 
 >>> ColumnPath.of("turns[0]").value_in({"turns": ["Hi", "Again"]})
 'Hi'
@@ -19,14 +19,16 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class ColumnPath:
-    """A column, or a value inside one: ``turns[0]``, ``a.b[1].c``. A column whose name is the whole text wins."""
+    """A column, or a value inside one: ``turns[0]``, ``a.b[1].c``. A column with the whole text as its name takes
+    precedence.
+    """
 
     text: str
     steps: tuple[str | int, ...]
 
     @classmethod
     def of(cls, text: str) -> ColumnPath:
-        """Raises ValueError where the text is no path."""
+        """Parse a path. Raises ValueError if the text is not one."""
         matches = list(_STEP.finditer(text))
         if "".join(m.group() for m in matches) != text or not matches or matches[0].group(1) is None:
             raise ValueError(f"{text!r} is not a column or a path such as turns[0] or a.b[1].c")
@@ -34,22 +36,22 @@ class ColumnPath:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The top-level columns that this path may read, the first that is there."""
+        """Return the top-level columns that this path may read; the first existing one is read."""
         return self.text, str(self.steps[0])
 
     @property
     def parent(self) -> ColumnPath | None:
-        """The path of the object that this path reads a key of; None for a column and for an item of a list."""
+        """Return the path of the object that this path reads a key of, or None for a column or a list item."""
         if len(self.steps) == 1 or not isinstance(self.steps[-1], str):
             return None
         return ColumnPath.of(self.text.rpartition(".")[0])
 
     def column_in(self, names: Container[str]) -> str | None:
-        """The top-level column that this path reads, None where names lacks it."""
+        """Return the top-level column that this path reads, or None if names lacks it."""
         return next((name for name in self.names if name in names), None)
 
     def value_in(self, row: Mapping[str, Any]) -> Any:
-        """The value in a row, None where it is absent. Raises RequestError where the path meets the wrong type."""
+        """Return the value in a row, or None if it is absent. Raises RequestError if the path meets the wrong type."""
         if self.text in row:
             return row[self.text]
         value: Any = row
@@ -70,18 +72,20 @@ class ColumnPath:
 
 @dataclass(frozen=True, slots=True)
 class RequestColumns:
-    """Which columns are read. Of the prompts (keys of REQUEST: prompt, messages, prompt_token_ids), a row sets one."""
+    """The columns to read. A row sets one of the prompts (keys of REQUEST: prompt, messages, prompt_token_ids)."""
 
     id: ColumnPath
     prompts: dict[str, ColumnPath]
 
     @property
     def fully_used(self) -> set[str]:
-        """Columns that are not carried through again. Of ``turns[0]`` only a part is used, so turns is carried."""
+        """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so turns is passed
+        through.
+        """
         return {path.text for path in (self.id, *self.prompts.values())} | {field.name for field in SAMPLING_FIELDS}
 
 
 def describe_value(value: Any) -> str:
-    """A value and its type, short enough for a message."""
+    """Return a value and its type, short enough for a message."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

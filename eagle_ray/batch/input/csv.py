@@ -37,9 +37,9 @@ _SAMPLING_TYPES = {field.name: field.type for field in SAMPLING_FIELDS}
 def rows_in_csv(
     stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Byte offset, place and values of every record from byte `start` on, which is the place `at`; 0: all of them.
+    """Yield byte offset, position and values of every record from byte `start` on, which is at position `at`; 0: all.
 
-    Blank lines are no rows, but are counted. Raises ConfigError where the header cannot be one.
+    Blank lines are not rows, but are counted. Raises ConfigError if the header is invalid.
     """
     header, lines = _header(stream, path)
     if start:
@@ -50,7 +50,7 @@ def rows_in_csv(
 
 
 def type_of_csv_value(value: Any) -> pa.DataType:
-    """The type of one value: an integer, a float, a boolean, or CELLS, which holds any text."""
+    """Return the type of one value: an integer, a float, a boolean, or CSV_TEXT, which holds any text."""
     if not isinstance(text := value, str):
         return type_of(value)
     if INTEGER.fullmatch(text):
@@ -61,7 +61,7 @@ def type_of_csv_value(value: Any) -> pa.DataType:
 
 
 def _header(stream: BinaryIO, path: str) -> tuple[list[str], _Lines]:
-    """The columns' names and the lines that follow them; no names for a file of no bytes."""
+    """Return the column names and the following lines; no names for an empty file."""
     lines = _Lines(stream, 0, FIRST.line)
     try:
         names = next(filter(None, csv.reader(lines, strict=True)), [])
@@ -81,7 +81,7 @@ def _header(stream: BinaryIO, path: str) -> tuple[list[str], _Lines]:
 
 
 def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError]]:
-    """Byte offset, line number and values of every record, blank ones (no values) included."""
+    """Yield byte offset, line number and values of every record, blank ones (no values) included."""
     csv.field_size_limit(sys.maxsize)  # the process's, 128 KiB at first: MAX_RECORD_BYTES bounds ours
     reader = csv.reader(lines, strict=True)
     while True:
@@ -99,9 +99,9 @@ def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError
 
 
 class _Lines:
-    """A stream's lines as csv reads them; bytes that are no UTF-8 become lone surrogates.
+    """A stream's lines for the csv module; bytes that are not UTF-8 become lone surrogates.
 
-    offset, number: of the line that comes next.
+    offset, number: of the next line.
     """
 
     def __init__(self, stream: BinaryIO, offset: int, number: int):
@@ -110,12 +110,12 @@ class _Lines:
         self.begin_record()
 
     def begin_record(self) -> tuple[int, int]:
-        """The next line is a record's first one; returns its offset and number."""
+        """Mark the next line as a record's first one; return its offset and number."""
         self._first_line, self._second_line = (self.offset, self.number), None
         return self._first_line
 
     def return_to_second_line(self) -> None:
-        """What followed the record's first line is read again."""
+        """Go back to the line after the record's first line."""
         self.offset, self.number = self._second_line, self._first_line[1] + 1
         self._stream.seek(self.offset)
 
@@ -147,7 +147,7 @@ def _parse_record(header: list[str], values: list[str] | RequestError) -> InputR
 
 
 def _parse_value(column: str, text: str) -> Any:
-    """The text, null where it is empty; of a sampling column what it says, or the text where that is nothing."""
+    """Return the text, or null if it is empty; a sampling column's number, or the text if it is not one."""
     try:
         text.encode()
     except UnicodeError:

@@ -21,9 +21,9 @@ from eagle_ray.errors import RequestError
 def rows_in_jsonl(
     stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Byte offset, place and columns of every line from byte `start` on, which is the place `at`.
+    """Yield byte offset, position and columns of every line from byte `start` on, which is at position `at`.
 
-    Blank lines are no rows, but are counted.
+    Blank lines are not rows, but are counted.
     """
     stream.seek(start)
     for i, line in enumerate(stream):

@@ -1,10 +1,10 @@
-"""A line of an OpenAI batch file as a row of ours: ``{"custom_id", "method", "url", "body"}``.
+"""Parse a line of an OpenAI batch file into a row: ``{"custom_id", "method", "url", "body"}``.
 
-custom_id becomes id, the body's messages or prompt the prompt, its parameters the sampling columns; url and model are
-carried through, the job's own target answers. A parameter that this system does not have is refused by name unless its
-value asks for nothing; it is never ignored.
+custom_id becomes id, the body's messages or prompt the prompt, its parameters the sampling columns. url and model
+are passed through; the job's own target is used. An unsupported parameter is refused by name unless its value is a
+no-op; it is never ignored.
 
-    >>> row_of({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
+    >>> parse_batch_line({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
     {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}
 """
 
@@ -33,12 +33,12 @@ BATCH_NO_OP_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalitie
 def rows_in_batch(
     stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Byte offset, place and columns of every line, as of a JSONL file."""
+    """Yield byte offset, position and columns of every line, as for a JSONL file."""
     return ((offset, at, parse_batch_line(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
 
 
 def parse_batch_line(line: InputRow) -> InputRow:
-    """The columns of one parsed line. A bad line keeps its id: what is wrong stands in the prompt's place."""
+    """Return the columns of one parsed line. A bad line keeps its id; its error replaces the prompt."""
     if isinstance(line, RequestError):
         return line
     row: InputRow = {"id": _id_of(line), "url": None, "model": None}
@@ -69,7 +69,7 @@ def _url_of(line: Mapping[str, Any]) -> str:
 
 
 def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
-    """The body, once it holds nothing that would have to be ignored."""
+    """Return the body, after checking that nothing in it would be ignored."""
     body = line.get("body")
     if not isinstance(body, Mapping):
         raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
@@ -108,7 +108,7 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_text_contents(messages: Any) -> list[Any]:
-    """Messages whose contents are texts, where the batch has them as lists of text parts."""
+    """Return messages with text contents, also if the batch has lists of text parts."""
     if not isinstance(messages, list):
         raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(messages)}")
     return [

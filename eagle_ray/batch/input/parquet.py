@@ -29,7 +29,7 @@ CONVERSION_ERRORS = (
 
 
 def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
-    """Raises ConfigError where two columns have the same name: a row could hold only one of them."""
+    """Raise ConfigError if two columns have one name: a row could hold only one of them."""
     names = parquet.schema_arrow.names
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"{file.path} has more than one column {repeated[0]!r}: rename or drop all but one of them")
@@ -38,9 +38,9 @@ def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
 def rows_in_parquet(
     parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int]
 ) -> Iterator[InputRow]:
-    """The rows of some row groups, their needed columns only; a text that is not UTF-8 makes its row a bad one.
+    """Yield the rows of some row groups with their needed columns; text that is not UTF-8 makes its row a bad one.
 
-    Raises ConfigError naming a column whose values Python cannot hold.
+    Raises ConfigError naming a column with values that Python cannot hold.
     """
     names = parquet.schema_arrow.names
     columns = [name for name in dict.fromkeys(needed) if name in names]
@@ -52,7 +52,7 @@ def rows_in_parquet(
 
 
 def _nanoseconds_as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Times in nanoseconds as text: Python's end at microseconds."""
+    """Return times in nanoseconds as text, since Python's have microseconds."""
     columns = [column.cast(pa.string()) if column.type == NANOSECONDS else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
@@ -70,7 +70,7 @@ def _to_rows(batch: pa.RecordBatch, file: InputFile) -> list[InputRow]:
 
 
 def _conversion_error(batch: pa.RecordBatch, file: InputFile, error: Exception) -> ConfigError:
-    """Names the column whose values Python cannot hold."""
+    """Return an error that names the column with values that Python cannot hold."""
     column = next((name for name in batch.schema.names if not _is_convertible(batch.column(name))), "?")
     return ConfigError(
         f"{file.path}: column {column!r} ({batch.schema.field(column).type}) holds values that cannot be read "

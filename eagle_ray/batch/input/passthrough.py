@@ -1,7 +1,7 @@
-"""Carried columns: the type of every input column that is passed through, fixed before the job starts.
+"""Passthrough columns: their types, fixed before the job starts.
 
-Types join upwards: null below everything, integers below floats, JSON text above all that does not fit together or is
-nested, and CELLS above JSON.
+Types are joined upwards: null below everything, integers below floats, JSON text above incompatible or nested types,
+and CSV_TEXT above JSON.
 
     >>> join(pa.int64(), pa.float64())
     DataType(double)
@@ -25,7 +25,7 @@ NANOSECONDS = pa.time64("ns")  # carried as text: Python's times end at microsec
 
 
 def type_of(value: Any) -> pa.DataType:
-    """The type of one value that was parsed from JSON; a value that could not be read has none."""
+    """Return the type of a value parsed from JSON; an unreadable value has none."""
     if value is None or isinstance(value, RequestError):
         return pa.null()
     if isinstance(value, bool):
@@ -36,7 +36,7 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def type_in_parquet(declared: pa.DataType) -> pa.DataType:
-    """The type under which a Parquet column is carried: plain types stay, nested ones become JSON."""
+    """Return the passthrough type of a Parquet column: plain types stay, nested ones become JSON."""
     if isinstance(declared, pa.BaseExtensionType):
         return type_in_parquet(declared.storage_type)
     if pa.types.is_dictionary(declared):
@@ -47,7 +47,7 @@ def type_in_parquet(declared: pa.DataType) -> pa.DataType:
 
 
 def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
-    """The narrowest type that holds both."""
+    """Return the narrowest type that holds both."""
     if a == b or pa.types.is_null(b):
         return a
     if pa.types.is_null(a):
@@ -67,12 +67,12 @@ def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) ->
 
 
 def field_of(name: str, type_: pa.DataType) -> pa.Field:
-    """The output column of a joined type: JSON and CELLS are stored as strings, and so is a column always null."""
+    """Return the output column of a joined type: JSON, CSV_TEXT and null are stored as strings."""
     return pa.field(name, pa.string() if type_ in (JSON, CSV_TEXT) or pa.types.is_null(type_) else type_)
 
 
 def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
-    """The values of one carried column, under the type of its field_of; of a CSV file, numbers come as texts."""
+    """Return the values of one passthrough column in the type of its field_of; CSV numbers are texts before."""
     as_type = _converter(type_)
     absent = (type(None), RequestError)
     return pa.array([None if isinstance(v, absent) else as_type(v) for v in values], field_of("", type_).type)
@@ -103,5 +103,5 @@ def _is_number(type_: pa.DataType) -> bool:
 
 
 def _overflow(a: pa.DataType, b: pa.DataType) -> bool:
-    """Unsigned 64-bit and signed integers fit no common integer type."""
+    """Return whether the types are unsigned 64-bit and signed integers, which have no common integer type."""
     return pa.uint64() in (a, b) and (pa.types.is_signed_integer(a) or pa.types.is_signed_integer(b))

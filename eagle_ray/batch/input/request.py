@@ -1,10 +1,11 @@
-"""One input row becomes one request: its id, its prompt, its own sampling values, or the reason why it is bad.
+"""Parse one input row into one request: its id, its prompt, its sampling values, or the reason why it is bad.
 
-Never raises for what a row holds: a bad row is a request with error_code and error_message, which name file, row,
-column and the fix.
+Never raises because of a row's content: a bad row is a request with error_code and error_message, which name file,
+row, column and the fix.
 
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
-    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, Place("a.jsonl", "/d/a.jsonl", FIRST))["request_id"]
+    >>> location = RowLocation("a.jsonl", "/d/a.jsonl", FIRST)
+    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location)["request_id"]
     '7'
 """
 
@@ -30,7 +31,7 @@ InputRow = dict[str, Any] | RequestError
 
 
 def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> dict[str, Any]:
-    """The REQUEST columns of one row, carried columns not included; absent ones are null."""
+    """Return the REQUEST columns of one row, without passthrough columns; absent ones are null."""
     request = {
         "request_id": id_of(row, columns, location),
         "row_index": location.position.row,
@@ -52,7 +53,7 @@ def _raise_unreadable(row: InputRow) -> None:
 
 
 def id_of(row: InputRow, columns: RequestColumns, location: RowLocation) -> str:
-    """The row's id as a string; its place where the id is absent, null, empty or unusable."""
+    """Return the row's id as a string, or its location if the id is absent, null, empty or unusable."""
     try:
         explicit_id = None if isinstance(row, RequestError) else _explicit_id(row, columns.id)
     except RequestError:
@@ -92,7 +93,7 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
 
 
 def _column_and_key(name: str, path: ColumnPath) -> str:
-    """The column in quotes, with the key that names it if that is configured."""
+    """Return the quoted column, with its configuration key if it is configured."""
     return repr(path.text) if path.text == name else f"{path.text!r} (input.columns.{name})"
 
 
@@ -105,7 +106,7 @@ def _text(value: Any, column: str) -> str:
 
 
 def _messages(value: Any, column: str) -> str:
-    """The messages as JSON. A text that does not begin like a JSON list of messages is one user message."""
+    """Return the messages as JSON. A text that does not begin like a JSON list of messages is one user message."""
     if isinstance(value, str):
         value = _messages_in(value, column)
     if not isinstance(value, list):
@@ -155,7 +156,7 @@ def _token_ids(value: Any, column: str) -> list[int]:
 
 
 def _parse_if_json(text: str) -> Any:
-    """What a text of JSON holds; any other text is itself."""
+    """Return the value of a JSON text; any other text unchanged."""
     try:
         return parse_json(text)
     except ValueError:
@@ -174,5 +175,5 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_int(value: Any) -> Any:
-    """3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
+    """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
     return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value

@@ -1,11 +1,12 @@
-"""RowLocation: where a row stands in the input, in a program's count and in the words of a person with an editor.
+"""RowLocation: the location of a row in the input, for programs and for people with an editor.
 
-A program counts rows from 0, as `row_index` and ids made of places do. To mend a text file one looks for a line,
-which an editor counts from 1: a CSV file's header has some, and so has a quoted value with newlines. Parquet has none.
+Programs count rows from 0, as `row_index` and generated ids do. To fix a text file, people need the line, which
+editors count from 1 and which differs from the row: a CSV file has a header, and quoted values may have newlines.
+Parquet has no lines.
 
-    >>> str(Place("a.csv", "/d/a.csv", At(row=0, line=2)))
+    >>> str(RowLocation("a.csv", "/d/a.csv", RowPosition(row=0, line=2)))
     '/d/a.csv, line 2'
-    >>> str(Place("a.parquet", "/d/a.parquet", At(row=0, line=None)))
+    >>> str(RowLocation("a.parquet", "/d/a.parquet", RowPosition(row=0, line=None)))
     '/d/a.parquet, row 0 (counted from 0)'
 """
 
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 
 class RowPosition(NamedTuple):
-    """A place within a file. row: counted from 0, blank ones too. line: counted from 1, where the row begins."""
+    """A position within a file. row: counted from 0, blank ones too. line: counted from 1, the row's first line."""
 
     row: int
     line: int | None
@@ -39,12 +40,12 @@ class RowLocation:
 
     @property
     def id(self) -> str:
-        """The id of a row that gives none."""
+        """Return the id of a row that has none."""
         return f"{self.name}:{self.position.row}"
 
 
 def location_text(request: Mapping[str, Any]) -> str:
-    """The same words, of a row that has become a request."""
+    """Return the location as text, for a row that has become a request."""
     return _format(request["source_file"], request["row_index"], request["source_line"])
 
 

@@ -1,6 +1,6 @@
 """The source: the planned input as a Ray Dataset of requests.
 
-Each read task parses shards with the parser that validate uses, and leaves out what is done already. Small blocks, so
+Each read task parses shards with the parser that validate uses, and skips rows that are done. Blocks are small, so
 that every actor has work.
 
     >>> read_requests(plan_input(config)).schema().names[:2]      # doctest: +SKIP
@@ -29,9 +29,9 @@ BLOCK_ROWS = 16  # small blocks keep every actor busy until the end
 
 
 def read_requests(plan: InputPlan, skip: Digests = EMPTY, rows_per_block: int = BLOCK_ROWS) -> ray.data.Dataset:
-    """Requests in file order (where execution preserves order), in blocks of about rows_per_block rows.
+    """Return requests in file order (if execution preserves order), in blocks of about rows_per_block rows.
 
-    skip: ids that are left out, sorted; they are stored once for all read tasks.
+    skip: sorted ids to leave out; they are stored once for all read tasks.
     """
     if not plan.shards:
         return ray.data.from_arrow(request_schema(plan.passthrough).empty_table())
@@ -48,7 +48,7 @@ def read_requests(plan: InputPlan, skip: Digests = EMPTY, rows_per_block: int = 
 
 @dataclass(frozen=True, slots=True)
 class ShardReader:
-    """A read task: descriptions of shards in, tables of requests out. skip: a reference to Digests."""
+    """A read task: shard descriptions in, tables of requests out. skip: a reference to the digests."""
 
     plan: InputPlan
     skip: ray.ObjectRef

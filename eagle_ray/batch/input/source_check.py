@@ -1,10 +1,10 @@
-"""Source check: whether the rows that are there are answers to this input.
+"""Check that existing output rows belong to this input.
 
-An id that the input does not give is the file's name and the row's number. So tomorrow's prompts.jsonl, in another
-directory, asks for today's ids, and would get today's answers. A file that was moved or renamed is the same file. Reads
-ids and source files of the rows, and those only where a file that the run was made from is not in the input any more.
+Without an id column, an id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in
+another directory, has today's ids and would get today's output. A file that was moved or renamed counts as one file.
+Ids and source files of the rows are read only if a file of the run is no longer in the input.
 
-    >>> check_sources(run, plan.files, asked.ids)
+    >>> check_sources(run, plan.files, expected.ids)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from eagle_ray.batch.output.part_files import read_tables
 
 
 def check_sources(run: RunHandle, files: Iterable[InputFile], ids: Digests) -> None:
-    """Raises OutputMismatch where one of these ids, which are sorted, was answered from a file that is not here now."""
+    """Raise OutputMismatch if one of these sorted ids has rows from a file that is not in the input now."""
     missing = _missing_files(run, {file.path for file in files})
     for table in read_tables(run.data, ["request_id", "source_file"]) if missing else ():
         orphaned = table.filter(pc.is_in(table["source_file"], pa.array(missing)))
@@ -37,7 +37,7 @@ def check_sources(run: RunHandle, files: Iterable[InputFile], ids: Digests) -> N
 
 
 def _missing_files(run: RunHandle, paths: set[str]) -> list[str]:
-    """Files that the run was made from and that are not among `paths`, not even under another name."""
+    """Return the files of the run that are not among `paths`, not even under another name."""
     recorded = read_manifest(run.output)["inputs"]
     absent = recorded.keys() - paths
     return [path for path in absent if not any(may_be_same(recorded[path], recorded[other]) for other in paths)]

@@ -1,7 +1,7 @@
-"""JSON text as Python values, or why it is none: the same answer in every process.
+"""Parse JSON strictly, with equal results in every process.
 
-Python's own limit on lists in lists counts the calls above it too: the driver would read a row that a worker, which
-stands deeper, refuses, and the row's id with it. So there is a limit that all of them are far from.
+Python's own nesting limit counts the calls above it: the driver would accept a row that a worker, with a deeper
+stack, refuses. So nesting is limited far below that.
 
     >>> parse_json('{"prompt": "Hi"}')
     {'prompt': 'Hi'}
@@ -16,7 +16,7 @@ MAX_JSON_DEPTH = 200  # lists and objects in each other
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError where the text is no JSON, or where its lists and objects stand more than DEEPEST deep."""
+    """Return the value. Raises ValueError if the text is not JSON or is nested more than DEEPEST levels."""
     try:
         value = json.loads(text)
     except RecursionError:
