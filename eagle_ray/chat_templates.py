@@ -14,5 +14,5 @@ NAMES = tuple(sorted(path.stem for path in DIRECTORY.glob("*.jinja")))
 
 
 def template_path(chosen: str) -> Path:
-    """The Jinja file of a name, or of a path to one."""
+    """Return the Jinja file of a name, or of a path to one."""
     return DIRECTORY / f"{chosen}.jinja" if chosen in NAMES else Path(chosen)

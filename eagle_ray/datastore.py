@@ -19,7 +19,7 @@ KEY = "speculative.datastore"
 
 
 def read_datastore(name: str, vocab_size: int) -> list[list[int]]:
-    """The texts, in the files' order. Raises ConfigError where there are none, or none of this vocabulary."""
+    """Return the texts, in the files' order. Raises ConfigError if there are none, or none of this vocabulary."""
     texts = [ids for column in columns_of(name, KEY) for ids in column.to_pylist() if ids]
     if not texts:
         raise ConfigError(f"{KEY}: there are no token ids in {name}; output.store_token_ids keeps them")
@@ -33,13 +33,13 @@ def read_datastore(name: str, vocab_size: int) -> list[list[int]]:
 
 
 def check_datastore(name: str) -> None:
-    """The same from names and columns alone, before anything is read."""
+    """Check names and columns without reading texts. Raises ConfigError."""
     for file in _files(name, KEY):
         _column_name(file, KEY)
 
 
 def columns_of(name: str, key: str) -> Iterator[pa.ChunkedArray]:
-    """The lists of token ids of every file, in their order. key: where the name came from, for a ConfigError to say."""
+    """Yield the lists of token ids of every file, in order. key: the configuration key of the name, for errors."""
     for file in _files(name, key):
         yield pq.read_table(file, columns=[_column_name(file, key)], partitioning=None).column(0)
 

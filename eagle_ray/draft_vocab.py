@@ -17,7 +17,7 @@ KEY = "speculative.draft_vocab"
 
 
 def read_draft_vocab(name: str, size: int | None, vocab_size: int) -> list[int]:
-    """The first `size` ids, or all. Raises ConfigError naming the file and the line where they are none."""
+    """Return the first `size` ids, or all. Raises ConfigError naming the file and the line of an invalid id."""
     try:
         lines = Path(name).read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -36,7 +36,7 @@ def read_draft_vocab(name: str, size: int | None, vocab_size: int) -> list[int]:
 
 
 def write_draft_vocab(path: Path, token_ids: Iterable[int]) -> None:
-    """What read_draft_vocab reads. token_ids: the most frequent first."""
+    """Write a file for read_draft_vocab. token_ids: the most frequent first."""
     path.write_text("".join(f"{token}\n" for token in token_ids), encoding="utf-8")
 
 

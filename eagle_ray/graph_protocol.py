@@ -34,7 +34,7 @@ class PaddedInput:
 class GraphRunner(Protocol):
     @property
     def is_enabled(self) -> bool:
-        """Whether `run` still does what it is for."""
+        """Return whether `run` still replays."""
 
     def batch_size(self, num_sequences: int) -> int:
         """Return the padded number of sequences of a pass."""
@@ -49,7 +49,7 @@ class GraphRunner(Protocol):
         """Return the padded context length, in tokens, for a longest sequence of `longest` tokens."""
 
     def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
-        """What the function returns, with its results for these inputs.
+        """Return the function's results for these inputs.
 
-        Under one key the function does the same, to inputs of the same padded shapes.
+        Under one key the function must do the same for inputs of the same padded shapes.
         """

@@ -46,7 +46,7 @@ def _split(members: list[int], lengths: Sequence[int], sizes: Sequence[int], lea
 
 
 def _best_cut(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[float, int, list[int]]:
-    """The least work with this order cut in two, after how many, and the order."""
+    """Return the least cost with this order split in two, the size of the first part, and the order."""
     below, above = _costs(order, lengths, sizes), _costs(order[::-1], lengths, sizes)[::-1]
     both = [x + y for x, y in zip(below[:-1], above[1:], strict=True)]
     least = min(both)
@@ -54,11 +54,11 @@ def _best_cut(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) ->
 
 
 def _costs(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> list[float]:
-    """Of the first one, the first two, ... together."""
+    """Return the costs of the first sequence, the first two, and so on, together."""
     longest, largest = (accumulate(map(of.__getitem__, order), max) for of in (lengths, sizes))
     return [_cost(n, x, y) for n, (x, y) in enumerate(zip(longest, largest, strict=True), 1)]
 
 
 def _cost(number: int, longest: int, largest: int) -> float:
-    """Of one call, in columns that a single row meets."""
+    """Return the cost of one call, in positions read by a single row."""
     return number * longest * (READ_COST + largest) / (READ_COST + 1)

@@ -56,7 +56,7 @@ class GQAPacking:
         return cls(there, shapes, back.flatten())
 
     def fold(self, query: Float[Tensor, "1 heads R d"]) -> list[Float[Tensor, "b kv_heads Gn d"]]:
-        """By group."""
+        """Return the packed rows, by group."""
         rows = query[0].transpose(0, 1).flatten(0, 1)  # as they lie in memory
         parts = zip(self.gather_index, self.shapes, strict=True)
         return [rows.index_select(0, there).view(*shape, -1) for there, shape in parts]
@@ -70,7 +70,7 @@ class GQAPacking:
 def _gather_index(
     companies: list[AttentionGroup], heads: int, device: torch.device
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    """Where each tree's rows begin among those of all groups, and how many rows a tree of its group has."""
+    """Return where each tree's rows begin among those of all groups, and the rows per tree of its group."""
     sizes = [company.size for company in companies for _ in company.members]
     begins = [n * heads for n in accumulate(sizes, initial=0)][:-1]
     if len(companies) == 1:  # as a device knows it by itself
@@ -82,7 +82,7 @@ def _gather_index(
 
 
 def fold_rectangle(query: Float[Tensor, "1 heads R d"], batch: int, kv_heads: int) -> Float[Tensor, "B kv_heads GN d"]:
-    """The same where every tree has as many rows as the others, one tree after the other."""
+    """Fold rows of trees of equal size."""
     return query[0].unflatten(1, (batch, -1)).transpose(0, 1).reshape(batch, kv_heads, -1, query.shape[3])
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger("eagle_ray")
 
 
 def uses_triton(kv_cache: KVCache) -> bool:
-    """Whether passes over this cache attend by Triton's kernels; says once where the model speaks against it."""
+    """Return whether passes over this cache use Triton's attention; log once if the model prevents it."""
     keys, values = kv_cache.keys, kv_cache.values
     return use_triton(keys.device) and _supports(keys.dtype, keys.shape[-1], values.shape[-1])
 

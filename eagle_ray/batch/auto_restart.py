@@ -85,13 +85,13 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
 
 
 def write_ending(path: str, ending: RunResult) -> None:
-    """In the child: write the result for the parent, which uses the exit code if this fails."""
+    """Write the child's result for the parent, which uses the exit code if this fails."""
     with suppress(OSError):
         Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
 
 
 def end_with_parent(parent: int) -> None:
-    """In the child: get SIGTERM when the parent dies in any way. Linux only; elsewhere the child continues."""
+    """Make the child get SIGTERM when the parent dies in any way. Linux only; elsewhere the child continues."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if os.getppid() != parent:  # it died before the call

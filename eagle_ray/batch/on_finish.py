@@ -60,7 +60,7 @@ def _attempt(name: str, work: Callable[[], None]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without what may repeat a URL or an argument."""
+    """Return what went wrong, without parts that may repeat a URL or an argument."""
     if isinstance(error, HTTPError):
         return f"HTTP status {error.code}"
     if isinstance(error, URLError):
@@ -121,7 +121,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _request(url: str, facts: dict[str, Any]) -> urllib.request.Request:
-    """A user and password in the URL become a header, as urllib does not read them."""
+    """Return the request, with user and password of the URL as a header, since urllib does not read them."""
     parts = urlsplit(url)
     user_info, _, host = parts.netloc.rpartition("@")
     headers = {"Content-Type": "application/json", "User-Agent": f"eagle-ray/{__version__}"}

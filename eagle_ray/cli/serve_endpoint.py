@@ -104,7 +104,7 @@ def _log_while_waiting(words: str) -> Iterator[None]:
 
 
 def _welcome(config: ServeConfig, has_keys: bool) -> str:
-    """Where it answers, and a command that shows it."""
+    """Log the address and a command to try it."""
     serving = config.serving
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(serving.host, serving.host)
     url = f"http://[{host}]:{serving.port}" if ":" in host else f"http://{host}:{serving.port}"

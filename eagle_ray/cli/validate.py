@@ -55,7 +55,7 @@ class CheckedRow:
 
 
 def validate(config: JobConfig) -> str:
-    """A report of what was found. Raises ConfigError where the job could not run, or where every row is bad."""
+    """Return a report. Raises ConfigError if the job could not run, or if every row is bad."""
     check_disjoint(config.input.path, output_of(config))
     plan = plan_input(config)
     check_not_empty(plan, config)
@@ -124,7 +124,7 @@ def _model(config: JobConfig) -> str:
 
 
 def _output(config: JobConfig) -> str:
-    """Whether the output can be written, and what a run would find there. Leaves nothing behind."""
+    """Check whether the output is writable, and report what a run would find there. Leaves no file."""
     output = output_of(config)
     with wrap_os_errors(output):
         output.check_writable()

@@ -95,7 +95,7 @@ class Sequence:
 
     @property
     def root(self) -> int:
-        """The last committed token: the root of the next tree."""
+        """Return the last committed token: the root of the next tree."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
 
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
@@ -113,7 +113,9 @@ class Sequence:
         return num_discarded
 
     def _cut(self, start: int, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
-        """How many output ids to keep, and why: the earliest of EOS, stop string and max_tokens; a stop wins a tie."""
+        """Return how many output ids to keep and why: the earliest of EOS, stop string and max_tokens; a stop wins a
+        tie.
+        """
         stops = []
         if not self.sampling.ignore_eos:
             stops += [i + 1 for i in range(start, len(self.output_ids)) if self.output_ids[i] in eos_ids][:1]

@@ -34,7 +34,7 @@ class DraftPrefixState:
         self._reads_all = [False] * blocks.num_slots  # the drafter has read the slot's sequence from its start
 
     def fill(self, chunks: list[PrefillChunk], features: Float[Tensor, "R H"]) -> None:
-        """The target's features of the chunks' rows: keep those of rows that end a block."""
+        """Keep the target's features of rows that end a block."""
         if self._last_features is None:
             self._last_features = features.new_empty(self._blocks.num_blocks, features.shape[1])
         rows, blocks, first = [], [], 0
@@ -46,9 +46,10 @@ class DraftPrefixState:
         self._last_features.index_copy_(0, self._tensor(blocks), features[self._tensor(rows)])
 
     def read(self, chunks: list[PrefillChunk], drafting: bool) -> list[int]:
-        """The drafter reads the chunks, or not; returns the first column that each one's sequence may see there.
+        """Record whether the drafter reads the chunks; return the first position that each sequence may attend to
+        there.
 
-        In the order of the chunks: one may reuse the blocks that another fills in this very pass.
+        In the order of the chunks: one may reuse blocks that another fills in this pass.
         """
         firsts = []
         for chunk in chunks:
@@ -62,12 +63,12 @@ class DraftPrefixState:
         return firsts
 
     def features_before(self, chunks: list[PrefillChunk]) -> Float[Tensor, "B H"]:
-        """The feature of the token before each chunk, which must start where a block ends."""
+        """Return the feature of the token before each chunk, which must start at a block boundary."""
         before = [self._blocks.block(c.sequence.slot, c.start // self._blocks.size - 1) for c in chunks]
         return self._last_features[self._tensor(before)]
 
     def _completed_blocks(self, chunk: PrefillChunk) -> range:
-        """Which of the slot's blocks are full after the chunk and were not before."""
+        """Return which of the slot's blocks become full with the chunk."""
         return range(chunk.start // self._blocks.size, chunk.end // self._blocks.size)
 
     def _tensor(self, values: list[int]) -> Int[Tensor, " N"]:

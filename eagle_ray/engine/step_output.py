@@ -86,7 +86,7 @@ def _judged(tree: DraftTree, result: VerifyResult) -> tuple[Bool[Tensor, "B N"],
 def _confidence_counts(
     confidences: Float[Tensor, "B N"], judged: Bool[Tensor, "B N"], accepted: Bool[Tensor, "B N"]
 ) -> list[Int[Tensor, "B K"]]:
-    """The columns of ConfidenceCounts, in its order."""
+    """Return the columns of ConfidenceCounts, in its order."""
     bins = (confidences * CONFIDENCE_BINS).long().clamp(max=CONFIDENCE_BINS - 1)
     units = (confidences / CONFIDENCE_UNIT).round().long() * judged
     empty = bins.new_zeros(len(bins), CONFIDENCE_BINS)

@@ -14,25 +14,25 @@ from eagle_ray.sampling.sampler import log_probs_of
 
 
 def tops(logits: Float[Tensor, "R V"], most: int) -> list[TopLogprobs]:
-    """The `most` likeliest tokens of each row; ties in any order. Nothing is computed for 0."""
+    """Return the `most` likeliest tokens of each row, ties in any order. Nothing is computed for 0."""
     if not most:
         return [[] for _ in range(len(logits))]
     return ranked(*(column.tolist() for column in likeliest(logits, most)))
 
 
 def likeliest(logits: Float[Tensor, "R V"], most: int) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
-    """The same on the device: ids and log-probabilities."""
+    """Return the likeliest ids and their log-probabilities, on the device."""
     values, ids = logits.float().log_softmax(-1).topk(min(most, logits.shape[-1]))
     return ids, values
 
 
 def ranked(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:
-    """The same on the host."""
+    """Return the likeliest ids and their log-probabilities, on the host."""
     return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
 
 
 def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLogprobs]) -> None:
-    """Of the output ids that are about to be appended. ranked: of each place, at least as many as it asks for."""
+    """Record log-probabilities of output ids that are about to be appended. ranked: at least the requested number."""
     sampling = sequence.sampling
     if sampling.logprobs:
         sequence.output_logprobs += logprobs
@@ -41,7 +41,9 @@ def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLo
 
 
 def record_prompts(sequence: Sequence, start: int, logits: Float[Tensor, "R V"]) -> None:
-    """Of the prompt ids that follow rows start, start + 1, ...; a prompt that is prefilled again has them already."""
+    """Record log-probabilities of the prompt ids after rows start, start + 1, ...; a repeated prefill has
+    them already.
+    """
     if not sequence.prompt_logprobs:
         sequence.prompt_logprobs.append(None)
         sequence.prompt_tops.append([])

@@ -63,7 +63,7 @@ def num_expanded(max_depth: int, top_k: int) -> int:
 
 
 def expanded(tree: DraftTree, width: int) -> Bool[Tensor, "B N"]:
-    """The root and the `width` most valuable nodes of each level, ties to the earlier one."""
+    """Return the root and the `width` most valuable nodes of each level, ties to the earlier one."""
     keep = tree.depths == 0
     for depth in range(1, int(tree.depths.max()) + 1):
         here: Bool[Tensor, "B N"] = (tree.depths == depth) & tree.valid

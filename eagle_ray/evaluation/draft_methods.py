@@ -55,7 +55,7 @@ class DraftMethod:
 
 
 def default_names(speculative: SpeculativeConfig) -> list[str]:
-    """All that the job's own model.draft allows, and what needs none; each with what it is held against."""
+    """Return all methods that the job's model.draft allows, or that need none, with their references."""
     alone = [name for name, needed in DRAFT_REQUIREMENT.items() if needed is None and name not in ("none", DATASTORE)]
     if draft_requirement(speculative.method) not in (HEAD, HEAD_3):
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
@@ -82,7 +82,7 @@ def _parse_method(name: str, model: ModelConfig, speculative: SpeculativeConfig)
 
 
 def _reference_method(method: str, speculative: SpeculativeConfig) -> str:
-    """The full method, with as many nodes where this one always verifies fewer."""
+    """Return the full method, with as many nodes if this one always verifies fewer."""
     counts = {
         "eagle1": len(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k).paths),
         WITHOUT_RERANKING: num_expanded(speculative.max_depth, speculative.top_k),
@@ -108,7 +108,7 @@ def _nodes(name: str, text: str) -> int:
 def load_method_weights(
     ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: nn.Module
 ) -> dict[str, nn.Module | None]:
-    """What each way reads from its draft, loaded once for all that read the same."""
+    """Return the weights of each method, loaded once if several read one draft."""
     loaded: dict[tuple[str | None, str | None], nn.Module | None] = {(None, None): None}
     found = {}
     for way in ways:

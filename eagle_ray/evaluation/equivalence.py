@@ -39,7 +39,7 @@ class Equivalence:
 
     @property
     def is_explained(self) -> bool:
-        """Whether nothing differs but by rounding, of one output at least."""
+        """Return whether at least one output was compared and rounding explains all differences."""
         return self.num_equal + self.num_near_ties + self.num_edges == self.num_compared > 0
 
 
@@ -75,7 +75,7 @@ def first_difference(ids: list[int], others: list[int]) -> int | None:
 
 @torch.inference_mode()
 def next_logits(model: nn.Module, ids: list[int]) -> Float[Tensor, "1 V"]:
-    """Of the token after these, on the host."""
+    """Return the logits of the token after these ids, on the host."""
     tokens = torch.tensor([ids], device=model.device)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
     return model.get_output_embeddings()(hidden).cpu()

@@ -55,7 +55,7 @@ class Round:
 def rounds(
     engines: Mapping[str, Engine], questions: Sequence[BenchmarkPrompt], temperature: float, seed: int = 0
 ) -> Iterator[Round]:
-    """Every question once, by tasks. engines: new ones, that know no answers yet, of equally many slots."""
+    """Run every prompt once, by tasks. engines: new ones with equal numbers of slots."""
     shuffle, meter = random.Random(seed), ForwardTimer()
     slots = min(engine.counters.num_slots for engine in engines.values())
     for engine in engines.values():
@@ -78,7 +78,7 @@ def _groups(questions: Sequence[BenchmarkPrompt], size: int) -> Iterator[tuple[s
 
 
 def _run(engine: Engine, sequences: list[engine_sequence.Sequence], meter: ForwardTimer) -> Sample:
-    """No prompt is found in the cache that an earlier round has left."""
+    """Run the prompts after resetting the prefix cache."""
     engine.target.cache.blocks.reset_prefix_cache()
     return run_to_completion(engine, sequences, meter)
 
@@ -126,7 +126,7 @@ def _speed_up(ratios: list[float]) -> dict[str, float | None]:
 
 
 def outputs_of(turns: Sequence[Round], name: str) -> list[engine_sequence.Sequence]:
-    """What one method answered, in the order of the questions."""
+    """Return one method's outputs, in the order of the prompts."""
     return list(itertools.chain.from_iterable(turn.answers[name] for turn in turns))
 
 
@@ -140,7 +140,7 @@ def _pooled(answers: Sequence[engine_sequence.Sequence]) -> AcceptanceStats:
 def _tau_difference(
     answers: Sequence[engine_sequence.Sequence], others: Sequence[engine_sequence.Sequence]
 ) -> dict[str, float | None]:
-    """The difference of pooled taus, with its interval over questions."""
+    """Return the difference of pooled taus, with its interval over prompts."""
     counts = [
         tuple((s.stats.num_accepted_draft_tokens, s.stats.num_steps) for s in pair)
         for pair in zip(answers, others, strict=True)
@@ -149,6 +149,6 @@ def _tau_difference(
 
 
 def _if_enough(interval: Interval | DifferenceInterval, number: int) -> dict[str, float | None]:
-    """The mean with low and high, which are None of fewer than FEWEST."""
+    """Return the mean with low and high, which are None for fewer than MIN_ROUNDS."""
     low, high = (interval.low, interval.high) if number >= MIN_ROUNDS else (None, None)
     return {"mean": interval.mean, "low": low, "high": high}

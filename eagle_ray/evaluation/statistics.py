@@ -42,10 +42,10 @@ def ratio_interval(ratios: list[float]) -> Interval:
 
 
 def pooled_ratio(rounds: Sequence[tuple[Counted, Counted]], seed: int = 0) -> Interval:
-    """The first ones' tokens a second over the second ones', all rounds together, by bootstrap over rounds.
+    """Return the ratio of both sides' tokens per second over all rounds, with a bootstrap interval over rounds.
 
-    rounds: tokens and seconds of both sides, at least one round. The mean is the ratio of the sums: a geometric mean of
-    the rounds' own ratios depends on how uneven a way's rounds are, which is no matter of speed.
+    rounds: tokens and seconds of both sides, at least one round. The mean is the ratio of sums; a geometric mean of
+    the rounds' ratios would depend on how uneven a side's rounds are.
     """
     draw = random.Random(seed)
     resampled = sorted(_ratio(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
@@ -68,9 +68,9 @@ class DifferenceInterval:
 
 
 def difference_interval(pairs: Sequence[tuple[Counted, Counted]], seed: int = 0) -> DifferenceInterval:
-    """The first ones' pooled mean less the second ones', by bootstrap over pairs, at least one.
+    """Return the difference of both sides' pooled means, with a bootstrap interval over pairs, at least one.
 
-    pairs: of each question, the sum and the count of both sides; a side without any counts as a mean of 0.
+    pairs: sum and count of both sides per prompt; a side without any counts as a mean of 0.
     """
     draw = random.Random(seed)
     resampled = sorted(_difference(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))

@@ -93,7 +93,7 @@ class SteadyQueue:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Every request so far, in order; the last ones are not at their ends."""
+        """Return every request so far, in order; the last ones are unfinished."""
         return list(self._added)
 
     def fill(self) -> None:

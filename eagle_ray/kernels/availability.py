@@ -25,7 +25,7 @@ def use_triton(device: torch.device | str) -> bool:
 
 @cache
 def _chosen(device: torch.device, choice: str | None, interpret: str | None) -> bool:
-    """The last two are what else the answer depends on."""
+    """Decide, cached by everything that the decision depends on."""
     reason = why_not(device)
     if reason is None:
         log.info("Triton kernels on %s", device)

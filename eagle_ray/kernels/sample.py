@@ -52,7 +52,7 @@ def pick(
     seq: Int[Tensor, " R"],
     positions: Int[Tensor, " R"],
 ) -> Int[Tensor, " R"]:
-    """What sampling.pick says. temperature 0 is greedy. top_k, top_p, min_p: None where no sequence has it."""
+    """Return the sampled tokens, as sampling.sample. temperature 0 is greedy. top_k, top_p, min_p: None if unused."""
     rows = SampleRows(logits, temperature, seq)
     peaks = rows.peaks() if top_p is not None or min_p is not None else None
     floors_k = None if top_k is None else rows.narrowed(TOP_K, top_k, peaks, None)[0]
@@ -81,7 +81,7 @@ class SampleRows:
         )
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
-        """A number of each part of each row."""
+        """Return a tensor with one number per part of each row."""
         return torch.empty(self.grid, dtype=dtype, device=self.input[0].device)
 
     def peaks(self) -> Float[Tensor, "R parts"]:
@@ -92,7 +92,7 @@ class SampleRows:
     def narrowed(
         self, kind: int, limits: Tensor, peaks: Tensor | None, floors_k: Int[Tensor, " R"] | None
     ) -> tuple[Int[Tensor, " R"], Int[Tensor, "R parts"]]:
-        """The least order that a cut keeps of each row, and each part's probability before it."""
+        """Return the lowest kept order of each row, and the probability before it of each part."""
         shifts = range(self.sizes["ORDER_BITS"] - DIGIT.value, -1, -DIGIT.value)
         device = limits.device
         bases = torch.empty(2, self.num_rows, dtype=torch.int64, device=device)
@@ -143,7 +143,7 @@ def draw(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The best token of this part: by its logit in greedy rows, else by score and noise among what is kept."""
+    """Compute the best token of this part: by logit in greedy rows, else by score and noise among kept tokens."""
     row, part = tl.program_id(0), tl.program_id(1)
     i = tl.load(seq + row)
     temperature = tl.load(temperatures + i)
@@ -171,7 +171,7 @@ def draw(
 
 @triton.jit
 def winner(best, tokens, num_parts, PARTS: tl.constexpr):
-    """The best token of each row's parts."""
+    """Compute the best token of each row's parts."""
     row, parts = tl.program_id(0), tl.arange(0, PARTS)
     tl.store(
         tokens + row, token_of(tl.max(tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=-(2**63))))

@@ -16,7 +16,9 @@ _LOW: tl.constexpr = tl.constexpr(2**32 - 1)
 
 @triton.jit
 def order(x):
-    """Of fp32 numbers, as int64 in [0, 2**32); NaN is the largest, as for torch.argmax, and both zeros are one."""
+    """Return fp32 numbers as int64 in [0, 2**32) of equal order; NaN is the largest, as in torch.argmax; -0
+    equals 0.
+    """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return tl.where(x != x, _NAN, signed + 2**31)
@@ -31,12 +33,12 @@ def ranked(score, tokens, kept):
 
 @triton.jit
 def token_of(key):
-    """The token that was ranked."""
+    """Return the token of a packed key."""
     return (key & _LOW) ^ _LOW
 
 
 @triton.jit
 def score_of(key):
-    """The score that was ranked; all NaN are one."""
+    """Return the score of a packed key; all NaN are one."""
     signed = (key >> 32).to(tl.int32)
     return tl.where(signed < 0, signed ^ 0x7FFFFFFF, signed).to(tl.float32, bitcast=True)

@@ -93,7 +93,7 @@ def best_of_parts(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The K best of this part, best first, as `ranked` has them."""
+    """Compute the K best of this part, best first, as packed keys."""
     row, part = tl.program_id(0), tl.program_id(1)
     places, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
     at, size = row * num_parts + part, num_rows * num_parts
@@ -140,7 +140,7 @@ def merge(
     CANDIDATES: tl.constexpr,
     PUSHED: tl.constexpr,
 ):
-    """The K best of all parts, and what their scores and logits are less the row's normalisers."""
+    """Compute the K best of all parts, their scores, and their logits minus the row's logsumexp."""
     row, parts = tl.program_id(0), tl.arange(0, PARTS)
     at, size, real = row * num_parts + parts, num_rows * num_parts, parts < num_parts
     tops = tl.load(sums + at, mask=real, other=-float("inf"))

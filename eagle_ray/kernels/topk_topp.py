@@ -27,7 +27,7 @@ _ALL: tl.constexpr = tl.constexpr(-1)  # below every order
 
 @triton.jit
 def load_row(logits, stride, row, part, vocab, BLOCK: tl.constexpr):
-    """A part's tokens, which of them there are, and their logits in fp32."""
+    """Load a part's tokens, their mask, and their logits in fp32."""
     tokens = part * BLOCK + tl.arange(0, BLOCK)
     real = tokens < vocab
     x = tl.load(logits + row.to(tl.int64) * stride + tokens, mask=real, other=-float("inf"))
@@ -36,13 +36,13 @@ def load_row(logits, stride, row, part, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def scores_of(x, temperature):
-    """As torch divides: the fast division of a GPU is another one."""
+    """Divide as torch does; a GPU's fast division rounds differently."""
     return tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
 
 
 @triton.jit
 def order_of(x, scores, ORDER_BITS: tl.constexpr):
-    """By score. Half-precision logits have the same order and need fewer bits, of which the rest are constant."""
+    """Return the order of scores. Half-precision logits need fewer bits, so the other bits are constant."""
     if ORDER_BITS < 32:
         return order(x) >> (32 - ORDER_BITS)
     else:
@@ -58,7 +58,7 @@ def _mass(scores, peak, kept):
 
 @triton.jit
 def peak_of(peaks, row, num_parts, PARTS: tl.constexpr):
-    """The highest score of a row, once all its parts have been looked at."""
+    """Return the highest score of a row from those of its parts."""
     parts = tl.arange(0, PARTS)
     return tl.max(tl.load(peaks + row * num_parts + parts, mask=parts < num_parts, other=-float("inf")))
 
@@ -81,7 +81,7 @@ def peak(logits, stride, vocab, temperatures, seq, peaks, num_parts, BLOCK: tl.c
 
 @triton.jit
 def _wanted(limits, i, totals, row, num_parts, vocab, KIND: tl.constexpr, PARTS: tl.constexpr):
-    """How many tokens, or how much probability, the kept ones must reach. Top-p keeps one token at least."""
+    """Return how many tokens, or how much probability, the kept ones must reach. Top-p keeps at least one token."""
     limit = tl.load(limits + i)
     if KIND == _TOP_K:
         return tl.minimum(limit, vocab).to(tl.int64)
@@ -99,7 +99,7 @@ def _is_cut(limits, i, temperature, KIND: tl.constexpr):
 
 @triton.jit
 def _fixed(base, sums, wanted, row, num_parts, shift, PARTS: tl.constexpr):
-    """The base with the digit that the sums of all parts decide: the highest that still reaches what is wanted."""
+    """Return the base with the digit that the sums of all parts decide: the highest that reaches the wanted amount."""
     parts, digits = tl.arange(0, PARTS)[:, None], tl.arange(0, DIGITS)[None, :]
     at = (row * num_parts + parts).to(tl.int64) * DIGITS + digits
     reached = tl.sum(tl.load(sums + at, mask=parts < num_parts, other=0), 0)
@@ -176,7 +176,7 @@ def settle(
     KIND: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The least order that is kept, in floors; rows without this cut keep everything."""
+    """Write the lowest kept order into floors; rows without this filter keep everything."""
     row = tl.program_id(0)
     i = tl.load(seq + row)
     floor = tl.full((), _ALL, tl.int64)
@@ -223,7 +223,7 @@ def ties(
 def kept_ties(
     tied, top_p, i, totals, above, counts, masses, row, part, num_parts, vocab, KIND: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Of the tokens at the floor, the highest ids that top-p needs to reach its share: ascending order is stable."""
+    """Return which tokens at the floor top-p keeps: the highest ids, as in a stable ascending sort."""
     missing = _wanted(top_p, i, totals, row, num_parts, vocab, KIND, PARTS) - sum_of(above, row, num_parts, PARTS)
     parts = tl.arange(0, PARTS)
     count = tl.load(counts + row * num_parts + parts, mask=parts < num_parts, other=0)

@@ -36,7 +36,7 @@ MAX_HEAP_BLOCK = 1 << 30  # bytes; what is larger still comes from the system an
 
 @cache
 def tune_malloc() -> bool:
-    """For this process and for good. Returns whether it could be done: there is nothing to do but on glibc."""
+    """Set malloc's thresholds for this process. Return whether that is possible: only with glibc."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -98,11 +98,11 @@ def tune_num_threads(run: Callable[[], object]) -> int:
 
 
 def run_in_temporary_thread(work: Callable[[], Result]) -> Result:
-    """What `work` returns or raises, done in a thread that is over then. For what comes before an engine's own thread.
+    """Return or raise what `work` does, in a thread that ends with it. For work before the engine's own thread starts.
 
-    OpenMP keeps helpers for every thread that ever computed in parallel. Once they are more than the cores, the GNU
-    library puts those of the thread that computes now to sleep after each operation, and passes take 1.4 times as long
-    (107M parameters, 16 rows, 2 threads on 2 cores). A thread takes its helpers with it when it ends.
+    OpenMP keeps helper threads for every thread that ever computed in parallel. If they outnumber the cores, GNU's
+    library puts the computing thread's helpers to sleep after each operation, and passes take 1.4 times as long
+    (107M parameters, 16 rows, 2 threads on 2 cores). A thread's helpers end with it.
     """
     with ThreadPoolExecutor(1, "eagle-ray-start") as passing:
         return passing.submit(work).result()
@@ -110,7 +110,7 @@ def run_in_temporary_thread(work: Callable[[], Result]) -> Result:
 
 @torch.inference_mode()
 def _seconds(run: Callable[[], object], numbers: tuple[int, int]) -> dict[int, float]:
-    """The quickest of a few runs with each number of threads, by turns; the first turn is for what is made once."""
+    """Return the best of a few runs with each number of threads, in turn; the first turn is a warm-up."""
     best = dict.fromkeys(numbers, torch.inf)
     for replay in range(1 + REPLAYS):
         for number in numbers:
@@ -129,7 +129,7 @@ INFO = Path("/proc/cpuinfo")
 
 @cache
 def cpu_name() -> str:
-    """As the system names it; Python's own name is empty on Linux."""
+    """Return the processor's name from the system; Python's own name is empty on Linux."""
     lines = INFO.read_text().splitlines() if INFO.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(iter(names), platform.processor() or platform.machine())

@@ -62,7 +62,9 @@ class DraftModel(nn.Module):
 
 
 def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
-    """The causal LM in `path`, in fp32. Raises EngineError where it cannot be read or has not the target's tokens."""
+    """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the target's
+    vocabulary.
+    """
     check_draft_model(path, target)
     return DraftModel(load_target(path, torch.float32, "cpu"))
 

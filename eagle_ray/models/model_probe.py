@@ -168,7 +168,7 @@ def _examined_attention(
     rows: AttentionProbe | None = None,
     **told: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that records; it has transformers' signature."""
+    """Record the call; the signature is transformers'."""
     if rows is None:
         raise EngineError(f"{type(module).__name__} is not handed the rows' layout")
     rows.see(module.layer_idx, key, value, attention_mask, told)

@@ -62,7 +62,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A placeholder with a dtype and a device, which some models read from their routers."""
+        """Return a placeholder with a dtype and a device, which some models read from their routers."""
         return torch.empty(0, dtype=self._weight.dtype, device=self._weight.device)
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
@@ -208,7 +208,7 @@ class Site:
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
-    """Every plain linear layer of the model once."""
+    """Yield every plain linear layer of the model once."""
     for module in model.modules():
         plain = [name for name, child in module.named_children() if _plain_weight(child) is not None]
         for names in MERGED.get(type(module).__name__, ()):
@@ -239,9 +239,9 @@ def warm_up_kernels(model: nn.Module, most_rows: int) -> None:
 
 
 def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
-    """A layer of some of the outputs alone, in the given order, packed where the whole is.
+    """Return a layer with some of the outputs, in the given order, packed if the whole is.
 
-    Raises EngineError for a quantised layer, whose rows are not to be had one by one.
+    Raises EngineError for a quantised layer, whose rows cannot be read one by one.
     """
     if isinstance(linear, PackedLinear):
         weight, bias = linear._weight.to_dense(), linear._bias
@@ -257,7 +257,7 @@ def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
 
 
 def _plain_weight(module: nn.Module) -> nn.Parameter | None:
-    """Of a linear layer that is just that: quantisers change its class, its forward, or its weight in kind or name."""
+    """Return the weight of a plain linear layer; quantisers change its class, its forward, or its weight."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return None
     weight = module._parameters.get("weight")

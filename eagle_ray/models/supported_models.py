@@ -46,10 +46,10 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def max_exact_position(config: PretrainedConfig) -> int | None:
-    """How many positions from the first on have rotations of their own, whatever else is in the pass; None for all.
+    """Return how many positions have rotations that do not depend on the rest of the pass; None for all.
 
-    A scaled rotary embedding of DYNAMIC_ROPE chooses its frequencies by the largest position of a pass, so that
-    past this many positions a row would depend on its company, and cached keys would be out of date.
+    A rotary embedding of DYNAMIC_ROPE chooses its frequencies by the largest position of a pass. Past this many
+    positions a row would depend on other rows, and cached keys would be outdated.
     """
     own = getattr(config, "max_position_embeddings", None)
     limits = [
@@ -76,7 +76,7 @@ def kv_elements_per_token(config: PretrainedConfig) -> int:
 
 
 def logits_postprocessor(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """What the family does to the lm_head's output, by the keys of its config: its factor, then its soft-cap."""
+    """Return what the family does to the lm_head's output, by the keys of its config: a factor, then a soft-cap."""
     scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     return scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap
 

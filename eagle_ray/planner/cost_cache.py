@@ -24,7 +24,7 @@ NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")
 
 
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
-    """The costs kept for exactly these parts, else measured now and kept."""
+    """Return the costs kept for exactly these parts, or measure and keep them."""
     costs = _read(cache_path(parts))
     if costs is None:
         costs = measure()
@@ -39,7 +39,7 @@ def cache_path(parts: dict[str, object]) -> Path:
 
 
 def cache_home() -> Path:
-    """What this machine knows from earlier runs."""
+    """Return the directory of measurements kept between runs."""
     return Path(os.environ.get("EAGLE_RAY_CACHE") or Path.home() / ".cache" / "eagle_ray")
 
 
@@ -69,7 +69,7 @@ def _read(path: Path) -> StepCosts | None:
 
 
 def keep_costs(parts: dict[str, object], costs: StepCosts) -> None:
-    """For later calls with these parts; whole or not at all, so that several workers may do it at once."""
+    """Keep the costs for later calls with these parts. Written atomically, so several workers may do it at once."""
     path = cache_path(parts)
     mine = path.with_suffix(f".{os.getpid()}.tmp")
     try:

@@ -72,6 +72,6 @@ class SequoiaPlanner:
         self._num_steps += 1
 
     def _planned(self) -> StaticPlanner:
-        """Every rank is drawn, in the tree or not: the target's picks tell of all of them."""
+        """Return the plan: every rank is drafted, in the tree or not, since samples tell about all of them."""
         rates = self._measured.rates()
         return StaticPlanner(best_tree(rates, self._max_nodes), width=len(rates[0]))

@@ -66,7 +66,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of any error: its own mistakes in full, ours without our insides."""
+    """Return the error for a client: its own mistakes in full, ours without internals."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -81,6 +81,6 @@ def unsupported(param: str, fix: str) -> ApiError:
 
 
 def _shortened(text: str) -> str:
-    """What a client wrote, fit to be sent back: not by the megabyte, and half a surrogate pair is no text."""
+    """Return a client's text fit to be sent back: shortened, and without half surrogate pairs."""
     short = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
     return short.encode("utf-8", "backslashreplace").decode("utf-8")

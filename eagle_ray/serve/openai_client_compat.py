@@ -24,7 +24,7 @@ def is_typed(headers: Mapping[str, str]) -> bool:
 
 
 def without_nulls(body: dict[str, Any]) -> dict[str, Any]:
-    """A text completion, or a chunk of its stream."""
+    """Return a text completion, or a chunk of its stream, without nulls."""
     return body | {"choices": [_choice(choice) for choice in body["choices"]]}
 
 

@@ -124,7 +124,7 @@ def _schemas() -> Json:
 
 
 def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
-    """What pydantic's schemas do not show: null is absence, what is refused by name, and this model's own limits."""
+    """Add what pydantic's schemas lack: null as absence, parameters refused by name, and this model's limits."""
     for kind in ("ChatRequest", "CompletionRequest"):
         schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
         schemas[kind]["properties"] |= {name: {} for name in SAYS_NOTHING}
@@ -144,7 +144,7 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
 
 
 def _token_ids(*schemas: Any) -> Iterator[Json]:
-    """The schemas of prompts' and texts' token ids, which are all the integers in lists."""
+    """Yield the schemas of token ids: all integers in lists."""
     for schema in schemas:
         if isinstance(schema, dict):
             if schema.get("type") == "array" and schema.get("items", {}).get("type") == "integer":

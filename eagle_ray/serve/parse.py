@@ -25,7 +25,7 @@ from eagle_ray.serve.protocol import AnyRequest
 
 
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """The request in a body. Raises ApiError naming the parameter."""
+    """Return the request in a body. Raises ApiError naming the parameter."""
     try:
         data = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -47,7 +47,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What is given twice would be taken once."""
+    """Return the object; raises ApiError for a duplicate key."""
     data = dict(pairs)
     if len(data) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -65,7 +65,7 @@ def _check_text(data: dict[str, Any]) -> None:
 
 
 def _as_api_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    """The first thing that is wrong, by its parameter."""
+    """Return the first validation error, by its parameter."""
     detail = error.errors(include_url=False, include_context=False)[0]
     if not detail["loc"]:
         return ApiError(400, "a parameter's name has half a surrogate pair, which is no text", code="bad_json")
@@ -82,7 +82,7 @@ def _as_api_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
 
 
 def _place(part: str | int) -> str:
-    """A step into a parameter as clients write it; pydantic's own names of alternatives are none."""
+    """Return a step into a parameter as clients write it; pydantic's names of alternatives are skipped."""
     if isinstance(part, int):
         return f"[{part}]"
     return f".{part}" if part.isidentifier() and part not in ("str", "int", "StreamOptions") else ""

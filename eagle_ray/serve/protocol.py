@@ -253,7 +253,7 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="a list of token ids")
 
     def check(self) -> None:
-        """Nothing to check beyond single fields."""
+        """Do nothing: single fields are checked already."""
 
 
 def num_characters(messages: list[Message]) -> int:

@@ -110,7 +110,7 @@ class _Answer:
             await self._send(message)
 
     async def end(self) -> None:
-        """Nothing more will come: where it is not whole the client is told."""
+        """Tell the client if the response ends before it is complete."""
         if not self._has_begun:
             await self._refuse(UNAVAILABLE)
         elif self._is_stream and not self._is_whole:
@@ -123,7 +123,7 @@ class _Answer:
 
 
 def _error(status: int) -> ApiError:
-    """The proxy's 404 is for applications that are not there yet or no more, its 500 for replicas that died."""
+    """Return our error for the proxy's 404 (the application is not running) or 500 (a replica died)."""
     if status == 408:
         return ApiError(408, "not answered in time", code="timeout")
     return ApiError(UNAVAILABLE, "no replica can answer now: try again", code="no_replica")

@@ -22,5 +22,5 @@ def event(body: dict[str, Any]) -> str:
 
 
 def error_event(error: ApiError) -> str:
-    """What a stream ends with that cannot go on."""
+    """Return the last event of a stream that failed."""
     return event(error.body())

@@ -32,7 +32,7 @@ def prompt_places(sequence: Sequence) -> list[TokenLogprob]:
 
 
 def output_places(sequence: Sequence, start: int, end: int) -> list[TokenLogprob]:
-    """Of the output ids [start, end)."""
+    """Return the log-probabilities of the output ids [start, end)."""
     ids, logprobs = sequence.output_ids[start:end], sequence.output_logprobs[start:end]
     tops = sequence.output_tops[start:end] if sequence.sampling.top_logprobs else [[]] * len(ids)
     return [_place(*place) for place in zip(ids, logprobs, tops, strict=True)]
@@ -79,7 +79,7 @@ def text_logprobs(
 
 
 def _by_spelling(place: TokenLogprob, text: Tokenizer | NullTokenizer) -> dict[str, float] | None:
-    """Of the place's alternatives and, as OpenAI does, its own token; null where nothing precedes it."""
+    """Return the alternatives and, as OpenAI does, the token itself, by text; null for the first token."""
     if place.logprob is None:
         return None
     ranked = [*place.top, (place.token, place.logprob)]

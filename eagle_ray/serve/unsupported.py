@@ -64,5 +64,5 @@ def refuse_in_message(extra: Mapping[str, Any], where: str) -> None:
 
 
 def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether it is one of the values, in JSON too: there false is not 0."""
+    """Return whether it is one of the values, with JSON's types: false is not 0."""
     return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in values)

@@ -42,7 +42,7 @@ class TrainingRows:
         return self.ids.shape[0]
 
     def shards(self, step: int, num_steps: int, num_threads: int) -> list[TrainingRows]:
-        """The part of one training step, cut for the threads. Over all steps every row is used once, in order."""
+        """Return the rows of one training step, split by thread. Over all steps every row is used once, in order."""
         size = len(self) // (num_steps * num_threads)
         starts = [(step * num_threads + thread) * size for thread in range(num_threads)]
         return [TrainingRows(self.ids[start : start + size], self.weights[start : start + size]) for start in starts]

@@ -22,7 +22,7 @@ LEVEL_WEIGHT = 0.8
 
 
 def start_as_lm_head(heads: MedusaHeads | HydraHeads, target: FrozenTarget) -> None:
-    """Every residual block passes its first input on, and every lm_head is the target's."""
+    """Initialize the heads: every residual block passes its first input on, and every lm_head is the target's."""
     lm_heads = heads.hydra_lm_head if isinstance(heads, HydraHeads) else [head[-1] for head in heads]
     with torch.no_grad():
         for parameter in heads.parameters():

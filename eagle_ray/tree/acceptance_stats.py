@@ -62,7 +62,7 @@ class AcceptanceStats:
 
     @classmethod
     def empty(cls, num_spec_tokens: int) -> AcceptanceStats:
-        """No steps yet, for drafts of at most num_spec_tokens tokens."""
+        """Return statistics of no steps, for drafts of at most num_spec_tokens tokens."""
         return cls(num_spec_tokens, [0] * (num_spec_tokens + 1), [0] * num_spec_tokens)
 
     def add_step(self, num_accepted: int, drafted_by_depth: list[int]) -> None:
@@ -75,7 +75,7 @@ class AcceptanceStats:
         self.per_step_accepted.append(num_accepted)
 
     def merge(self, other: AcceptanceStats) -> AcceptanceStats:
-        """The counts of both; the longer num_spec_tokens wins. Per-step lists are concatenated."""
+        """Return the sum of both; the longer num_spec_tokens wins. Per-step lists are concatenated."""
         merged = AcceptanceStats.empty(max(self.num_spec_tokens, other.num_spec_tokens))
         for part in (self, other):
             _add(merged.histogram, part.histogram)

@@ -88,9 +88,10 @@ class TreeBuilder:
         self._num_nodes += tokens[0].numel()
 
     def frontier(self) -> Frontier:
-        """The `width` nodes of the last level whose children may be worth most, ties to the earlier one, best first.
+        """Return the `width` nodes of the last level with the most valuable children, best first, ties to the earlier
+        one.
 
-        With a shape: those of the level that have children in it, in its order.
+        With a static tree: the nodes of the level that have children in it, in its order.
         """
         if self._frontier is None:
             self._frontier = self._best_frontier()
@@ -114,9 +115,7 @@ class TreeBuilder:
         return _static_places(self._shape, self.depth, children_each, values.device).expand(len(values), -1)
 
     def build(self) -> DraftTree:
-        """All candidates so far: 1 + F*K nodes a level, breadth-first. Padding is marked where it stands: `rerank`
-        by `valid` drops it.
-        """
+        """Return all candidates so far: 1 + F*K nodes per level, breadth-first. `rerank` by `valid` drops padding."""
         tokens, log_values = torch.cat(self._tokens, 1), torch.cat(self._log_values, 1)
         levels = [torch.full_like(level, depth) for depth, level in enumerate(self._tokens)]
         return DraftTree(
@@ -131,10 +130,10 @@ class TreeBuilder:
 
 @lru_cache(maxsize=64)
 def _static_places(shape: StaticTree, depth: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
-    """Where the nodes of a level that have children stand among all of it; sent to the device once."""
+    """Return the indices of a level's nodes that have children; copied to the device once."""
     return to_device([parent * children_each + rank for parent, rank in shape.parents_at(depth)], device)
 
 
 def _mask_nan(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
-    """What a drafter cannot put a number on, in half precision say, it does not offer: NaN would outrank the root."""
+    """Mask candidates with NaN, as half precision may give: NaN would outrank the root."""
     return log_probs.masked_fill(log_probs.isnan(), -torch.inf)

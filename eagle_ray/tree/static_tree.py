@@ -34,18 +34,18 @@ class StaticTree:
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> StaticTree:
-        """The tree of these paths and of whatever leads to them."""
+        """Return the tree of these paths and all their prefixes."""
         closed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
         return cls(tuple(sorted(closed, key=lambda path: (len(path), path))))
 
     def truncate(self, max_nodes: int, max_depth: int, top_k: int) -> StaticTree:
-        """What there is room for: ranks below top_k, max_depth levels, of these the first max_nodes nodes."""
+        """Return the nodes within bounds: ranks below top_k, max_depth levels, the first max_nodes nodes."""
         inside = [path for path in self.paths if len(path) <= max_depth and max(path) < top_k]
         return StaticTree(tuple(inside[:max_nodes]))
 
     @property
     def depth(self) -> int:
-        """Its number of levels; 0 where it has no nodes."""
+        """Return the number of levels, 0 without nodes."""
         return len(self.paths[-1]) if self.paths else 0
 
     @property
@@ -54,9 +54,9 @@ class StaticTree:
         return 1 + max((max(path) for path in self.paths), default=-1)
 
     def parents_at(self, level: int) -> list[tuple[int, int]]:
-        """The nodes of a level (1 is the root's children) that have children, in their order.
+        """Return the nodes of a level that have children, in order (level 1: the root's children).
 
-        Each as its parent's place among those of the level before (0 is the root) and its rank among its siblings.
+        Each is its parent's index among those of the level before (0 is the root) and its rank among its siblings.
         """
         above = {path: place for place, path in enumerate(self._parents(level - 1))}
         return [(above[path[:-1]], path[-1]) for path in self._parents(level)]
@@ -77,9 +77,9 @@ MC_SIM_7B_63 = StaticTree.of(
 
 
 def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The tree of num_nodes nodes, or of all there can be, with the most accepted tokens expected.
+    """Return the tree of num_nodes nodes, or fewer if there are no more, with the most expected accepted tokens.
 
-    acceptance: [depth][rank], that the target's pick is this child of a node that it reached; it bounds the tree.
+    acceptance: [depth][rank], the rate at which the target samples this child of a reached node; it bounds the tree.
     """
     waiting: list[tuple[float, Path]] = [(-rate, (rank,)) for rank, rate in enumerate(acceptance[0])]
     heapq.heapify(waiting)

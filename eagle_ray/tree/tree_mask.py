@@ -20,7 +20,7 @@ def num_words(columns: int) -> int:
 
 
 def diagonal(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N words"]:
-    """Each of N nodes sees its own column."""
+    """Return the mask in which each of N nodes sees its own position."""
     node = torch.arange(num_nodes, device=device)
     words = torch.zeros(num_nodes, num_words(num_nodes), dtype=torch.int64, device=device)
     return words.scatter_(1, (node // WORD_BITS)[:, None], (1 << (node % WORD_BITS))[:, None])

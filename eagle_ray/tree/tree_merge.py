@@ -33,7 +33,7 @@ class Merged:
     log_probs_by_drafter: Float[Tensor, "B N A"]
 
     def with_log_probs(self, log_probs: Float[Tensor, "B N"], max_depth: int) -> DraftTree:
-        """The tree with these log-probabilities of its nodes given their parents; roots' and padding's are not read."""
+        """Return the tree with these conditional log-probabilities; those of roots and padding are not read."""
         tree = self.tree
         drafted = tree.parents >= 0
         given = torch.where(drafted, log_probs, 0.0)
@@ -44,7 +44,7 @@ class Merged:
 
 
 def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
-    """All nodes of trees on the same roots, breadth-first, the first tree's before the others' at each depth.
+    """Merge trees on the same roots, breadth-first, the first tree's nodes before the others' at each depth.
 
     max_depth bounds their depths. draft_log_probs are those of the first tree that has a node.
     """
@@ -80,7 +80,7 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
 
 
 def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
-    """A hash of the tokens from the root to each node, the root's not among them; padding has one of its own."""
+    """Return a hash of the tokens from the root (excluded) to each node; padding has a hash of its own."""
     parents, drafted = tree.parents.clamp(min=0), tree.parents >= 0
     tokens, begin = mix64_tensor(tree.tokens + 1), (~tree.valid).long()
     codes = begin
@@ -90,7 +90,7 @@ def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
 
 
 def _first_occurrence(codes: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
-    """The first place in its row at which each code stands."""
+    """Return the first index in its row at which each code occurs."""
     ranked, order = codes.sort(dim=1, stable=True)
     begins = torch.ones_like(ranked, dtype=torch.bool)
     begins[:, 1:] = ranked[:, 1:] != ranked[:, :-1]

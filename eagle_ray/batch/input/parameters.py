@@ -159,7 +159,7 @@ def has_effect(name: str, value: Any) -> bool:
 
 
 def _parse_if_json(value: Any) -> Any:
-    """The value that a text such as "0", "True" or "[]" spells, as CSV files have it; any other text without spaces."""
+    """Return the value of a text such as "0", "True" or "[]", as in CSV files; any other text stripped of spaces."""
     if not isinstance(value, str):
         return value
     text = value.strip()

@@ -250,7 +250,7 @@ def _version_of(file: StoragePath) -> int | str | None:
 
 
 def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig) -> None:
-    """A resume must ask for the same completions."""
+    """Check that a resume asks for the completions of the earlier run."""
     if (found := old.get("format_version")) != FORMAT_VERSION:
         raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
@@ -260,7 +260,7 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
 
 
 def _check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """A resume must ask of the same rows; a file that is new is added."""
+    """Check that a resume has the earlier run's files; new files are added."""
     changes = {path: what_changed(old.get(path, found), found) for path, found in new.items()}
     if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
         raise OutputMismatch(f"input changed since {output} was made from it: {changed}: put it back, {REMEDY}")
