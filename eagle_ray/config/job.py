@@ -275,7 +275,7 @@ class LoggingConfig(StrictModel):
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"
     )
-    format: Literal["auto", "text", "json"] = Field(default="auto", description="auto, text or json")
+    format: Literal["auto", "text"] = Field(default="auto", description="auto or text")
     progress_every_s: PositiveFloat = Field(default=10.0, description="a number of seconds, above 0")
 
 

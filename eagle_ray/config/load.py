@@ -31,12 +31,6 @@ COMMANDS: dict[type[BaseModel], str] = {
 }  # the command that reads each kind of file
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
-# Supported values of keys whose schema also describes values for later releases.
-BUILT: dict[str, tuple[Any, ...]] = {
-    "speculative.budget": ("uniform", "global"),
-    "logging.format": ("auto", "text"),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
@@ -62,7 +56,7 @@ def load_config(
     """
     settings = _settings(path, sets, env, overrides)
     config = _validated(JobConfig, settings)
-    _refuse_unbuilt(config, settings)
+    _check_storage(config)
     config = resolve_paths(config)
     output = config.output.model_copy(update={"path": os.path.expanduser(config.output.path)})
     config = config.model_copy(update={"output": output})
@@ -280,17 +274,9 @@ def _check_report(config: JobConfig) -> None:
         raise ConfigError("report.verify_rows: it compares stored token ids: set output.store_token_ids to true")
 
 
-def _refuse_unbuilt(config: JobConfig, settings: list[ConfigSetting]) -> None:
-    """Raise ConfigError for options that the schema describes but this release does not support."""
-    for key, built in BUILT.items():
-        section, _, name = key.rpartition(".")
-        value = getattr(getattr(config, section), name)
-        if value not in built:
-            raise ConfigError(
-                f"{key}: {value!r}{_origin(key, settings)} is not built yet; "
-                f"this release has {', '.join('null' if b is None else str(b).lower() for b in built)}"
-            )
+def _check_storage(config: JobConfig) -> None:
+    """Raise ConfigError for URLs of storage that is not supported."""
     paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
     for key, path in [*(("input.path", p) for p in paths), ("output.path", config.output.path)]:
         if "://" in path and not path.startswith("s3://"):
-            raise ConfigError(f"{key}: {path!r} is not built yet; this release has local paths and s3://bucket/key")
+            raise ConfigError(f"{key}: unsupported storage {path!r}. Use a local path or s3://bucket/key.")

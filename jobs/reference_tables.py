@@ -1,0 +1,81 @@
+"""Write the tables of configuration keys and output columns from the code: python -m jobs.reference_tables
+
+    configs/KEYS.md              every key of a job and of an endpoint, its default and its allowed values
+    eagle_ray/batch/COLUMNS.md   every column of the output files, and its type
+
+tests/test_reference_tables.py fails if a file differs from the code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from eagle_ray.batch.output.schema import output_schema
+from eagle_ray.config import JobConfig
+from eagle_ray.config.serve import ServeConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+MADE = "Made by `python -m jobs.reference_tables` from the code."
+
+
+def main() -> None:
+    for path, text in tables().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT))
+
+
+def tables() -> dict[Path, str]:
+    """Return the text of each file."""
+    return {
+        ROOT / "configs" / "KEYS.md": keys_page(),
+        ROOT / "eagle_ray" / "batch" / "COLUMNS.md": columns_page(),
+    }
+
+
+def keys_page() -> str:
+    parts = ["# Configuration keys", MADE]
+    for title, model in (("A job (`eagle-ray run`)", JobConfig), ("An endpoint (`eagle-ray serve`)", ServeConfig)):
+        parts.append(f"## {title}\n\n| key | default | value |\n|---|---|---|\n" + "\n".join(key_rows(model)))
+    return "\n\n".join(parts) + "\n"
+
+
+def key_rows(model: type[BaseModel], section: str = "") -> Iterator[str]:
+    """Yield a table row for each key of a section and of the sections within it."""
+    for name, field in model.model_fields.items():
+        key = f"{section}.{name}" if section else name
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from key_rows(kind, key)
+        else:
+            yield f"| `{key}` | {default_text(field)} | {escaped(field.description or '')} |"
+
+
+def default_text(field: FieldInfo) -> str:
+    default: Any = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return "(required)"
+    if isinstance(default, BaseModel):
+        default = default.model_dump(mode="json")
+    return f"`{escaped(json.dumps(default))}`"
+
+
+def columns_page() -> str:
+    rows = [f"| `{field.name}` | `{field.type}` | {'yes' if field.nullable else 'no'} |" for field in output_schema([])]
+    head = "| column | Arrow type | null |\n|---|---|---|\n"
+    text = "README.md of this directory says what they mean. Every other input column follows, carried through."
+    return f"# Output columns\n\n{MADE} {text}\n\n{head}" + "\n".join(rows) + "\n"
+
+
+def escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()
