@@ -165,7 +165,8 @@ def attend(
 def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
     functions = _functions(dtype)
     assert functions is not None, "the library was found when the backend was chosen"
-    functions[name](*arguments)
+    function = functions[name]
+    function(*arguments)
 
 
 @cache
