@@ -90,11 +90,17 @@ class CostCurve:
             self.rows = [*self.rows, round(rows)]
             self._num_times_of_new[len(self.rows) - 1] = 0
         else:
+            self._count(rows)
             surprise = math.log(min(max(ratio, 1 / MAX_RATIO), MAX_RATIO))
             self.seconds = [
                 s * math.exp(gain * surprise) for s, gain in zip(self._rising, self._gains(rows), strict=True)
             ]
         self._rising = isotonic(self.seconds)
+
+    def _count(self, rows: float) -> None:
+        self._num_times += 1
+        for index in self._shares(rows).keys() & self._num_times_of_new.keys():
+            self._num_times_of_new[index] += 1
 
     def _gains(self, rows: float) -> list[float]:
         """Return the share of a surprise at `rows` by which to correct each size.
@@ -102,15 +108,12 @@ class CostCurve:
         A new size first takes the surprise as its own, since its time was only seen once.
         """
         own = {index: share * self._size_rate(index) for index, share in self._shares(rows).items()}
-        self._num_times += 1
         common = max(1 / self._num_times, COST_RATE) * (1 - sum(own.values()))
         return [common + own.get(index, 0.0) for index in range(len(self.rows))]
 
     def _size_rate(self, index: int) -> float:
-        if index not in self._num_times_of_new:
-            return SIZE_RATE
-        self._num_times_of_new[index] += 1
-        return max(1 / self._num_times_of_new[index], SIZE_RATE)
+        """Return the weight of a time for one size: SIZE_RATE, or more for the first times of a new size."""
+        return max(1 / self._num_times_of_new[index], SIZE_RATE) if index in self._num_times_of_new else SIZE_RATE
 
     def _shares(self, rows: float) -> dict[int, float]:
         """Return the indices of the measured numbers next to `rows` and their interpolation weights."""

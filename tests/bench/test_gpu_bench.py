@@ -79,7 +79,7 @@ def test_faults_are_their_cells_results_and_a_cut_off_run_leaves_what_it_has(tmp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(wide_cases, "steady", without_memory)
-    monkeypatch.setattr(wide_cases.cells, "drain", lambda *_: {}["plain"])
+    monkeypatch.setattr(wide_cases.cases, "drain", lambda *_: {}["plain"])
     monkeypatch.setattr(wide_cases, "seconds_of_parts", cut_off)
     words = SMALLEST.replace("--batches 2", "--batches 1 4") + f" --out {tmp_path}"
     with pytest.raises(KeyboardInterrupt):
