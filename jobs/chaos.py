@@ -46,7 +46,7 @@ TITLES = {"actor": "EngineActor", "engine": NAME, "write task": "Write", "progre
 LOOK_EVERY_S = 0.1  # at the files
 LOOK_FOR_S = 15.0  # write tasks live for a moment
 WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
-# What a row is. Times, the worker and what the drafts happened to do depend on who else was in the batch.
+# What a row is. Times, the worker and what the drafts happened to do depend on the rest of the batch.
 SAME = ["prompt", "text", "output_token_ids", "finish_reason", "status", "error_code", "completion_tokens"]
 SAME += ["prompt_tokens", "temperature", "top_p", "top_k", "max_tokens", "seed", "topic", "row_index", "source_file"]
 
@@ -93,7 +93,7 @@ class Watcher:
 
 @dataclass
 class Chaos:
-    """The cluster, the job's command, and who was killed so far."""
+    """The cluster, the job's command, and the processes killed so far."""
 
     cluster: object
     command: list[str]
@@ -243,7 +243,7 @@ def twice(watcher: Watcher) -> int:
 
 
 def compute_again(where: fs.FileSystem, data: str, chaos: Chaos, seconds: float) -> list[str]:
-    """Take two files away and run the command once more: returns which rows it has to make anew."""
+    """Remove two files and run the command again; return the rows that it has to make again."""
     files = sorted(info.path for info in where.get_file_info(fs.FileSelector(data)) if info.path.endswith(".parquet"))
     lost = [key for path in files[:2] for key in keys(pq.read_table(path, filesystem=where, partitioning=None))]
     for path in files[:2]:

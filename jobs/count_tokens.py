@@ -2,7 +2,7 @@
 
     python jobs/count_tokens.py runs/yesterday --out vocab.txt
     python jobs/count_tokens.py corpus.txt runs/yesterday --target org/model --out vocab.txt
-    eagle-ray run ... --set speculative.draft_vocab=vocab.txt       # draft_vocab_size: so many of the first alone
+    eagle-ray run ... --set speculative.draft_vocab=vocab.txt       # draft_vocab_size: the first ones only
 
 Counts outputs of runs, Parquet files with a column token_ids or output_token_ids, and any other file as text, line by
 line, with the target's tokenizer. What the target itself wrote is the best measure of what it will write: a text says

@@ -2,7 +2,7 @@
 
 One server (`eagle-ray serve`, the embedded pair, configs/serve_demo.yaml) and clients that come back at once, each time
 as one of VISITS, by chance: they read streams to the end or slowly, leave in the middle, ask for several answers, for
-log-probabilities, with prompts that fill the context, or for what is refused; now and then so many at once that the
+log-probabilities, with prompts that fill the context, or for what is refused; now and then so large a burst that the
 queue is full. Meanwhile private memory, open files and threads of the server's processes are sampled.
 
 The clients have two API keys, so that the queue is shared. A burst fits only if few sequences are queued.
@@ -12,7 +12,7 @@ At the end it holds, or the exit code is 1:
     --slope MB a minute, where it ran for LEAST_MINUTES; files and threads are no more at the end than when warm, but
     for a few
     nothing is left: no sequence runs or waits, no KV block is held
-    whoever stayed had the right status, and a whole stream
+    every client that stayed had the right status, and a whole stream
 
 A table on stdout, everything in --out.
 """
@@ -131,7 +131,7 @@ class Crowd:
             await self._note(answer.status, expected, said)
 
     async def be_many(self) -> None:
-        """The queue is full for whoever comes meanwhile."""
+        """Fill the queue for clients that arrive meanwhile."""
         await self._stream(self._chat(n=BURST, max_tokens=16, ignore_eos=True), leave_after=30)
 
     async def look(self) -> None:
@@ -151,7 +151,7 @@ class Crowd:
     async def _stream(
         self, body: dict[str, Any], path: str = CHAT, pause: float = 0.0, leave_after: int | None = None
     ) -> None:
-        """leave_after: so many lines; None stays to the end."""
+        """leave_after: number of lines; None stays to the end."""
         if leave_after == 0:
             try:
                 await asyncio.wait_for(self._ask(path, body | {"stream": False}), 0.02)
@@ -171,7 +171,7 @@ class Crowd:
                 self.wrong.append(f"a stream ended with {last[-200:]!r}")
 
     async def _note(self, status: int, expected: int, said: Any) -> None:
-        """A full queue is right at any time: who meets it waits a little."""
+        """A full queue is right at any time: the client waits a little."""
         self.statuses[status] += 1
         if status == 429:
             await asyncio.sleep(self.chance.expovariate(1 / AGAIN_S))

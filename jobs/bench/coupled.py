@@ -1,4 +1,4 @@
-"""What coupling is worth: tau of coupled ranking beside EAGLE-2's own on equal trees: python -m jobs.bench.coupled
+"""Compare tau of coupled ranking with EAGLE-2's own on equal trees: python -m jobs.bench.coupled
 
 On the embedded pair and held-out prompts of its six categories, at several temperatures, with and without top-p. Both
 arms answer the same prompts with the same seeds and verify the same number of nodes for each sequence at each step; the

@@ -1,4 +1,4 @@
-"""Plain decoding here beside transformers' own generate, in one run: python -m jobs.bench.decoding
+"""Compare our plain decoding with transformers' generate, in one run: python -m jobs.bench.decoding
 
 On the embedded pair and bundled prompts, over a fixed length, interleaved so that both meet the same machine: that the
 baseline of `bench/engine.py` is not a slow one. Greedy, fp32, one process, no Ray. Prints the median ratio over the

@@ -11,7 +11,7 @@ from eagle_ray.models.eagle_heads import EagleHead
 
 @torch.no_grad()
 def damaged_head(head: EagleHead, noise: float, seed: int = 0) -> EagleHead:
-    """A copy with Gaussian noise on every matrix; noise: its size beside the matrix's own root mean square."""
+    """A copy with Gaussian noise on every matrix; noise: its size relative to the matrix's root mean square."""
     generator = torch.Generator().manual_seed(seed)
     damaged = copy.deepcopy(head)
     for parameter in damaged.parameters():

@@ -32,7 +32,7 @@ class ModelShape:
     vocab_size: int
 
     def llama_config(self, num_layers: int, **rest: Any) -> LlamaConfig:
-        """Of so many layers of this shape. rest: what a shape does not say."""
+        """Return a config of this many layers of this shape. rest: its other keys."""
         return LlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,

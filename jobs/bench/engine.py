@@ -1,4 +1,4 @@
-"""Ways to decode, beside each other on one machine: python -m jobs.bench.engine --threads 2
+"""Compare ways to decode on one machine: python -m jobs.bench.engine --threads 2
 
 The embedded pair is widened to 230M parameters (jobs/bench/widening.py): real acceptance, though a toy's, at a
 real model's proportions of cost. Every way is a planner, over the same weights; ways take turns, in another order and
@@ -123,7 +123,7 @@ class Lane:
 
     Where an engine's memory happens to lie makes it up to 3 % faster or slower than its twin. So ways that draft change
     lanes each round, and all lanes are behind the same texts. What the way before left unread by the draft head is read
-    in a step that does not count. Beside plain decoding, whose engine cannot draft, only --engines helps.
+    in a step that does not count. Against plain decoding, with an engine that cannot draft, only --engines helps.
     """
 
     engine: Engine
@@ -272,7 +272,7 @@ def drain(
 
 
 def identities(models: Models, sequences: dict[str, list[Sequence]]) -> dict[str, Equivalence]:
-    """Each way's outputs beside plain decoding's."""
+    """Compare each way's outputs with plain decoding's."""
     plain = sequences["plain"]
     asked = [s.prompt_ids for s in plain], [s.sampling for s in plain]
     outputs = {name: [s.output_ids for s in theirs] for name, theirs in sequences.items()}

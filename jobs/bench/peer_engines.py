@@ -73,7 +73,7 @@ class Launcher:
         work: the folder for logs and conversions.
         costs: the folder for the step costs that eagle_ray measures, empty at first.
         pythons: each peer's Python; the present one where a peer is not named.
-        settings: what every worker is told beside its engine and models.
+        settings: what every worker gets in addition to its engine and models.
         timeout_s: for a start and for a conversion, each.
     """
 
@@ -148,7 +148,7 @@ class Launcher:
 def preloaded(name: str, python: str) -> dict[str, str]:
     """Return variables that preload Intel's OpenMP for vLLM, which its manual asks for, most of all with drafts.
 
-    The wheel for CPUs installs the library beside its Python.
+    The wheel for CPUs installs the library next to its Python.
     """
     library = Path(python).parent.parent / "lib" / "libiomp5.so"
     before = os.environ.get("LD_PRELOAD", "")

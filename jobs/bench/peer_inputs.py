@@ -86,7 +86,7 @@ def _save(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
     path.mkdir()
     tensors = {key: value.detach().contiguous() for key, value in model.state_dict().items()}
     save_file(tensors, path / SAFETENSORS, metadata={"format": "pt"})
-    theta = config["rope_parameters"]["rope_theta"]  # older readers look for it beside rope_parameters
+    theta = config["rope_parameters"]["rope_theta"]  # older readers look for it at the top level
     said = config | {"dtype": "float32", "rope_theta": theta}
     (path / "config.json").write_text(json.dumps(said, indent=2) + "\n")
 

@@ -35,7 +35,7 @@ class WorkerProcess:
     Args:
         command: the program and its arguments.
         log: where the worker's stderr goes.
-        environment: variables beside the present ones.
+        environment: variables in addition to the present ones.
     """
 
     def __init__(self, command: list[str], log: Path, environment: Mapping[str, str] | None = None):

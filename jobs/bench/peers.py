@@ -52,7 +52,9 @@ def main() -> None:
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="the engines beside eagle_ray")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=PEERS, help="the engines to compare with eagle_ray"
+    )
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32], help="sequences decoded at a time")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")

@@ -1,6 +1,6 @@
 """What the Ray pipeline costs around the engines: python -m jobs.bench.pipeline throughput | memory
 
-    throughput   2,000 rows through the job (one worker) beside the same rows through the engine alone, in turns;
+    throughput   2,000 rows through the job (one worker) and through the engine alone, in turns;
                  start-up apart; how much of the job's time its engine stepped, and how many of its slots were busy;
                  --pair wide takes 256 rows of a pair of 107M parameters, whose steps are long as real models' are;
                  both engines compute with --threads, by default all but the one core that is left to Ray
@@ -185,7 +185,7 @@ def run_job(config: JobConfig, peaks: dict[str, float] | None = None) -> float:
 
 
 def memory_by_kind(root: int) -> Iterator[tuple[str, float]]:
-    """Resident memory that is nobody else's, in MB, of the largest process of each kind below this one."""
+    """Return the private memory, in MB, of the largest process of each kind below this one."""
     largest: dict[str, float] = defaultdict(float)
     for pid in descendants(root):
         try:

@@ -132,7 +132,7 @@ async def loaded(served: Served, turn: Turn, prompts: list[dict], ramp: float) -
 
 
 def until_idle(served: Served) -> None:
-    """Who leaves gives his slot back at the next step."""
+    """A client that disconnects frees its slot at the next step."""
     while served.metrics()["num_requests_running"]:
         time.sleep(0.1)
 

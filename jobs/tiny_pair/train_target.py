@@ -32,8 +32,8 @@ def initialize(model: nn.Module, num_layers: int) -> None:
 def target_losses(model: nn.Module, rows: TrainingRows) -> Losses:
     """Weighted cross-entropy, plus a little of the squared log-partition so that logits stay centred.
 
-    Both are divided by the summed weights. Shown beside the loss: the plain cross-entropy of answer tokens ("nats")
-    and their number ("answers"), both over that same denominator.
+    Both are divided by the summed weights. Shown in addition to the loss: the plain cross-entropy of answer tokens
+    ("nats") and their number ("answers"), both over that same denominator.
     """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=rows.ids[:, :-1], use_cache=False).logits.float()

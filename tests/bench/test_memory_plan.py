@@ -28,5 +28,5 @@ def test_where_nobody_counts_there_is_what_is_asked_for():
 
 
 def test_what_cannot_fit_says_what_it_lacks():
-    with pytest.raises(MemoryError, match=r"2\.0 GiB are free, 1 sequences need 2\.1 GiB beside their keys"):
+    with pytest.raises(MemoryError, match=r"2\.0 GiB are free, 1 sequences need 2\.1 GiB in addition to their keys"):
         KVRoom.of(LLAMA_8B, 2, BATCHES, CONTEXTS, 2 * GIB)

@@ -5,7 +5,7 @@ Python 3.12, torch 2.11, triton 3.6 and transformers 5.17. Nothing is installed 
 of Python it imports torch, transformers (with tokenizers, safetensors, jinja2) and jaxtyping, and no room of ours that
 needs pydantic or Ray. On a CPU and tiny shapes, the same code: python -m jobs.bench.gpu --smoke
 
-    results.json     everything, written anew after every cell: a run that is cut off leaves what it has
+    results.json     everything, rewritten after every cell: a run that is cut off keeps the finished cells
     results.md       tables, and at the end a section for jobs/results/gpu.md, also printed last
     results.html     plots
 

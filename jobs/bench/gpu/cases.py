@@ -1,4 +1,4 @@
-"""Cases: ways of decoding beside each other at one batch size and context, and a job drained by each of them.
+"""Cases: ways of decoding compared at one batch size and context, and a job drained by each of them.
 
 Ways take turns, in another order each round, over the same requests from the same start; a window is of as many tokens
 as plain decoding commits in `seconds`, and only its decode steps count: prompts have their own time. A window in which
@@ -146,7 +146,7 @@ def turns(ways: list[Way], rounds: int) -> Iterator[tuple[int, Way]]:
 
 
 def figures(taken: Taken, plain: Taken) -> dict[str, Any]:
-    """Of a way in a cell, beside plain decoding in the same rounds; seconds of a step are its own mean."""
+    """Return a way's figures in a cell against plain decoding in the same rounds; seconds of a step are its mean."""
     mine, theirs = ([s.decoded_per_second for s in each.samples] for each in (taken, plain))
     total = sum(taken.samples[1:], taken.samples[0])
     steps = total.num_steps
@@ -175,7 +175,7 @@ def figures(taken: Taken, plain: Taken) -> dict[str, Any]:
 def judged(
     model: nn.Module, prompts: list[list[int]], outputs: dict[int, list[int]], plain: dict[int, list[int]], tie: float
 ) -> Equivalence:
-    """Outputs beside plain decoding's of the same requests; of those that differ a few are looked into.
+    """Compare outputs with plain decoding's of the same requests; explain a few of those that differ.
 
     tie: a lead that is no lead in this dtype.
     """

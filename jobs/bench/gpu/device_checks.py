@@ -81,7 +81,7 @@ def checks(load: Load, prompts: list[list[int]], dtypes: list[torch.dtype]) -> I
 
 
 def _lossless(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
-    """Trees of 60 nodes beside plain decoding, half of the prompts sampled."""
+    """Compare trees of 60 nodes with plain decoding, half of the prompts sampled."""
     model, head = load(dtype)
     rig = Harness.of(model, head, SLOTS, LONGEST)
     params = _params(prompts)
@@ -90,7 +90,7 @@ def _lossless(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int
 
 
 def _kernels(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
-    """Trees of the portable path beside those of the kernels, where there are any."""
+    """Compare trees of the portable path with those of the kernels, if there are any."""
     model, head = load(dtype)
     if not use_triton(model.device):
         return Check(title, None, "no kernels of ours run on this device")
@@ -123,7 +123,7 @@ def _edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]])
 
 
 def _graphs(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
-    """Steps that are replayed beside steps that are run."""
+    """Compare replayed steps with eager ones."""
     model, head = load(dtype)
     both, params = [], _params(prompts)
     for graphs in (True, False):
@@ -160,7 +160,7 @@ def _told(found: Equivalence) -> str:
 def same_function(
     title: str, small: tuple[nn.Module, nn.Module], wide: Harness, prompts: list[list[int]], noise: float
 ) -> Check:
-    """A widened pair beside the small one in fp32, both decoding plainly. noise: of the widened pair's dtype."""
+    """Compare a widened pair with the small one in fp32, both in plain decoding. noise: of the widened pair's dtype."""
     prompts, params = prompts[:SLOTS], [SamplingParams(max_tokens=TOKENS)] * SLOTS
     wanted = generate(Harness.of(*small, SLOTS, LONGEST).plain, prompts, params)
     tie = max(noise, LEAST_TIE)

@@ -1,4 +1,4 @@
-"""KVRoom: how many sequences, and how many columns of keys and values, fit beside a shape's weights and passes.
+"""KVRoom: how many sequences and KV positions fit in addition to a shape's weights and passes.
 
     KVRoom.of(LLAMA_8B, itemsize=2, batches=[1, 256], contexts=[1024, 16384], free=60 * GIB)
 
@@ -14,7 +14,7 @@ from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import GIB
 from jobs.bench.gpu.harness import LARGEST
 
-OWN = 448  # tokens of a sequence beside its context: prompt and output
+OWN = 448  # tokens of a sequence without its context: prompt and output
 TREE = 128  # columns of a slot that its trees may write
 RESERVE = 2 * GIB  # CUDA's and Triton's own, workspaces of matrix products, and what fragments
 
@@ -36,7 +36,7 @@ class KVRoom:
     def of(cls, shape: ModelShape, itemsize: int, batches: list[int], contexts: list[int], free: int | None) -> KVRoom:
         """The largest batch that fits behind the first context, with twice the room for contexts if it is there.
 
-        free: bytes beside the weights; None is enough. Raises MemoryError where not even the smallest batch fits.
+        free: bytes without the weights; None is enough. Raises MemoryError where not even the smallest batch fits.
         """
         for slots in sorted(batches, reverse=True):
             own, wanted = own_columns(slots), max(contexts[0] * slots, 2 * contexts[-1])
@@ -47,7 +47,7 @@ class KVRoom:
             if room >= own + contexts[0] * slots:
                 return cls(slots, min(own + 2 * wanted, room), kept)
         raise MemoryError(
-            f"{free / GIB:.1f} GiB are free, {slots} sequences need {kept / GIB:.1f} GiB beside their keys"
+            f"{free / GIB:.1f} GiB are free, {slots} sequences need {kept / GIB:.1f} GiB in addition to their keys"
         )
 
 

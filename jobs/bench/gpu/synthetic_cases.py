@@ -28,7 +28,7 @@ def measure_synthetic(
     settings: GpuBenchSettings,
     agenda: Agenda,
 ) -> None:
-    """Ours beside plain decoding, one row of the results. rig: of a pair of this acceptance, its costs known."""
+    """Compare ours with plain decoding: one row of the results. rig: of a pair of this acceptance, its costs known."""
     s, draw = settings, random.Random(settings.seed)
     prompts = [[draw.randrange(shape.vocab_size) for _ in range(PROMPT)] for _ in range(PROMPTS)]
     taken = steady(rig, [PLAIN, OURS], Cell(batch, s.contexts[0]), prompts, s.rounds, s.seconds)

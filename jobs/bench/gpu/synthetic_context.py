@@ -43,7 +43,7 @@ class ContextBlocks(BlockManager):
         return target.cache.blocks
 
     def set_aside(self, columns: int) -> None:
-        """Keep the pool's first blocks for contexts, of so many columns in all. Every slot must be empty."""
+        """Keep the pool's first blocks for contexts with this many positions in total. Every slot must be empty."""
         self.reset_prefix_cache()
         self.num_aside = self.blocks_for(columns)
         self._references[: self.num_aside] = [1] * self.num_aside  # of ours, so that they are never free
@@ -90,7 +90,7 @@ def fill(cache: KVCache, num_blocks: int, frequency: float, longest: int) -> Non
 
 @torch.inference_mode()
 def begin(engine: Engine, blocks: ContextBlocks, columns: int, num_slots: int) -> None:
-    """The idle engine's next sequences begin with so many columns, read by its drafter too; 0 for nothing."""
+    """Make the idle engine's next sequences begin with this many positions, read by its drafter too; 0: none."""
     blocks.begin_with(columns, num_slots)
     if not columns:
         return
@@ -103,5 +103,5 @@ def begin(engine: Engine, blocks: ContextBlocks, columns: int, num_slots: int) -
 
 
 def in_context(prompt_ids: list[int], columns: int) -> list[int]:
-    """A prompt behind so many columns, which must be those that the engine's sequences begin with."""
+    """Return a prompt after this many positions, with which the engine's sequences must begin."""
     return [FILLER] * columns + prompt_ids

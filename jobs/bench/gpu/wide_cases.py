@@ -59,7 +59,7 @@ class WideCells:
         self._measure(cell, [PLAIN, *APART], told=APART)
 
     def rivals(self, cell: Cell) -> None:
-        """Beside plain decoding once more, whose row `ours` has written."""
+        """Measure against plain decoding again; `ours` has written plain decoding's row."""
         rivals = [self._tuned(cell), *RIVALS]
         self._measure(cell, [PLAIN, *rivals], told=rivals)
 
