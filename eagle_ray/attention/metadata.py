@@ -265,6 +265,7 @@ class TreeGroup:
     num_columns: int = field(init=False)  # T: columns that any row may see, known on the host
     _where: slice | Tensor = field(init=False)
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    _unseen: dict[int | None, Bool[Tensor, "B 1 T 1"] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_tree_columns = self.ancestors.shape[2]
@@ -276,21 +277,23 @@ class TreeGroup:
     ) -> Float[Tensor, "B kv_heads GN dv"]:
         keys, values = self.cache.read(attention.layer, self._where, self.num_columns)
         mask = self._mask(rows.shape[2] // self.ancestors.shape[1], attention.window, rows.dtype)
+        unseen = self._unseen[attention.window]
+        if unseen is not None:  # unused positions may hold infinities, which 0 times and a mask added to are NaN
+            keys, values = keys.masked_fill(unseen, 0.0), values.masked_fill(unseen, 0.0)
         return masked_attention(rows, keys, values, mask, attention)
 
     def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"] | None:
         """Return the additive mask of folded query heads, computed once per pass and window; None if all is visible."""
         if (groups, window) not in self._masks:
-            self._masks[groups, window] = None if self._is_full(window) else self._build_mask(groups, window, dtype)
+            visible = None if self._is_full(window) else self._visible(window)
+            self._unseen[window] = None if visible is None else ~visible.any(1)[:, None, :, None]
+            self._masks[groups, window] = None if visible is None else _folded_mask(visible, groups, dtype)
         return self._masks[groups, window]
 
     def _is_full(self, window: int | None) -> bool:
         """Return whether no mask is needed, as in plain decoding of sequences of one length."""
         one_length = self.first is None and self.batch.min_length == self.batch.max_length
         return self.ancestors.shape[2] == 1 and one_length and (window is None or self.batch.max_length < window)
-
-    def _build_mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
-        return _additive_mask(self._visible(window), dtype).repeat(1, groups, 1)[:, None]
 
     def _visible(self, window: int | None) -> Bool[Tensor, "B N T"]:
         lengths = self.batch.lengths[:, None]
@@ -355,6 +358,11 @@ def causal_attention(
     folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     out = masked_attention(folded, key, value, mask[None, None], attention)
     return out.reshape(*query.shape[:3], value.shape[3])
+
+
+def _folded_mask(seen: Bool[Tensor, "B N T"], groups: int, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
+    """Return the additive mask of `groups` query heads that share a key/value head."""
+    return _additive_mask(seen, dtype).repeat(1, groups, 1)[:, None]
 
 
 def _additive_mask(seen: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:

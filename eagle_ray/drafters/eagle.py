@@ -31,6 +31,7 @@ from eagle_ray.drafters.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.feature_buffer import FeatureBuffer
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.eagle_heads import DraftHead
 from eagle_ray.models.head_decoder import head_forward
@@ -169,14 +170,17 @@ class EagleDrafter:
             self._read_all_but(_pairs_of(plan), at)
             grown = self._replayed(at, roots, plan, sampling, self._graphs)
         if grown is None:
-            members = None if plan.members is None else to_device(plan.members, roots.device)
-            self.ranking.start(sampling, at.lengths, plan.members)
-            theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
-            grown = self._grown(at, *theirs, plan, self._backlog(at))
-            if members is not None:
-                grown = replace(grown, tree=grown.tree.spread(members, roots))
+            grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
         self.mark_consumed(at.host_slots, at.host_lengths)
         return Draft(grown.tree, grown.levels, len(grown.levels), num_pairs)
+
+    def _eager(self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch) -> Grown:
+        """Return a draft for the plan's members, of any shape."""
+        members = None if plan.members is None else to_device(plan.members, roots.device)
+        self.ranking.start(sampling, at.lengths, plan.members)
+        theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
+        grown = self._grown(at, *theirs, plan, self._backlog(at))
+        return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
     def use_graphs(self, runner: GraphRunner | None) -> None:
         self._graphs = runner

@@ -10,8 +10,10 @@ So each kind of pass, key[0], has a pool of its own: when a pass is replayed, no
 use, while a draft's results are used until its tree is verified.
 
 On a CPU nothing can be captured: the function is called again on the same input tensors, and its results are copied
-into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too. If a
-capture fails, all later passes run eagerly, with one line in the log.
+into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too.
+
+If a kernel cannot be compiled while a pass is captured, Triton's kernels are turned off and the pass is captured once
+more on the portable path. If that fails, or CUDA refuses, all later passes run eagerly. Either is logged once.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.graph_protocol import PaddedInput
+from eagle_ray.kernels.availability import is_triton_error, turn_off
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.cost_model import BUCKETS
@@ -102,21 +105,31 @@ class CudaGraphRunner:
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass. Return None if that fails, and disable graphs."""
-        started, before = time.monotonic(), self._reserved_bytes()
-        try:
-            graph = CudaGraph(function, inputs, self._pool(key[0])) if self._on_cuda else EagerGraph(function, inputs)
-        except RuntimeError as error:  # of CUDA, its memory included
-            if not self._on_cuda:
-                raise
-            self.is_enabled = False
-            reason = str(error).strip().splitlines()[0]
-            log.warning("CUDA graphs are off from here on: recording %s failed (%s)", key, reason)
+        started, before = time.monotonic(), self._used_bytes()
+        graph = self._try_capture(key, function, inputs)
+        if graph is None:
             return None
         self._graphs[key] = graph
-        seconds, size = time.monotonic() - started, self._reserved_bytes() - before
+        seconds, size = time.monotonic() - started, self._used_bytes() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph
+
+    def _try_capture(
+        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
+    ) -> EagerGraph | CudaGraph | None:
+        """Capture a pass, on the portable path if Triton fails; return None and disable graphs if CUDA fails."""
+        if not self._on_cuda:
+            return EagerGraph(function, inputs)
+        try:
+            return CudaGraph(function, inputs, self._pool(key[0]))
+        except Exception as error:
+            if is_triton_error(error) and turn_off(error):
+                return self._try_capture(key, function, inputs)
+            self.is_enabled = False
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning("CUDA graphs are off from here on: recording %s failed (%s)", key, reason)
+            return None
 
     @property
     def _on_cuda(self) -> bool:
@@ -127,8 +140,12 @@ class CudaGraphRunner:
             self._pools[kind] = CudaPool()
         return self._pools[kind]
 
-    def _reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._on_cuda else 0
+    def _used_bytes(self) -> int:
+        """Return the bytes of the device in use by anything, executables of graphs included; 0 on a CPU."""
+        if not self._on_cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
 
 
 class InputBuffers:
@@ -187,9 +204,10 @@ class CudaPool:
 
 
 class CudaGraph:
-    """One capture. Only its results keep their memory."""
+    """One capture. Only its results keep their memory; the function keeps whatever else the capture reads."""
 
     def __init__(self, function: Callable[..., Any], inputs: InputBuffers, pool: CudaPool):
+        self._function = function
         self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream()
         pool.stream.wait_stream(here)

@@ -19,6 +19,7 @@ from eagle_ray.core.decode_batch import PrefillChunk
 from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.engine.top_logprobs import likeliest, ranked, record_prompts
+from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
@@ -118,7 +119,8 @@ class Prefiller:
             drafting: the drafter reads the prompts now, and not only when it drafts.
         """
         prompts = self.prompts(chunks)
-        return self.finish(chunks, prompts, self._target.prefill(prompts), drafting)
+        passed = retry_portable(lambda: self._target.prefill(prompts))
+        return self.finish(chunks, prompts, passed, drafting)
 
     def prompts(self, chunks: list[PrefillChunk]) -> PrefillBatch:
         """Return the chunks as the target's input."""
@@ -133,7 +135,8 @@ class Prefiller:
         self._record(chunks, prompts, passed)
         picking = self._tensor([i for i, c in enumerate(chunks) if c.needs_sample])
         sampling = SamplingBatch.of([c.sequence.sampling for c in chunks], self._device)
-        picks = sample(logits[picking], sampling, picking, prompts.positions[prompts.last[picking]] + 1)
+        positions = prompts.positions[prompts.last[picking]] + 1
+        picks = retry_portable(lambda: sample(logits[picking], sampling, picking, positions))
         known = [c.sequence.token_ids[c.start + 1 : c.end + 1] for c in chunks]
         after = [ids + [0] * (c.num_tokens - len(ids)) for ids, c in zip(known, chunks, strict=True)]
         next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[picking], picks)

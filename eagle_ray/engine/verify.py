@@ -20,6 +20,7 @@ from eagle_ray.drafters.drafter import Draft, Drafter, VerifyOutput
 from eagle_ray.engine.step_output import step_record
 from eagle_ray.engine.top_logprobs import likeliest
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation
@@ -144,7 +145,8 @@ class Verifier:
         if self._replay is None or not self._replay.is_enabled:
             shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
-            return shape, verify_step(self._target, drafter, *parts, shape, mark, prompts, allocation.sizes)
+            rest = shape, mark, prompts, allocation.sizes
+            return shape, retry_portable(lambda: verify_step(self._target, drafter, *parts, *rest))
         assert prompts is None, "a replayed pass has no rows for prompts"
         mark()
         shape = self._fixed(shape, len(batch), self._replay)

@@ -1,26 +1,45 @@
 """Whether Triton's kernels run on a device, and the reason if they do not.
 
 EAGLE_RAY_KERNELS=portable turns them off. On a CPU they run only with EAGLE_RAY_KERNELS=triton and
-TRITON_INTERPRET=1, in Triton's interpreter, as in tests.
+TRITON_INTERPRET=1, in Triton's interpreter, as in tests. A kernel that cannot be compiled later turns them off for the
+rest of the process (`turn_off`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from traceback import walk_tb
+from typing import TypeVar
 
 import torch
 
 CHOICE = "EAGLE_RAY_KERNELS"
 CAPABILITY = (8, 0)  # older GPUs have neither bf16 nor asynchronous copies
+Result = TypeVar("Result")
 log = logging.getLogger("eagle_ray")
+_failure: list[str] = []  # why they were turned off, if they were
+
+
+def turn_off(error: BaseException) -> bool:
+    """Use the portable path from now on, since compiling or launching a kernel raised `error`; log it once.
+
+    Return whether the kernels were on until now.
+    """
+    if _failure:
+        return False
+    text = str(error).strip() or type(error).__name__
+    _failure.append(f"a kernel failed ({text.splitlines()[-1]})")
+    log.warning("portable path from now on, no Triton kernels: %s", _failure[0])
+    return True
 
 
 def use_triton(device: torch.device | str) -> bool:
     """Return whether Triton's kernels run; log the decision once per device."""
-    return _chosen(torch.device(device), os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
+    return not _failure and _chosen(torch.device(device), os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
 
 
 @cache
@@ -48,6 +67,28 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{device} is no CUDA device"
     return _why_not_cuda(device)
+
+
+def retry_portable(function: Callable[[], Result]) -> Result:
+    """Return the function's result; if a kernel cannot be compiled or launched, call it again without kernels.
+
+    The function must be safe to call again after it failed in the middle.
+    """
+    try:
+        return function()
+    except Exception as error:
+        if is_triton_error(error) and turn_off(error):
+            return function()
+        raise
+
+
+def is_triton_error(error: BaseException) -> bool:
+    """Return whether the error was raised in Triton: compiling, loading or launching a kernel.
+
+    Its own exceptions are not all that it raises: compilers, files and drivers raise RuntimeError, OSError and others.
+    """
+    frames = walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").partition(".")[0] == "triton" for frame, _ in frames)
 
 
 def is_interpreting() -> bool:

@@ -193,6 +193,8 @@ def _step(
     scores = _capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scaling, softcap)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
+        any_seen = tl.max(seen.to(tl.int32), 0) > 0
+        v = tl.where(any_seen[:, None], v, 0.0)  # a weight of 0 times what an unused position holds may be NaN
     new = tl.maximum(top, tl.max(scores, 1))
     base = new
     if seen is not None:  # a row may have seen nothing yet

@@ -24,6 +24,7 @@ from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.models.cuda_runtime import pin_cuda_numerics
 from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.eagle_heads import LogitsOf
 from eagle_ray.models.loader import eos_ids
@@ -115,6 +116,7 @@ class TargetModel:
         self._last_position = (max_exact_position(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
+        pin_cuda_numerics(self.device)
         kv_spec = probe(model, self.logits, capacity)
         self._decoder = Decoder.of(model, feature_layers)
         num_blocks = None if kv_tokens is None else kv_tokens // BLOCK_SIZE

@@ -13,13 +13,11 @@ Which nodes those are is decided by value, or by a shape that was fixed before.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.static_tree import StaticTree
 
@@ -103,7 +101,7 @@ class TreeBuilder:
             is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
             values = values.masked_fill(is_end, -torch.inf)
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
-        index = self._best(values) if self._shape is None else self._static_nodes(values, children_each)
+        index = self._best(values) if self._shape is None else self._static_nodes(self._shape, values, children_each)
         first_of_level = self._num_nodes - tokens.shape[1]
         self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
         return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
@@ -111,8 +109,8 @@ class TreeBuilder:
     def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
         return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
 
-    def _static_nodes(self, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
-        return _static_places(self._shape, self.depth, children_each, values.device).expand(len(values), -1)
+    def _static_nodes(self, shape: StaticTree, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
+        return shape.expanded_at(self.depth, children_each, values.device).expand(len(values), -1)
 
     def build(self) -> DraftTree:
         """Return all candidates so far: 1 + F*K nodes per level, breadth-first. `rerank` by `valid` drops padding."""
@@ -126,12 +124,6 @@ class TreeBuilder:
             draft_log_probs=torch.cat(self._draft_log_probs, 1),
             valid=log_values > -torch.inf,
         )
-
-
-@lru_cache(maxsize=64)
-def _static_places(shape: StaticTree, depth: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
-    """Return the indices of a level's nodes that have children; copied to the device once."""
-    return to_device([parent * children_each + rank for parent, rank in shape.parents_at(depth)], device)
 
 
 def _mask_nan(log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:

@@ -21,7 +21,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from eagle_ray.async_copy import to_device
 
 Path = tuple[int, ...]
 
@@ -31,6 +37,7 @@ class StaticTree:
     """paths: root to node, each step a rank among siblings; every prefix is one of them; breadth-first, by rank."""
 
     paths: tuple[Path, ...]
+    _indices: dict[tuple, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> StaticTree:
@@ -60,6 +67,17 @@ class StaticTree:
         """
         above = {path: place for place, path in enumerate(self._parents(level - 1))}
         return [(above[path[:-1]], path[-1]) for path in self._parents(level)]
+
+    def expanded_at(self, level: int, children_each: int, device: torch.device) -> Int[Tensor, " F"]:
+        """Return the indices, among a level's offered nodes, of those that have children.
+
+        Copied to the device once and kept by this tree, so a CUDA graph that reads them keeps them by keeping the tree.
+        """
+        key = level, children_each, device
+        if key not in self._indices:
+            indices = [parent * children_each + rank for parent, rank in self.parents_at(level)]
+            self._indices[key] = to_device(indices, device)
+        return self._indices[key]
 
     def _parents(self, level: int) -> list[Path]:
         parents = {path[:-1] for path in self.paths if len(path) == level + 1}

@@ -31,7 +31,6 @@ from eagle_ray.planner.planner import Allocation
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
-from eagle_ray.tree import expand
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_host_syncs import TO_HOST
@@ -115,10 +114,10 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", arrived)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
-    expand._static_places.cache_clear()  # fake tensors are of one mode
+    MC_SIM_7B_63._indices.clear()  # fake tensors are of one mode
     with FakeTensorMode(), torch.inference_mode():
         yield
-    expand._static_places.cache_clear()
+    MC_SIM_7B_63._indices.clear()
 
 
 def arrived(tensor: Tensor, device: torch.device) -> Tensor:

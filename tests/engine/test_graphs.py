@@ -15,6 +15,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.graph_protocol import PaddedInput
+from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
@@ -25,6 +26,7 @@ from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
 from tests.helpers.toy_models import head3, llama_engine, run
+from tests.kernels.device import compile_fails
 
 E3 = dict(num_hidden_layers=7)
 SLOTS = 6
@@ -301,12 +303,35 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
     monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
     monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_reserved_bytes", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
         sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
     assert not ours.graphs.is_enabled and ours.graphs.num_captured == num_before
     assert len(caplog.records) == 1 and "not permitted when stream is capturing)" in caplog.text
+
+
+def test_a_kernel_that_cannot_be_compiled_is_recorded_by_the_portable_path(monkeypatch, caplog):
+    """Triton's error is not CUDA's: graphs stay on, one line says that kernels are off."""
+    ours = engine((12, 4, 4), 2)
+    failed = []
+
+    def recorded(function: object, inputs: InputBuffers, pool: object) -> EagerGraph:
+        if not failed:
+            failed.append(1)
+            compile_fails()
+        return EagerGraph(function, inputs)
+
+    monkeypatch.setattr(availability, "_failure", [])
+    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
+    monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
+    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
+    with caplog.at_level(logging.WARNING, "eagle_ray"):
+        sequences = run(ours, *jobs(9))
+    assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
+    assert ours.graphs.is_enabled and ours.graphs.num_captured > 1
+    assert len(caplog.records) == 1 and "no Triton kernels" in caplog.text and "boom" in caplog.text
 
 
 def test_what_recording_took_can_be_read(caplog):

@@ -20,7 +20,8 @@ from tests.kernels.device import DEVICE
 class Forest:
     """Trees of counts[b] nodes over lengths[b] columns, in the first rows of R; the rest is padding.
 
-    rectangle: rows are B x N. bound: all that the host knows of the lengths, for the kernels.
+    rectangle: rows are B x N. bound: all that the host knows of the lengths, for the kernels. stale: what positions
+    hold that no sequence has written.
     """
 
     lengths: list[int]
@@ -37,6 +38,7 @@ class Forest:
     sinks: bool = False
     firsts: list[int] | None = None
     bound: int | None = None
+    stale: float | None = None
     seed: int = 0
 
     def attended(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +80,17 @@ class Forest:
         cache = KVCache(blocks, 1, self.kv_heads, self.key_dim, self.dtype, DEVICE, self.value_dim)
         cache.keys.copy_(torch.randn(cache.keys.shape, device=DEVICE))
         cache.values.copy_(torch.randn(cache.values.shape, device=DEVICE))
+        if self.stale is not None:
+            self._fill_unwritten(cache)
         return cache
+
+    def _fill_unwritten(self, cache: KVCache) -> None:
+        written = torch.zeros(cache.keys[0].shape[:2], dtype=torch.bool, device=DEVICE)
+        for slot, length in enumerate(self.lengths):
+            columns = torch.arange(length, device=DEVICE)
+            written.view(-1)[cache.slot_mapping(torch.full_like(columns, slot), columns)] = True
+        for pool in (cache.keys[0], cache.values[0]):
+            pool[~written] = self.stale
 
     def _exact(self, cache: KVCache) -> KVCache:
         """The same numbers in fp32."""

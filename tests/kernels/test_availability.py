@@ -9,11 +9,12 @@ from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import TreeMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.kernels import availability, cpu_ops, tile_config
-from eagle_ray.kernels.availability import use_triton, why_not
+from eagle_ray.kernels.availability import is_triton_error, turn_off, use_triton, why_not
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.helpers.toy_models import llama_engine, run
+from tests.kernels.device import compile_fails
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -23,6 +24,7 @@ def anew(monkeypatch):
     """Answers are kept; each test asks for the first time."""
     for asked in (availability._chosen, availability._why_not_cuda):
         asked.cache_clear()
+    monkeypatch.setattr(availability, "_failure", [])
     monkeypatch.delenv("EAGLE_RAY_KERNELS", raising=False)
 
 
@@ -63,6 +65,18 @@ def test_a_model_that_kernels_do_not_serve_takes_the_portable_path(monkeypatch, 
     wide, narrow = (KVCache(BlockManager(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64))
     assert uses_triton(narrow) and not uses_triton(wide) and not uses_triton(wide)
     assert len([m for m in messages if "heads of 320 numbers are larger than 256" in m]) == 1
+
+
+def test_a_kernel_that_fails_turns_them_off_once(monkeypatch, messages):
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert use_triton(CPU)
+    with pytest.raises(Exception, match="boom") as raised:
+        compile_fails()
+    assert is_triton_error(raised.value) and not is_triton_error(RuntimeError("CUDA error"))
+    assert turn_off(raised.value) and not turn_off(raised.value)
+    assert not use_triton(CPU) and not use_triton(GPU)
+    assert [m for m in messages if "boom" in m and "portable path from now on" in m] == messages
 
 
 @pytest.mark.parametrize("layout, method", [(TreeMetadata, "attend"), (CpuMetadata, "attend_projected")])

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
+from eagle_ray.kernels import availability
 from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.simulated_costs import flat
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.helpers.toy_models import llama_engine, run
-from tests.kernels.device import DEVICE
+from tests.kernels.device import DEVICE, compile_fails
 from tests.kernels.test_tree_attention import trees_of
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]
@@ -33,6 +34,25 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
     assert set(heads) == {4}  # the target's and the head's
     assert heads[4] >= 2 * max(s.stats.num_steps for s in kernels)
+
+
+@pytest.mark.parametrize("after", [0, 7, 20])
+def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, caplog):
+    """In a prompt's pass, a draft or a verify pass: that is run again by the portable path."""
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
+    portable = run(engine("uniform"), PROMPTS, PARAMS)
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    monkeypatch.setattr(availability, "_failure", [])
+    calls, attend = [], TritonTreeMetadata.attend
+
+    def attended(self, *args):
+        calls.append(1)
+        return compile_fails() if len(calls) > after else attend(self, *args)
+
+    monkeypatch.setattr(TritonTreeMetadata, "attend", attended)
+    kernels = run(engine("uniform"), PROMPTS, PARAMS)
+    assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
+    assert len(calls) == after + 1 and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
 
 
 def engine(planner: str):

@@ -60,6 +60,13 @@ def test_the_host_knows_no_length_but_a_bound(rectangle):
     check(Forest([0, 130, 700], [3, 3, 1], 1, 2, bound=6000, rectangle=rectangle, padding=0 if rectangle else 2))
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("stale", [torch.inf, torch.nan])
+def test_what_no_sequence_wrote_reaches_no_row(stale, window):
+    """Unused positions may hold anything, and 0 times infinity is not 0."""
+    check(Forest([0, 70, 300], [1, 9, 3], 2, 2, padding=2, stale=stale, window=window))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("window", [None, 5000])
