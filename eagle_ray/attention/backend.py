@@ -12,7 +12,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from eagle_ray.attention.cpu_attention import CpuMetadata
-from eagle_ray.attention.metadata import AttentionMetadata, MixedMetadata, PrefillMetadata, TreeMetadata
+from eagle_ray.attention.metadata import AttentionMetadata, MixedMetadata, TreeMetadata
+from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.attention.triton_attention import TritonTreeMetadata, uses_triton
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.tree_metadata import PackedRows

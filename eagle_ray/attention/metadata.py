@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from eagle_ray.async_copy import copy_to_device, to_device
+from eagle_ray.async_copy import to_device
 from eagle_ray.attention.attention_groups import AttentionGroup, group_sequences
 from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
 from eagle_ray.kernels.torch_ops import rotated
@@ -116,50 +116,6 @@ class Projected:
     ) -> Float[Tensor, "R heads*d"]:
         query, key, value = (x.transpose(0, 1)[None] for x in shape.split(qkv, rotary))
         return self.attend(query, key, value, shape.rule)[0].transpose(0, 1).flatten(1)
-
-
-@dataclass(slots=True)
-class PrefillMetadata(Projected):
-    """Prompt chunks, concatenated; each row attends to its slot's positions from `first` up to its own.
-
-    Attributes:
-        firsts: first visible position of each chunk, on the host.
-        starts: position of each chunk's first row, on the host.
-        lengths: rows of each chunk, on the host.
-    """
-
-    cache: KVCache
-    slots: list[int]
-    firsts: list[int]
-    starts: list[int]
-    lengths: list[int]
-    cells: Int[Tensor, " R"] = field(init=False)
-    _where: list[slice | Tensor | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        device = self.cache.keys.device
-        columns = [torch.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
-        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths), output_size=sum(self.lengths))
-        self.cells = self.cache.slot_mapping(copy_to_device(slots, device), copy_to_device(torch.cat(columns), device))
-        self._where = [self._block_index(i) for i in range(len(self.slots))]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        self.cache.write(attention.layer, self.cells, key[0], value[0])
-        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
-        return torch.cat([self._attend(i, *part, attention) for i, part in enumerate(parts)], 2)
-
-    def _attend(self, i: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        if self._where[i] is not None:
-            columns = self.cache.read(attention.layer, self._where[i], self.starts[i] + self.lengths[i])
-            key, value = (x[:, :, self.firsts[i] :] for x in columns)
-        return causal_attention(query, key, value, attention)
-
-    def _block_index(self, i: int) -> slice | Tensor | None:
-        """Return the cache index of the positions that chunk i attends to, or None if they are its own rows alone."""
-        if self.starts[i] == self.firsts[i]:
-            return None
-        batch = DecodeSlots.of([self.slots[i]], [self.starts[i]], self.cache.keys.device)
-        return self.cache.block_index(batch, self.lengths[i])
 
 
 @dataclass(slots=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.attention.metadata import AttentionParams, Projected
+from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
@@ -38,7 +38,7 @@ def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
 
 
 @dataclass(slots=True)
-class TritonTreeMetadata(Projected):
+class TritonTreeMetadata:
     """Trees of up to N rows each, on top of what B slots hold: TreeMetadata's rows, seen by kernels.
 
     words: of each tree's rows, over M tree columns. rows: where each tree's are among R, None for the rectangle B x N.
@@ -70,10 +70,29 @@ class TritonTreeMetadata(Projected):
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        self.cache.write(attention.layer, self.cells, key[0], value[0])
+        return self._attend(query[0], attention)[None]
+
+    def attend_projected(
+        self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+    ) -> Float[Tensor, "R heads*d"]:
+        query = rotate_and_write(self.cache, self.cells, qkv, rotary, shape)
+        return self._attend(query.transpose(0, 1), shape.rule).transpose(0, 1).flatten(1)
+
+    def _attend(self, query: Float[Tensor, "heads R d"], attention: AttentionParams) -> Float[Tensor, "heads R dv"]:
         from eagle_ray.kernels.tree_attention import tree_attention
 
-        layer = attention.layer
-        self.cache.write(layer, self.cells, key[0], value[0])
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.cache.keys[attention.layer], self.cache.values[attention.layer]
         shown = (attention.scaling, attention.window, attention.softcap, attention.sinks)
-        return tree_attention(query[0], keys, values, self._trees, *shown)[None]
+        return tree_attention(query, keys, values, self._trees, *shown)
+
+
+def rotate_and_write(
+    cache: KVCache, cells: Int[Tensor, " R"], qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+) -> Float[Tensor, "R heads d"]:
+    """Write a merged projection's keys, normed and rotated, and values to the cache; return its queries, like keys."""
+    from eagle_ray.kernels.fused_layer import rotate_and_write as launch
+
+    norms = (shape.q_norm, shape.k_norm, shape.norm_eps)
+    launch(qkv, *cache.layer(shape.layer), cells, rotary.cosine, rotary.sine, *norms)
+    return qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.heads]

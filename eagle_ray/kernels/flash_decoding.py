@@ -99,23 +99,27 @@ def attend(
             clear = tl.maximum(low, length + deepest - window + 1)
         for column in tl.range(begin, tl.minimum(end, clear), BLOCK_N, num_stages=1):
             columns = column + tl.arange(0, BLOCK_N)
-            seen = _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window)
+            seen, there = _seen(
+                columns, length, low, real, words, num_words, depths, column_depths, num_columns, window
+            )
             acc, top, total = _step(
-                acc, top, total, q, keys, values, blocks, columns, seen, last, scaling, softcap,
+                acc, top, total, q, keys, values, blocks, columns, seen, there & (columns < last), scaling, softcap,
                 KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
             )  # fmt: skip
         begin = tl.maximum(begin, tl.cdiv(clear, BLOCK_N) * BLOCK_N)
     for column in range(begin, end, BLOCK_N):
         acc, top, total = _step(
-            acc, top, total, q, keys, values, blocks, column + tl.arange(0, BLOCK_N), None, last, scaling, softcap,
+            acc, top, total, q, keys, values, blocks, column + tl.arange(0, BLOCK_N), None, None, scaling, softcap,
             KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
         )  # fmt: skip
     if part == used - 1:
         for column in tl.range(length // BLOCK_N * BLOCK_N, last, BLOCK_N, num_stages=1):
             columns = column + tl.arange(0, BLOCK_N)
-            seen = _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window)
+            seen, there = _seen(
+                columns, length, low, real, words, num_words, depths, column_depths, num_columns, window
+            )
             acc, top, total = _step(
-                acc, top, total, q, keys, values, blocks, columns, seen, last, scaling, softcap,
+                acc, top, total, q, keys, values, blocks, columns, seen, there & (columns < last), scaling, softcap,
                 KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
             )  # fmt: skip
 
@@ -176,16 +180,17 @@ def _span(lengths, first, window, tree, num_parts, BLOCK_N: tl.constexpr, LEAST_
 
 @triton.jit
 def _step(
-    acc, top, total, query, keys, values, blocks, columns, seen, last, scaling, softcap,
+    acc, top, total, query, keys, values, blocks, columns, seen, there, scaling, softcap,
     KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Process one tile of keys and values. seen: None if every row sees the whole tile."""
-    if seen is None:
-        there = None
+    """Process one tile of keys and values. seen: None if every row sees the whole tile.
+
+    there: columns that some row sees. The others are zeros: 0 times what an unused position holds may be NaN.
+    """
+    if there is None:
         block = tl.load(blocks + columns // BLOCK_SIZE)
     else:
-        there = columns < last
         block = tl.load(blocks + columns // BLOCK_SIZE, mask=there, other=0)
     cells = (block * BLOCK_SIZE + columns % BLOCK_SIZE) * KV_HEADS
     k = _gathered(keys + cells * DK, there, DK, PAD_DK, WIDE)
@@ -193,8 +198,6 @@ def _step(
     scores = _capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scaling, softcap)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
-        any_seen = tl.max(seen.to(tl.int32), 0) > 0
-        v = tl.where(any_seen[:, None], v, 0.0)  # a weight of 0 times what an unused position holds may be NaN
     new = tl.maximum(top, tl.max(scores, 1))
     base = new
     if seen is not None:  # a row may have seen nothing yet
@@ -232,23 +235,31 @@ def _capped(scores, scaling, softcap):
 @triton.jit
 def _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window):
     """Return which rows see which positions: committed ones from low on, tree positions by their bits, windows by
-    positions.
+    positions. And which positions any row may see, without regard to windows.
     """
     in_tree = columns - length
     word = tl.min(in_tree, 0) >> 6
     bits = words + word
     lower = tl.load(bits, mask=real & (word >= 0) & (word < num_words), other=0)
     upper = tl.load(bits + 1, mask=real & (word >= -1) & (word < num_words - 1), other=0)
-    bits = tl.where(((in_tree >> 6) == word)[None, :], lower[:, None], upper[:, None])
-    seen = ((bits >> (in_tree & 63).to(tl.int64)[None, :]) & 1) != 0
-    seen |= ((in_tree < 0) & (columns >= low))[None, :]
+    is_lower, shift = (in_tree >> 6) == word, (in_tree & 63).to(tl.int64)
+    bits = tl.where(is_lower[None, :], lower[:, None], upper[:, None])
+    committed = (in_tree < 0) & (columns >= low)
+    seen = (((bits >> shift[None, :]) & 1) != 0) | committed[None, :]
+    union = tl.where(is_lower, tl.reduce(lower, 0, _or), tl.reduce(upper, 0, _or))
+    used_by_any = (((union >> shift) & 1) != 0) | committed
     if window is not None:
         inside = (in_tree >= 0) & (in_tree < num_columns)
         column_depth = tl.load(column_depths + in_tree, mask=inside, other=0).to(tl.int32)
         position = tl.where(in_tree < 0, columns, length + column_depth)
         depth = tl.load(depths, mask=real, other=0).to(tl.int32)
         seen &= (length + depth)[:, None] - position[None, :] < window
-    return seen
+    return seen, used_by_any
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
 
 
 @triton.jit

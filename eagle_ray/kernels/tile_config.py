@@ -14,6 +14,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
 LEAST_TILES = 2  # of a part: fewer cost more to put together than they save
 MOST_SPLITS = 64
+MANY_WAVES = 8  # so many that a last one, however empty, hardly counts
+ENOUGH = 0.9  # of the best share of busy places: more parts cost more to put together
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,19 @@ def tile_shape(
 
 
 def num_splits(programs: int, columns: int, shape: TileShape, cores: int) -> int:
-    """Return the parts per context so that `programs` programs per part keep all cores busy."""
-    wanted = cores * shape.per_core // max(programs, 1)
-    return max(min(wanted, columns // (shape.columns * LEAST_TILES), MOST_SPLITS), 1)
+    """Return the parts per context: the fewest with which the GPU is about as busy as with any number.
+
+    A GPU runs cores x per_core programs at a time. 512 programs on 396 of these places take two waves, the second of
+    them mostly empty; in three parts each they take four waves, of which the last is nearly full.
+    """
+    places = cores * shape.per_core
+    most = max(min(columns // (shape.columns * LEAST_TILES), MOST_SPLITS), 1)
+    if programs >= MANY_WAVES * places:
+        return 1
+    busy = [busy_share(programs * splits, places) for splits in range(1, most + 1)]
+    return next(i for i, share in enumerate(busy, 1) if share >= ENOUGH * max(busy))
+
+
+def busy_share(programs: int, places: int) -> float:
+    """Return the share of places that hold a program, over all waves."""
+    return programs / (-(-programs // places) * places)

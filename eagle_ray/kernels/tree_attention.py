@@ -16,7 +16,7 @@ from eagle_ray.kernels.availability import is_interpreting
 from eagle_ray.kernels.flash_decoding import attend, combine
 from eagle_ray.kernels.launch import launch
 from eagle_ray.kernels.tile_config import LEAST_TILES, MOST_SPLITS, num_splits, tile_shape
-from eagle_ray.kernels.tree_metadata import KernelTrees, TileSchedule
+from eagle_ray.kernels.tree_metadata import KernelTrees
 
 INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
 COMBINE_WARPS = 2
@@ -42,7 +42,7 @@ def tree_attention(
     group = heads // kv_heads
     capability, cores = _device(query.device)
     shape = tile_shape(-(-num_rows * group // trees.num_trees), key_dim, value_dim, keys.dtype, capability)
-    tiles = TileSchedule.of(trees, num_rows, group, shape.rows)
+    tiles = trees.schedule(num_rows, group, shape.rows)
     splits = num_splits(tiles.count * kv_heads, trees.longest, shape, cores)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = query.new_empty(num_rows, heads, value_dim)

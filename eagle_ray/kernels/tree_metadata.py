@@ -9,7 +9,7 @@ Nothing here depends on how long the sequences are or on how many rows each of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int
@@ -60,6 +60,14 @@ class KernelTrees:
     first: Int[Tensor, " B"] | None
     most_columns: int
     longest: int
+    _schedules: dict[tuple[int, int, int], TileSchedule] = field(default_factory=dict, repr=False, compare=False)
+
+    def schedule(self, num_rows: int, group: int, size: int) -> TileSchedule:
+        """Return the schedule of a layer's programs, computed once a pass; see TileSchedule.of."""
+        key = num_rows, group, size
+        if key not in self._schedules:
+            self._schedules[key] = TileSchedule.of(self, *key)
+        return self._schedules[key]
 
     @property
     def num_trees(self) -> int:

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rotary
-from eagle_ray.kernels import cpu_ops, torch_ops
+from eagle_ray.kernels import cpu_ops, layer_ops
+from eagle_ray.kernels.availability import use_triton
 from eagle_ray.models.packed_linear import is_dense, merge_linears
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -189,8 +190,9 @@ def normed_sum(
 
 
 def ops_for(weight: Tensor) -> ModuleType:
-    """Return the module that runs small operations on this device and dtype: kernels.cpu_ops or torch_ops."""
-    return cpu_ops if cpu_ops.available(weight.device, weight.dtype) else torch_ops
+    """Return the module that runs small operations on this device and dtype: kernels.cpu_ops or layer_ops."""
+    is_cpp = cpu_ops.available(weight.device, weight.dtype) and not use_triton(weight.device)
+    return cpu_ops if is_cpp else layer_ops
 
 
 def is_llama_shaped(model: PreTrainedModel) -> bool:

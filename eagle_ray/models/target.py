@@ -216,6 +216,6 @@ class TargetModel:
             column_depths=tree.depths,
             row_of=None if rows.is_rectangle else rows.row_of,
             unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
-            seq=rows.seq,
+            seq=None if max_depth == 0 and rows.is_rectangle else rows.seq,  # in roots alone there is no padding
             sizes=None if rows.is_rectangle else rows.sizes,
         )

@@ -13,6 +13,7 @@ import json, sys
 from dataclasses import asdict
 
 import torch
+from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul
 from eagle_ray.kernels.kv_commit import commit
 from eagle_ray.kernels.log_probs import log_probs_of
 from eagle_ray.kernels.sample import pick
@@ -24,8 +25,15 @@ logits, whole = torch.zeros(4, 128256, dtype=dtype), torch.zeros(4, dtype=torch.
 real, cache = torch.ones(4), torch.zeros(2, 9, 32, 8, 128, dtype=dtype)
 push = Push(torch.ones(4), 4.0, real, whole, whole, torch.zeros(4, 1), whole)
 cuts = (whole, real, real) if most else (None, None, real)
+rows, qkv, angles = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4, 48 * 128, dtype=dtype), torch.zeros(4, 64)
+cells, head = cache[0].flatten(0, 1), torch.zeros(128, dtype=dtype)
 found = {}
 for call in (
+    lambda: add_rms_norm(rows, None, rows[0], 1e-5),
+    lambda: add_rms_norm(rows, rows, rows[0], 1e-5),
+    lambda: silu_mul(torch.zeros(4, 2 * 14336, dtype=dtype)),
+    lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),
+    lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles, head, head, 1e-6),
     lambda: pick(logits, real, *cuts, whole, whole, whole),
     lambda: pick(logits, real, None, None, None, whole, whole, whole),
     lambda: log_probs_of(logits, whole),
@@ -50,7 +58,10 @@ def compiled(dtype: str, capability: int, which: str) -> dict[str, dict[str, int
 
 def test_what_every_step_runs_compiles_and_spills_nothing():
     found = compiled("bfloat16", 90, "few")
-    assert {name.split()[0] for name in found} >= {"draw", "winner", "sum_parts", "best_of_parts", "merge", "move"}
+    assert {name.split()[0] for name in found} >= {
+        *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
+        *("_add_rms_norm", "_silu_mul", "_rotate_and_write"),
+    }
     assert not {name: used for name, used in found.items() if used["spilled"]}
 
 

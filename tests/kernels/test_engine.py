@@ -26,9 +26,9 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     portable = run(engine(planner), PROMPTS, PARAMS)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     heads = Counter()
-    attend = TritonTreeMetadata.attend
+    attend = TritonTreeMetadata._attend
     monkeypatch.setattr(
-        TritonTreeMetadata, "attend", lambda self, q, *x: heads.update([q.shape[1]]) or attend(self, q, *x)
+        TritonTreeMetadata, "_attend", lambda self, q, *x: heads.update([q.shape[0]]) or attend(self, q, *x)
     )
     kernels = run(engine(planner), PROMPTS, PARAMS)
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
@@ -38,18 +38,18 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
 
 @pytest.mark.parametrize("after", [0, 7, 20])
 def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, caplog):
-    """In a prompt's pass, a draft or a verify pass: that is run again by the portable path."""
+    """In a draft or in a verify pass: that is run again by the portable path."""
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
     portable = run(engine("uniform"), PROMPTS, PARAMS)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     monkeypatch.setattr(availability, "_failure", [])
-    calls, attend = [], TritonTreeMetadata.attend
+    calls, attend = [], TritonTreeMetadata._attend
 
     def attended(self, *args):
         calls.append(1)
         return compile_fails() if len(calls) > after else attend(self, *args)
 
-    monkeypatch.setattr(TritonTreeMetadata, "attend", attended)
+    monkeypatch.setattr(TritonTreeMetadata, "_attend", attended)
     kernels = run(engine("uniform"), PROMPTS, PARAMS)
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
     assert len(calls) == after + 1 and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.kernels.tile_config import TileShape, num_splits, tile_shape
+from eagle_ray.kernels.tile_config import TileShape, busy_share, num_splits, tile_shape
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, TileSchedule
 from tests.kernels.forests import Forest
 
@@ -93,10 +93,22 @@ def trees_of(seq: torch.Tensor, batch: int) -> KernelTrees:
 
 
 @given(st.integers(1, 4000), st.integers(0, 40_000), st.integers(1, 200))
-def test_splits_are_worth_their_work_and_no_more_than_the_cores_take(programs, columns, cores):
+def test_splits_are_worth_their_work_and_fill_the_cores(programs, columns, cores):
     shape = TileShape(64, 64, 4, 3, per_core=2)
     splits = num_splits(programs, columns, shape, cores)
-    assert splits >= 1 and (splits == 1 or (columns // splits >= 128 and programs * splits <= cores * 2))
+    assert splits == 1 or columns // splits >= 128
+    if programs < 8 * 2 * cores:
+        shares = [busy_share(programs * n, 2 * cores) for n in range(1, max(min(columns // 128, 64), 1) + 1)]
+        assert shares[splits - 1] >= 0.9 * max(shares)
+
+
+@pytest.mark.parametrize("batch, at_least", [(1, 0.55), (4, 0.85), (16, 0.85), (64, 0.85), (128, 0.85), (256, 0.8)])
+def test_plain_batches_of_any_size_keep_a_gpu_busy(batch, at_least):
+    """An 8B model's 8 key/value heads on an H100, contexts of 4,096: with one part 64 sequences leave a third idle."""
+    shape = tile_shape(4, 128, 128, torch.bfloat16, (9, 0))
+    splits = num_splits(batch * 8, 4096, shape, 132)
+    assert busy_share(batch * 8 * splits, 132 * shape.per_core) >= at_least
+    assert batch < 64 or splits <= 4
 
 
 def test_one_tree_in_a_long_context_fills_a_gpu():

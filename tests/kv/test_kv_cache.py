@@ -7,7 +7,8 @@ import torch
 
 from eagle_ray.attention import attention_groups
 from eagle_ray.attention.attention_groups import group_sequences
-from eagle_ray.attention.metadata import AttentionParams, PrefillMetadata, TreeMetadata
+from eagle_ray.attention.metadata import AttentionParams, TreeMetadata
+from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 from eagle_ray.tree.accept import VerifyResult

@@ -134,7 +134,7 @@ def path(tree: DraftTree, b: int, node: int) -> list[int]:
 def test_operations_are_chosen_by_device_and_dtype():
     weight = torch.zeros(1)
     assert decoder_module.ops_for(weight) is cpu_ops
-    assert decoder_module.ops_for(weight.half()) is decoder_module.torch_ops
+    assert decoder_module.ops_for(weight.half()) is decoder_module.layer_ops
     assert backend.uses_cpp(target_of(llama()).cache)
 
 

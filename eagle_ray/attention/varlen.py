@@ -1,0 +1,82 @@
+"""Variable-length attention: prompts of any lengths in one launch, by torch's flash attention on a GPU.
+
+    packed = PackedLengths.of([3, 2], [5, 2], "cuda")           # 3 rows over 5 positions, 2 rows over 2
+    out = varlen_attention(query, keys, values, packed, attention)
+
+Row i of N over T positions sees the first T - N + i + 1 of them (causal, aligned at the end). Not by block table:
+torch's flash attention wants blocks of 256 positions, ours have 32. Source: torch.nn.attention.varlen.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import to_device
+from eagle_ray.attention.metadata import AttentionParams
+
+DTYPES = (torch.bfloat16, torch.float16)
+LARGEST_DIM = 256
+OPTIONS = {"enable_gqa": True, "num_splits": 1}  # one split: a sequence's numbers do not depend on the batch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLengths:
+    """How B sequences lie in packed rows and packed positions.
+
+    Attributes:
+        row_ends, key_ends: int32, cumulative numbers, from 0 on.
+        max_rows, max_keys: of one sequence.
+    """
+
+    row_ends: Int[Tensor, " B1"]
+    key_ends: Int[Tensor, " B1"]
+    max_rows: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, num_rows: list[int], num_keys: list[int], device: torch.device | str) -> PackedLengths:
+        ends = [list(accumulate(counts, initial=0)) for counts in (num_rows, num_keys)]
+        row_ends, key_ends = to_device(ends, device, torch.int32)
+        return cls(row_ends, key_ends, max(num_rows), max(num_keys))
+
+
+def supports_varlen(query: Float[Tensor, "R heads d"], value_dim: int, attention: AttentionParams) -> bool:
+    """Return whether this layer's rows can attend in one launch."""
+    if query.device.type != "cuda" or query.dtype not in DTYPES or not query.shape[2] == value_dim <= LARGEST_DIM:
+        return False
+    return attention.softcap is None and attention.sinks is None and _options(attention.window) is not None
+
+
+def varlen_attention(
+    query: Float[Tensor, "R heads d"],
+    keys: Float[Tensor, "T kv_heads d"],
+    values: Float[Tensor, "T kv_heads d"],
+    packed: PackedLengths,
+    attention: AttentionParams,
+) -> Float[Tensor, "R heads d"]:
+    """Return causal attention of each sequence's rows to its own positions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = packed.row_ends, packed.key_ends, packed.max_rows, packed.max_keys
+    return varlen_attn(query, keys, values, *ends, scale=attention.scaling, **_options(attention.window))
+
+
+@cache
+def _options(window: int | None) -> dict[str, object] | None:
+    """Return what this torch's varlen_attn has to be told of a causal window, or None if it cannot do it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, object] = {name: value for name, value in OPTIONS.items() if name in known}
+    if "window_size" in known:
+        return options | {"window_size": (-1 if window is None else window - 1, 0)}
+    return options | {"is_causal": True} if window is None and "is_causal" in known and "scale" in known else None

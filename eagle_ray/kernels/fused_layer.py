@@ -1,0 +1,132 @@
+"""The small operations of a decoder layer on a GPU, one launch each: what kernels/torch_ops.py computes.
+
+    normed = add_rms_norm(residual, delta, weight, eps)             # residual += delta, in place
+    rotate_and_write(qkv, keys, values, cells, cosine, sine)        # heads normed and rotated, keys and values cached
+    out = silu_mul(gate_up)
+
+Every row is computed by itself, in fp32, so its numbers do not depend on the batch. Results are rounded to the rows'
+dtype where torch rounds them: after the sum, after the norm of a head, and at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.kernels.launch import launch
+
+SLICE = 1024  # numbers of a row of the MLP that one program computes
+NUMBERS_PER_WARP = 512
+
+
+def add_rms_norm(
+    residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
+) -> Float[Tensor, "R H"]:
+    """Add delta to residual in place and return the RMSNorm of the sum. Rows are contiguous."""
+    num_rows, width = residual.shape
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(width)
+    launch(_add_rms_norm, (num_rows,))(
+        residual, delta, weight, out, residual.stride(0), 0 if delta is None else delta.stride(0), out.stride(0),
+        width, eps, BLOCK=block, num_warps=min(max(block // NUMBERS_PER_WARP, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
+    """Return SiLU(gate) * up, where each row holds gate and then up."""
+    num_rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    launch(_silu_mul, (num_rows, triton.cdiv(width, SLICE)))(gate_up, out, gate_up.stride(0), width, BLOCK=SLICE)
+    return out
+
+
+def rotate_and_write(
+    qkv: Float[Tensor, "R width"],
+    keys: Float[Tensor, "cells kv_heads d"],
+    values: Float[Tensor, "cells kv_heads d"],
+    cells: Int[Tensor, " R"],
+    cosine: Float[Tensor, "R half"],
+    sine: Float[Tensor, "R half"],
+    q_norm: Float[Tensor, " d"] | None = None,
+    k_norm: Float[Tensor, " d"] | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norm and rotate the query heads of each row in place; write its keys, normed and rotated, and values at its cell.
+
+    qkv: query heads, then key heads, then value heads. q_norm, k_norm: both or neither.
+    """
+    kv_heads, dim = keys.shape[1:]
+    num_heads = qkv.shape[1] // dim
+    launch(_rotate_and_write, (len(qkv), num_heads))(
+        qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, qkv.stride(0),
+        HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, HALF=dim // 2,
+        BLOCK=triton.next_power_of_2(dim // 2), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_rms_norm(
+    residual, delta, weight, out, residual_row, delta_row, out_row, width, eps, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    real = place < width
+    x = tl.load(residual + row * residual_row + place, mask=real, other=0.0)
+    if delta is not None:
+        more = tl.load(delta + row * delta_row + place, mask=real, other=0.0)
+        x = (x.to(tl.float32) + more.to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(residual + row * residual_row + place, x, mask=real)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x) / width + eps)
+    normed = x * scale * tl.load(weight + place, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + place, normed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, gate_row, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = place < width
+    gate = tl.load(gate_up + row * gate_row + place, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * gate_row + width + place, mask=real, other=0.0)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
+    tl.store(out + row * width + place, (silu.to(tl.float32) * up.to(tl.float32)).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _rotate_and_write(
+    qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, qkv_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.arange(0, BLOCK)
+    real = place < HALF
+    source = qkv + row * qkv_row + head * (2 * HALF) + place
+    lower = tl.load(source, mask=real, other=0.0)
+    upper = tl.load(source + HALF, mask=real, other=0.0)
+    target = source
+    if head >= HEADS + KV_HEADS:
+        cell = tl.load(cells + row).to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS
+        target = values + cell * (2 * HALF) + place
+    elif head >= HEADS:
+        cell = tl.load(cells + row).to(tl.int64) * KV_HEADS + head - HEADS
+        target = keys + cell * (2 * HALF) + place
+    if head < HEADS + KV_HEADS:
+        a, b = lower.to(tl.float32), upper.to(tl.float32)
+        if q_norm is not None:
+            weight = q_norm if head < HEADS else k_norm
+            scale = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * HALF) + eps)
+            a *= scale * tl.load(weight + place, mask=real, other=0.0).to(tl.float32)
+            b *= scale * tl.load(weight + HALF + place, mask=real, other=0.0).to(tl.float32)
+            a = a.to(qkv.dtype.element_ty).to(tl.float32)
+            b = b.to(qkv.dtype.element_ty).to(tl.float32)
+        c = tl.load(cosine + row * HALF + place, mask=real, other=0.0)
+        s = tl.load(sine + row * HALF + place, mask=real, other=0.0)
+        lower = (a * c - b * s).to(qkv.dtype.element_ty)
+        upper = (b * c + a * s).to(qkv.dtype.element_ty)
+    tl.store(target, lower, mask=real)
+    tl.store(target + HALF, upper, mask=real)

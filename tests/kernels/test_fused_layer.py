@@ -1,0 +1,81 @@
+"""The operations between a layer's products: in one launch each they compute what torch does in several."""
+
+import pytest
+import torch
+
+from eagle_ray.attention.metadata import AttentionShape, Rotary
+from eagle_ray.kernels import fused_layer, torch_ops
+from eagle_ray.models.target import TargetModel
+from tests.helpers.toy_models import llama
+from tests.kernels.counting import device_operations, tree_pass
+from tests.kernels.device import DEVICE
+from tests.models.families import CHUNKS, assert_trees_equal, plain_copy, random_model, target_of
+from tests.models.test_decoder import COVERED
+
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+MAX_LAUNCHES = 14
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("rows, width", [(1, 64), (5, 100), (3, 5000)])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_add_rms_norm(rows, width, has_delta, dtype):
+    residual, weight = random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    delta = random(rows, width + 1, dtype=dtype)[:, 1:].contiguous() if has_delta else None
+    sums = residual.clone()
+    expected = torch_ops.add_rms_norm(sums, delta, weight, 1e-5)
+    found = fused_layer.add_rms_norm(residual, delta, weight, 1e-5)
+    torch.testing.assert_close(residual, sums, atol=0, rtol=ROUNDING[dtype])  # the interpreter cuts bf16 off
+    torch.testing.assert_close(found, expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("rows, width", [(1, 8), (3, 1024), (2, 2500)])
+def test_silu_mul(rows, width, dtype):
+    both = 4 * random(rows, 2 * width, dtype=dtype)
+    expected = torch_ops.silu_mul(both)
+    torch.testing.assert_close(fused_layer.silu_mul(both), expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 16), (3, 1, 24), (8, 8, 128)])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_rotate_and_write(heads, kv_heads, dim, has_norm, dtype):
+    rows, cells = 5, torch.tensor([7, 2, 9, 0, 3], device=DEVICE)
+    qkv = random(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angles = random(rows, dim // 2)
+    rotary = Rotary(angles.cos(), angles.sin())
+    norms = (random(dim, dtype=dtype), random(dim + 1, dtype=dtype)[1:], 1e-6) if has_norm else ()
+    expected = AttentionShape(0, heads, kv_heads, dim, 1.0, None, *norms).split(qkv, rotary)
+    keys, values = (torch.full((11, kv_heads, dim), 5.0, device=DEVICE, dtype=dtype) for _ in range(2))
+    fused_layer.rotate_and_write(qkv, keys, values, cells, rotary.cosine, rotary.sine, *norms)
+    found = qkv.view(rows, -1, dim)[:, :heads], keys[cells], values[cells]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+    others = [1, 4, 5, 6, 8, 10]
+    assert keys[others].eq(5).all() and values[others].eq(5).all()
+
+
+@pytest.mark.parametrize("name", ["llama3 rope", "mistral", "qwen2", "qwen3", "one kv head"])
+@torch.inference_mode()
+def test_a_whole_model_equals_transformers_own(name, fused):
+    """Prompts in chunks, then trees, in fp32."""
+    model = random_model(COVERED[name])
+    assert_trees_equal(plain_copy(model), target_of(model), CHUNKS, atol=1e-4)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "trees"])
+@torch.inference_mode()
+def test_a_layer_is_a_few_launches(plain, fused):
+    """A layer's share of a pass, whatever a pass computes once; 57 operations before they were fused."""
+    counts = {}
+    for num_layers in (2, 4):
+        target = TargetModel(llama(num_hidden_layers=num_layers), 4, 64)
+        counts[num_layers] = device_operations(lambda target=target: tree_pass(target, plain))
+    two_layers = counts[4] - counts[2]
+    assert two_layers["_rotate_and_write"] == two_layers["attend"] == two_layers["_silu_mul"] == 2
+    assert two_layers.total() / 2 <= MAX_LAUNCHES, two_layers
