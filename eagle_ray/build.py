@@ -233,12 +233,13 @@ def build_engine(
     planner, sizes = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
     engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, graphs=graphs, trees=sizes)
     if speculative.budget == "global" and fixed is None:
-        costs = _costs_of(engine, speculative, start)
         if ahead:
             with start.part("recorded", RECORDING):
-                capture(engine, *tree)
-        can_sync, padded = target.device.type == "cpu" and graphs is None, graphs.num_rows if graphs else int
-        engine.planner = BudgetPlanner(*tree, costs, can_sync, padded)
+                capture(engine, speculative.max_nodes, speculative.top_k)
+        costs = _costs_of(engine, speculative, start)
+        can_sync = target.device.type == "cpu" and graphs is None
+        sizes = graphs.pass_sizes(speculative.max_nodes) if graphs else None
+        engine.planner = BudgetPlanner(*tree, costs, can_sync, sizes)
     elif ahead:
         with start.part("recorded", RECORDING):
             capture_fixed(engine)

@@ -1,7 +1,7 @@
-"""GraphRunner: how a pass of fixed shapes is run again and again, and Padded, what it is given.
+"""GraphRunner: how a pass of fixed shapes is run again and again, and PaddedInput, what it is given.
 
     size = replay.batch_size(len(slots))
-    inputs = [Padded(slots, (size,), nowhere), Padded(lengths, (size,))]
+    inputs = [PaddedInput(slots, (size,), nowhere), PaddedInput(lengths, (size,))]
     drafted = replay.run(("draft", size, depth), function, inputs)
 
 The function takes plain tensors of the padded shapes, reads nothing else that changes but tensors in place, and returns
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
+
+Kind = tuple[bool, bool, bool, bool]
+"""Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,31 @@ class GraphRunner(Protocol):
         """Return whether `run` still replays."""
 
     def batch_size(self, num_sequences: int) -> int:
-        """Return the padded number of sequences of a pass."""
+        """Return the padded number of sequences of a plain pass."""
+
+    def draft_size(self, num_sequences: int) -> int:
+        """Return the padded number of sequences of a draft."""
 
     def num_rows(self, num_rows: int) -> int:
-        """Return the padded number of rows of a pass."""
+        """Return the padded number of rows of a pass over trees."""
+
+    def num_trees(self, num_rows: int) -> int:
+        """Return the padded number of trees of a pass of this many rows, of which each has at least one."""
 
     def num_nodes(self, num_nodes: int) -> int:
         """Return the padded number of nodes per tree."""
 
     def context(self, longest: int) -> int:
         """Return the padded context length, in tokens, for a longest sequence of `longest` tokens."""
+
+    def sampling_kind(self, kind: Kind) -> Kind:
+        """Return the kind of sampling that a pass is recorded for; it serves sequences of the given kind."""
+
+    def has(self, key: Hashable) -> bool:
+        """Return whether a pass with this key is recorded."""
+
+    def record(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
+        """Make what `run` replays, without running it; return whether it can be replayed."""
 
     def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
         """Return the function's results for these inputs.

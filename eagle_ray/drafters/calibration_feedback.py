@@ -24,8 +24,8 @@ UPDATE_INTERVAL = 4  # steps between later updates, or as many as levels: an upd
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
-    """frontier: the expanded nodes; None for the roots. scores: log-probabilities, -inf is padding."""
+class OfferedLevel:
+    """frontier: the expanded nodes; None for the roots. scores: log-probabilities, uncalibrated; -inf is padding."""
 
     frontier: Frontier | None
     tokens: Int[Tensor, "B F K"]
@@ -37,7 +37,7 @@ class Offered:
     """One step's proposals, level by level. kinds: of each row, see Calibration."""
 
     kinds: Int[Tensor, " B"]
-    levels: list[_Level] = field(default_factory=list)
+    levels: list[OfferedLevel] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Offers:
     ) -> Float[Tensor, "B F K"]:
         """Add a level. Return the children's calibrated log-probabilities given their parents."""
         level = len(self.offered.levels)
-        self.offered.levels.append(_Level(frontier, tokens, scores))
+        self.offered.levels.append(OfferedLevel(frontier, tokens, scores))
         return scores if self.calibration is None else self.calibration.apply(level, self.offered.kinds, scores)
 
     def update(self, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath | None:
@@ -108,7 +108,7 @@ class Offers:
         return path
 
 
-def _path(levels: list[_Level], picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath:
+def _path(levels: list[OfferedLevel], picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]) -> TargetPath:
     nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
     for depth, level in enumerate(levels[1:]):
         frontier = level.frontier

@@ -112,15 +112,24 @@ class CandidateRanker:
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> TopK:
         """Return the `width` likeliest children of every node of the next level's frontier."""
-        level = len(self.lesson.features)
+        tokens, scores, own = self.rank(len(self.lesson.features), features, width)
+        self.lesson.features.append(features)
+        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+
+    def rank(
+        self, level: int | Int[Tensor, " 1"], features: Float[Tensor, "B F H"], width: int
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Return the likeliest children's tokens, their log-probabilities before calibration, and those by the head.
+
+        Args:
+            level: levels above these children; on the device if the pass is recorded for all levels.
+        """
         logits = self._logits_of(features)
         width = min(width, logits.shape[-1])
         best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
         scores, index, own = best(level, logits, width)
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows proposes nothing
-        tokens = index if self._token_ids is None else self._token_ids[index]
-        self.lesson.features.append(features)
-        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+        return index if self._token_ids is None else self._token_ids[index], scores, own
 
     def update(self, result: VerifyResult) -> None:
         """Learn from the target's tokens on the trees that were just drafted, for all levels at once."""
@@ -135,7 +144,7 @@ class CandidateRanker:
         self.lesson = None
 
     def _best(
-        self, level: int, logits: Float[Tensor, "B F D"], width: int
+        self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         """Return log-probabilities and indices of the likeliest tokens, and their log-probabilities by the head."""
         logits = logits.float()
@@ -143,7 +152,7 @@ class CandidateRanker:
         sampling = self.lesson.sampling
         if self.coupling is not None and sampling.any_sampled:
             rows = sampling.sampled_rows
-            noise = self._noise(range(level, level + 1), rows, logits.shape[-1])[0]
+            noise = self._noise(level + self._ones(1), rows, logits.shape[-1])[0]
             coupled = self.coupling.log_probs(level, logits[rows], sampling, rows, noise)
             if sampling.is_bound:
                 coupled = torch.where((sampling.temperature > 0)[:, None, None], coupled, own)
@@ -152,7 +161,7 @@ class CandidateRanker:
         return scores, index, own.gather(-1, index)
 
     def _fused_best(
-        self, level: int, logits: Float[Tensor, "B F D"], width: int
+        self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         """Do what `_best` does by a kernel, without tensors as wide as the vocabulary."""
         from eagle_ray.kernels.topk import Push, top_k
@@ -160,7 +169,7 @@ class CandidateRanker:
         sampling, push = self.lesson.sampling, None
         if self.coupling is not None and sampling.any_sampled:
             push = Push(
-                weights=self.coupling.fit.parameters[level, 0],
+                weights=self.coupling.fit.at(level)[0],
                 large=LARGE_NOISE,
                 temperature=sampling.temperature,
                 seed=sampling.seed,
@@ -182,7 +191,7 @@ class CandidateRanker:
         pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)
         logits = self._logits_of(torch.stack([features[rows, node] for features, node in pairs])).float()
         places, known = self._places(picks.T[: len(levels), rows])
-        noise = self._noise(levels, rows, logits.shape[-1])
+        noise = self._noise(self._ones(len(levels)).cumsum(0), rows, logits.shape[-1])
         known = known & path.reached[:, rows] & logits.isfinite().all(-1)
         self.coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
 
@@ -194,10 +203,12 @@ class CandidateRanker:
         places = self._order[found]
         return places, self._token_ids[places] == picks
 
-    def _noise(self, levels: range, rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
-        """Return the noise that the target uses to sample after these levels' nodes; roots are at `lengths`."""
+    def _noise(self, steps: Int[Tensor, " L"], rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
+        """Return the noise by which the target samples the tokens `steps` after the roots, which are at `lengths`."""
         ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
-        steps = torch.arange(levels.start + 1, levels.stop + 1, device=rows.device)
         positions = self.lesson.lengths[rows] + steps[:, None]
         seeds = self.lesson.sampling.seed[rows].expand_as(positions)
         return gumbel_noise(seeds.flatten(), positions.flatten(), ids).view(*positions.shape, -1)
+
+    def _ones(self, num: int) -> Int[Tensor, " L"]:
+        return torch.ones(num, dtype=torch.int64, device=self.lesson.lengths.device)

@@ -11,7 +11,7 @@ target pass. A step of plain decoding calls `extend` alone, which runs no model;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
-from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
@@ -95,8 +95,19 @@ class Drafter(Protocol):
 
     supports_graphs: bool
 
-    def use_graphs(self, runner: GraphRunner | None) -> None:
-        """Replay drafts of known shape through the runner from now on; None runs each as it is."""
+    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+        """Replay drafts of known shape through the runner from now on; None runs each as it is.
+
+        Args:
+            max_depth: levels of the deepest draft.
+        """
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        """Yield what records each pass that replayed drafts can ask for, for lengths and sampling like these.
+
+        Args:
+            top_k: children per node.
+        """
 
     def attach_prefix(
         self,

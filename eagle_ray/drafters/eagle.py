@@ -14,7 +14,7 @@ head continues with a shorter context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -27,9 +27,12 @@ from torch import Tensor
 from eagle_ray.async_copy import copy_to_device, to_device
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.drafters.candidate_ranker import CandidateRanker, RankingFeedback
+from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.feature_buffer import FeatureBuffer
+from eagle_ray.drafters.idle_batch import idle_batch
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
@@ -38,12 +41,15 @@ from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import Frontier, TreeBuilder
+from eagle_ray.tree.tree_mask import unpack_mask
 
+NARROW = 4  # the width that is recorded besides the widest, for batches of
+NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
 
@@ -104,6 +110,9 @@ class EagleDrafter:
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
         self._graphs: GraphRunner | None = None
+        self._max_depth = 0  # of replayed drafts
+        self._buffers: dict[int, DraftBuffers] = {}  # by children per node, which is the widest frontier too
+        self._padded: dict[tuple, PaddedDraft] = {}
         self._forward = head_forward(self.head)
         self._embed = head.embed_tokens or target.embed_tokens
         kv_spec, num_slots = head.kv_spec, target.cache.num_slots
@@ -117,8 +126,9 @@ class EagleDrafter:
             kv_spec.value_dim,
         )
         self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
-        self._first = [head.first_column] * num_slots  # the first column that each slot's sequence sees
-        self._end = [head.first_column] * num_slots  # the first column that the head has not read yet
+        num_lists = num_slots + 1  # the last is the null slot's
+        self._first = [head.first_column] * num_lists  # the first column that each slot's sequence sees
+        self._end = [head.first_column] * num_lists  # the first column that the head has not read yet
 
     def attach_prefix(
         self,
@@ -167,7 +177,7 @@ class EagleDrafter:
             self._evict(slot, length)
         grown, num_pairs = None, sum(self._waiting(at))
         if self._is_replayed(plan):
-            self._read_all_but(_pairs_of(plan), at)
+            self._read_all_but(self._most_pairs(plan), at)
             grown = self._replayed(at, roots, plan, sampling, self._graphs)
         if grown is None:
             grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
@@ -182,8 +192,10 @@ class EagleDrafter:
         grown = self._grown(at, *theirs, plan, self._backlog(at))
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
-    def use_graphs(self, runner: GraphRunner | None) -> None:
-        self._graphs = runner
+    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+        self._graphs, self._max_depth = runner, max_depth
+        self._buffers.clear()
+        self._padded.clear()
 
     def draft_async(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
@@ -192,7 +204,7 @@ class EagleDrafter:
 
         Returns None if the draft cannot be replayed, or if more pairs may be waiting than it reads.
         """
-        if not self._is_replayed(plan) or max(self._waiting(at)) > _pairs_of(plan):
+        if not self._is_replayed(plan) or max(self._waiting(at)) > self._most_pairs(plan):
             return None
         grown = self._replayed(at, roots, plan, sampling, self._graphs)
         return None if grown is None else Draft(grown.tree, grown.levels, len(grown.levels), 0)
@@ -211,17 +223,160 @@ class EagleDrafter:
         return works and plan.members is None and plan.should_stop is None
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, replay: GraphRunner
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
     ) -> Grown | None:
         """Return a replayed draft of the plan's full depth for the whole batch, or None if replaying fails."""
-        longest, size, bound = _pairs_of(plan), replay.batch_size(len(roots)), replay.context(at.max_length)
+        if not self._grows_by_level(plan):
+            return self._replayed_whole(at, roots, plan, sampling, graphs)
+        draft = self._padded_draft(len(roots), plan, sampling, graphs)
+        bound, num, depth = graphs.context(at.max_length), len(roots), plan.max_depth
+        level = self._level_pass(draft, bound)
+        if depth > 1 and not self._record_level(draft, bound):  # before the draft, which recording overwrites
+            return None
+        widest = self._widest_draft(len(roots), plan, sampling, graphs)
+        graphs.run(*self._first_pass(widest, at, roots, sampling, bound))
+        for _ in range(depth - 1):
+            graphs.run(*level)
+        if not graphs.is_enabled:
+            return None
+        kinds = (sampling.temperature > 0).long()
+        lesson = RankingFeedback(
+            slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
+        )
+        self.ranking.lesson = lesson
+        return Grown(draft.tree(num, depth), draft.levels(num, depth), lesson)
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        """Yield what records each pass of drafts with top_k children per node, the largest first."""
+        graphs = self._graphs
+        assert graphs is not None
+        widths = sorted({min(NARROW, top_k), top_k}, reverse=True)
+        sizes = {graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
+        for size in sorted(sizes, reverse=True):
+            for width in widths:
+                yield partial(self._record_draft, size, DraftPlan(2, width, num_children=top_k), max_length, params)
+
+    def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+        """Record the passes that are replayed for drafts of this size."""
+        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
+        assert graphs is not None
+        bound = graphs.context(max_length)
+        widest = self._widest_draft(batch_size, plan, batch.sampling, graphs)
+        graphs.record(*self._first_pass(widest, batch.at, batch.roots, batch.sampling, bound))
+        if self._max_depth > 1:
+            self._record_level(self._padded_draft(batch_size, plan, batch.sampling, graphs), bound)
+
+    def _grows_by_level(self, plan: DraftPlan) -> bool:
+        """Return whether the draft is replayed level by level; static trees and other ways to grow are one pass."""
+        is_eagle2 = plan.static_tree is None and self.builder is TreeBuilder
+        return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
+
+    def _padded_draft(
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> PaddedDraft:
+        """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
+        size = graphs.draft_size(batch_size)
+        is_narrow = plan.width <= NARROW < plan.children and size >= NARROW_FROM
+        return self._draft_of(size, NARROW if is_narrow else plan.children, plan.children, sampling, graphs)
+
+    def _widest_draft(
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> PaddedDraft:
+        """Return the draft whose first level is replayed: a narrower one goes on from there."""
+        return self._draft_of(graphs.draft_size(batch_size), plan.children, plan.children, sampling, graphs)
+
+    def _draft_of(
+        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> PaddedDraft:
+        """Return the part of the buffers for such a draft; the buffers are made at first use."""
+        kind = graphs.sampling_kind(sampling.kind)
+        key = size, width, children, kind
+        if key not in self._padded:
+            if children not in self._buffers:
+                most = graphs.draft_size(self._target.cache.num_slots)
+                shape, num_ends = DraftShape(most, children, children, self._max_depth), sampling.ends.shape[1]
+                parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
+                self._buffers[children] = DraftBuffers(shape, *parts)
+            self._padded[key] = PaddedDraft(self._buffers[children], size, width, kind)
+        return self._padded[key]
+
+    def _first_pass(
+        self, draft: PaddedDraft, at: DecodeSlots, roots: Int[Tensor, " B"], sampling: SamplingBatch, bound: int
+    ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
+        """Return key, function and inputs of the pass that reads the pending pairs and ranks the roots' children."""
+        longest, size, shape = draft.shape.depth + 1, draft.batch, (draft.batch,)
+        first, starts = self._columns(at)
+        inputs = [
+            PaddedInput(at.slots, shape, self.cache.blocks.null_slot),
+            *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
+            *sampling.padded(size),
+        ]
+
+        def run(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor) -> None:
+            draft.start(slots, lengths, roots, first, *chosen)
+            at, pending = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
+            self._append(draft, self._catch_up(at, pending)[:, None])
+
+        return ("first level", *draft.key, bound), run, inputs
+
+    def _level_pass(self, draft: PaddedDraft, bound: int) -> tuple[tuple, Callable[[], None], list[PaddedInput]]:
+        """Return key, function and (no) inputs of the pass that grows a draft by a level, whichever is next."""
+
+        def run() -> None:
+            self._append(draft, self._padded_level(draft, bound))
+
+        return ("further level", *draft.key, bound), run, []
+
+    def _record_level(self, draft: PaddedDraft, bound: int) -> bool:
+        """Record the pass of a level, on padding alone, if needed; return whether it can be replayed."""
+        graphs, level = self._graphs, self._level_pass(draft, bound)
+        assert graphs is not None
+        if graphs.has(level[0]):
+            return True
+        draft.clear(self.cache.blocks.null_slot)
+        return graphs.record(*level)
+
+    def _append(self, draft: PaddedDraft, features: Float[Tensor, "B F H"]) -> None:
+        """Rank the children of a frontier with these features and append them."""
+        self.ranking.start(draft.sampling, draft.lengths)
+        tokens, scores, own = self.ranking.rank(draft.level, features, draft.shape.children)
+        draft.append(features, tokens, scores, own, self.ranking.calibration)
+
+    def _padded_level(self, draft: PaddedDraft, bound: int) -> Float[Tensor, "B W H"]:
+        """Run the head on the draft's frontier."""
+        frontier, width = draft.next_frontier(), draft.width
+        root = draft.lengths[:, None] + 1
+        places = root + (draft.level - 1) * width + torch.arange(width, device=root.device)
+        at = DecodeSlots.with_max_length(draft.slots, draft.lengths, bound).shifted(1)
+        words, depth = draft.words, (draft.level - 1).expand(draft.batch, width)
+        layout = tree_metadata(
+            self.cache,
+            at,
+            cells=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
+            ancestors=words if uses_triton(self.cache) else unpack_mask(words, draft.shape.num_columns),
+            depths=depth,
+            column_depths=draft.column_depths.expand(draft.batch, -1),
+            first=draft.first,
+        )
+        hidden = self._run(frontier.tokens.flatten(), draft.inputs().flatten(0, 1), (root + depth).flatten(), layout)
+        return hidden.view(*frontier.tokens.shape, -1)
+
+    def _most_pairs(self, plan: DraftPlan) -> int:
+        """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""
+        return max(plan.max_depth, self._max_depth) + 1
+
+    def _replayed_whole(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> Grown | None:
+        """Return a draft that is one recorded pass, for static trees and other ways to grow."""
+        longest, size, bound = self._most_pairs(plan), graphs.batch_size(len(roots)), graphs.context(at.max_length)
         first, starts = self._columns(at)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
         inputs = [
             PaddedInput(at.slots, shape, nowhere),
             *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
         ]
-        kind = sampling.kind
+        kind = graphs.sampling_kind(sampling.kind)
         key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
 
         def grow(
@@ -232,8 +387,8 @@ class EagleDrafter:
             at, backlog = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
             return self._grown(at, roots, sampling.ends, plan, backlog)
 
-        grown = replay.run(key, grow, inputs + sampling.padded(size))
-        if not replay.is_enabled:
+        grown = graphs.run(key, grow, inputs + sampling.padded(size))
+        if not graphs.is_enabled:
             return None
         self.ranking.lesson = replace(grown.lesson, sampling=sampling)
         num = len(roots)
@@ -461,11 +616,6 @@ class EagleDrafter:
         layout: AttentionMetadata,
     ) -> Float[Tensor, "R H"]:
         return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
-
-
-def _pairs_of(plan: DraftPlan) -> int:
-    """Return the most pairs per sequence that a replayed draft reads: those that a draft of this depth can leave."""
-    return plan.max_depth + 1
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:

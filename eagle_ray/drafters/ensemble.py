@@ -9,7 +9,7 @@ draft as deep as they can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration
-from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
@@ -57,8 +57,11 @@ class EnsembleDrafter:
     def cost_key(self) -> dict[str, Any]:
         return {"parts": [part.cost_key for part in self._parts]}
 
-    def use_graphs(self, runner: GraphRunner | None) -> None:
+    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
         assert runner is None, "an ensemble drafts on the host"
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        return iter(())
 
     def attach_prefix(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
@@ -12,7 +12,7 @@ from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
-from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 
@@ -24,8 +24,11 @@ class NullDrafter:
     prefill_passes = 0
     cost_key: ClassVar[dict[str, Any]] = {}
 
-    def use_graphs(self, runner: GraphRunner | None) -> None:
+    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
         pass
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        return iter(())
 
     def attach_prefix(
         self,

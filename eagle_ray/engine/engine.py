@@ -88,7 +88,7 @@ class Engine:
         self.prefiller = Prefiller(target, drafter)
         self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
         self.counters = EngineCounters(target.cache.num_slots)
-        drafter.use_graphs(graphs)
+        drafter.use_graphs(graphs, num_spec_tokens)
         self._pending: PendingStep | None = None  # launched ahead, not read yet
         self._num_recorded = 0
         self._unflushed: dict[Sequence, StepOutput] = {}  # the last step, not in the sequences' statistics yet

@@ -4,8 +4,10 @@
     engine = Engine(target, drafter, planner, ..., graphs=graphs)
     graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
 
-A key is captured at its first use, after two warm-up runs on a side stream, all of them on padding alone, so a
-capture leaves nothing in the KV cache. Captures of one pool may reuse the memory of earlier captures' intermediates.
+The keys are few: 40 for 256 slots (9 plain passes by batch size, 12 passes over trees by rows, 19 parts of drafts), all
+of which `graph_warmup` captures before the first request. Any other key is captured at its first use, after two warm-up
+runs on a side stream, all of them on padding alone, so a capture leaves nothing in the KV cache. Captures of one pool
+may reuse the memory of earlier captures' intermediates.
 So each kind of pass, key[0], has a pool of its own: when a pass is replayed, no result of the same kind is still in
 use, while a draft's results are used until its tree is verified.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -27,16 +30,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.graph_protocol import PaddedInput
+from eagle_ray.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import is_triton_error, turn_off
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.cost_model import BUCKETS
+from eagle_ray.planner.plan_search import PassSizes
+from eagle_ray.sampling.sampler import ALL_KINDS
 
 log = logging.getLogger("eagle_ray")
 
-LARGE_ROWS = 512  # past the last bucket, rows are padded to a multiple of this
+ROW_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows of a pass over trees
+LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
+ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are many slots
+DRAFT_SIZES = (1, 4, 16, 32, 64, 128, 256)  # sequences of a draft, which has few operations that depend on them
+MAX_GRAPHS = 64  # the one that was not used for longest is dropped
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
 MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
@@ -49,6 +58,8 @@ class CudaGraphRunner:
 
     Args:
         num_slots, capacity: upper bounds of batch size and context.
+        fused: Triton's kernels run the passes. They read no more of a context than there is and decide per row how it
+            is sampled, so one graph serves every context and every kind of sampling.
 
     Attributes:
         contexts: buckets of the context length, ascending.
@@ -56,10 +67,11 @@ class CudaGraphRunner:
         seconds, bytes: time and device memory that captures took.
     """
 
-    def __init__(self, device: torch.device | str, num_slots: int, capacity: int):
-        self._device, self._num_slots = torch.device(device), num_slots
-        self.contexts = _contexts(self._device.type, capacity)
-        self._graphs: dict[Hashable, EagerGraph | CudaGraph] = {}
+    def __init__(self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False):
+        self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
+        self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
+        self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
+        self._most = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
         self.seconds = 0.0
@@ -67,19 +79,54 @@ class CudaGraphRunner:
 
     @classmethod
     def of(cls, target: TargetModel) -> CudaGraphRunner:
-        return cls(target.device, target.cache.num_slots, target.cache.capacity)
+        return cls(target.device, target.cache.num_slots, target.cache.capacity, uses_triton(target.cache))
 
     def batch_size(self, num_sequences: int) -> int:
-        return min(_bucket(num_sequences), self._num_slots)
+        return min(1 << (num_sequences - 1).bit_length(), self._num_slots)
+
+    def draft_size(self, num_sequences: int) -> int:
+        return min(_bucket(num_sequences, DRAFT_SIZES, DRAFT_SIZES[-1]), self._num_slots)
 
     def num_rows(self, num_rows: int) -> int:
-        return _bucket(num_rows)
+        return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
+
+    def max_rows(self, max_nodes: int) -> int:
+        """Return the rows of the largest pass over trees of at most max_nodes drafted nodes."""
+        wanted = self._num_slots * (1 + max_nodes)
+        return self.num_rows(min(wanted, max(ROW_SIZES[-1], ROWS_PER_SLOT * self._num_slots)))
+
+    def pass_sizes(self, max_nodes: int) -> PassSizes:
+        """Return what a planner has to know of the passes."""
+        return PassSizes(self.num_rows, self.batch_size, self.max_rows(max_nodes))
+
+    def sizes(self, padded: Callable[[int], int], largest: int) -> list[int]:
+        """Return every size that `padded` returns for 1 to `largest`, the largest first."""
+        return sorted({padded(n) for n in range(1, largest + 1)}, reverse=True)
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    def num_trees(self, num_rows: int) -> int:
+        return min(num_rows, self._num_slots)
 
     def num_nodes(self, num_nodes: int) -> int:
         return 1 << (num_nodes - 1).bit_length()
 
     def context(self, longest: int) -> int:
         return next((bound for bound in self.contexts if bound >= longest), self.contexts[-1])
+
+    def sampling_kind(self, kind: Kind) -> Kind:
+        return ALL_KINDS if self._fused else kind
+
+    def has(self, key: tuple[Hashable, ...]) -> bool:
+        return key in self._graphs
+
+    def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
+        """Capture a pass if that has not been done; return whether it can be replayed."""
+        if key not in self._graphs and self.is_enabled:
+            self._capture(key, function, InputBuffers(inputs))
+        return key in self._graphs
 
     def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
         """Run the function on padded inputs; results are in tensors of the padded shapes, valid until the
@@ -88,6 +135,7 @@ class CudaGraphRunner:
         graph = self._graphs.get(key)
         if graph is not None:
             self.num_replayed += 1
+            self._graphs.move_to_end(key)
             graph.inputs.fill(inputs)
             return graph.replay()
         buffers = InputBuffers(inputs)
@@ -106,6 +154,8 @@ class CudaGraphRunner:
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass. Return None if that fails, and disable graphs."""
         started, before = time.monotonic(), self._used_bytes()
+        if len(self._graphs) >= self._most:
+            self._graphs.popitem(last=False)
         graph = self._try_capture(key, function, inputs)
         if graph is None:
             return None
@@ -257,8 +307,6 @@ def _contexts(device: str, capacity: int) -> list[int]:
     return bounds
 
 
-def _bucket(size: int) -> int:
-    """Return the next number of rows for which costs are measured."""
-    if size > BUCKETS[-1]:
-        return -(-size // LARGE_ROWS) * LARGE_ROWS
-    return next(bucket for bucket in BUCKETS if bucket >= size)
+def _bucket(size: int, sizes: Sequence[int], step: int) -> int:
+    """Return the next of these sizes, or the next multiple of the step past the last of them."""
+    return -(-size // step) * step if size > sizes[-1] else next(bucket for bucket in sizes if bucket >= size)

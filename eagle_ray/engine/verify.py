@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.drafters.drafter import Draft, Drafter, VerifyOutput
+from eagle_ray.drafters.idle_batch import idle_batch
 from eagle_ray.engine.step_output import step_record
 from eagle_ray.engine.top_logprobs import likeliest
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
@@ -24,7 +25,7 @@ from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation
-from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, log_probs_of, sample
 from eagle_ray.tree.accept import VerifyResult, accept_path
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
@@ -127,6 +128,11 @@ class Verifier:
     ):
         self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or MaxTreeSizes()
 
+    @property
+    def max_nodes(self) -> int:
+        """Return the verified nodes of the largest tree, root included; 1 if that is not known."""
+        return self._trees.nodes
+
     def run(
         self,
         drafter: Drafter,
@@ -150,9 +156,28 @@ class Verifier:
         assert prompts is None, "a replayed pass has no rows for prompts"
         mark()
         shape = self._fixed(shape, len(batch), self._replay)
-        verdict = self._replayed(drafter, batch, draft.tree, allocation.keep, shape, self._replay)
+        verdict = self._replay.run(*self._pass(drafter, batch, draft.tree, allocation.keep, shape, self._replay))
         mark()
         return shape, verdict
+
+    def record_plain(self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams) -> None:
+        """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
+        assert self._replay is not None
+        shape = self._fixed(StepShape(1, 0, 0, False, 0), batch_size, self._replay)
+        self._record(drafter, batch_size, shape, max_length, params)
+
+    def record_trees(self, drafter: Drafter, num_rows: int, max_length: int, params: SamplingParams) -> None:
+        """Record the pass over trees that is replayed for this number of rows, for lengths and sampling like these."""
+        assert self._replay is not None
+        shape = self._fixed(StepShape(1, num_rows, self._max_depth, False, 0), 1, self._replay)
+        self._record(drafter, 1, shape, max_length, params)
+
+    def _record(
+        self, drafter: Drafter, batch_size: int, shape: StepShape, max_length: int, params: SamplingParams
+    ) -> None:
+        batch = idle_batch(batch_size, self._target, max_length, params)
+        tree = DraftTree.of_roots(batch.roots)
+        self._replay.record(*self._pass(drafter, batch, tree, tree.valid, shape, self._replay))
 
     def _fixed(self, shape: StepShape, batch_size: int, replay: GraphRunner) -> StepShape:
         """Return the next larger of the captured shapes; a plain step has rows for the batch only."""
@@ -161,7 +186,7 @@ class Verifier:
         num_nodes = replay.num_nodes(max(shape.num_nodes, self._trees.nodes))
         return replace(shape, num_nodes=num_nodes, num_rows=replay.num_rows(shape.num_rows), max_depth=self._max_depth)
 
-    def _replayed(
+    def _pass(
         self,
         drafter: Drafter,
         batch: DecodeBatch,
@@ -169,26 +194,25 @@ class Verifier:
         keep: Bool[Tensor, "B N"],
         shape: StepShape,
         replay: GraphRunner,
-    ) -> VerifyStepOutput:
-        """Replay the graph for batches of this size whose longest sequence fits into the context bound."""
-        size, bound = replay.batch_size(len(batch)), replay.context(batch.at.max_length)
-        num_candidates = replay.num_nodes(max(tree.num_nodes, self._trees.candidates)) if shape.max_depth else 1
-        target, kind, chosen = self._target, batch.sampling.kind, batch.sampling.padded(size)
-
+    ) -> tuple[tuple, Callable[..., VerifyStepOutput], list[PaddedInput]]:
+        """Return key, function and inputs of the pass for these rows whose longest sequence fits into the context."""
+        is_plain = not shape.max_depth
+        size, bound = replay.num_trees(shape.num_rows), replay.context(batch.at.max_length)
+        num_candidates = 1 if is_plain else replay.num_nodes(max(tree.num_nodes, self._trees.candidates))
+        target, kind = self._target, replay.sampling_kind(batch.sampling.kind)
+        chosen = batch.sampling.padded(size)
         split = len(chosen)
 
         def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> VerifyStepOutput:
-            at, sampling = (
-                DecodeSlots.with_max_length(slots, lengths, bound),
-                SamplingBatch.bound(kind, *tensors[:split]),
-            )
+            at = DecodeSlots.with_max_length(slots, lengths, bound)
+            sampling = SamplingBatch.bound(kind, *tensors[:split])
             tree, keep = _trees(*tensors[split:])
             return verify_step(target, drafter, at, sampling, tree, keep, shape)
 
         slots = PaddedInput(batch.at.slots, (size,), target.cache.blocks.null_slot)
-        trees = _padded(tree, keep, (size, num_candidates)) if shape.max_depth else [PaddedInput(batch.roots, (size,))]
+        trees = [PaddedInput(batch.roots, (size,))] if is_plain else _padded(tree, keep, (size, num_candidates))
         inputs = [slots, PaddedInput(batch.at.lengths, (size,)), *chosen, *trees]
-        return replay.run(("verify", size, num_candidates, bound, kind, shape), verify, inputs)
+        return ("verify", size, num_candidates, bound, kind, shape), verify, inputs
 
 
 def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:

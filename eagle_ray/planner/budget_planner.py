@@ -21,7 +21,6 @@ the widest draft (`probe_schedule.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
@@ -36,7 +35,7 @@ from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.plan_search import PlanEstimate, PlanSearch
+from eagle_ray.planner.plan_search import PassSizes, PlanEstimate, PlanSearch
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY, ProbeSchedule
 from eagle_ray.tree.budget import Budget, Candidates
@@ -64,7 +63,7 @@ class BudgetPlanner:
         max_nodes, max_depth, top_k: upper bounds of each sequence's tree, as for UniformPlanner.
         can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the depth is decided
             before drafting, and a drafting step syncs once, to set the number of rows.
-        padded: the rows of the pass that is run for a number of rows.
+        sizes: the passes that there are; None is any.
     """
 
     def __init__(
@@ -74,14 +73,14 @@ class BudgetPlanner:
         top_k: int,
         costs: StepCosts,
         can_sync: bool = True,
-        padded: Callable[[int], int] = int,
+        sizes: PassSizes | None = None,
     ):
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
         self._can_sync = can_sync
         self.mode = Mode.WARM_UP
         self.predicted_s = 0.0  # predicted seconds of all steps so far
         self.predicted_plain_s = 0.0  # likewise, if each had been a plain step
-        self._search = PlanSearch(max_nodes, self._max_depth, costs, can_sync, padded)
+        self._search = PlanSearch(max_nodes, self._max_depth, costs, can_sync, sizes or PassSizes())
         self._probes = ProbeSchedule()
         widths = (*(w for w in WIDTHS if w < top_k), top_k)
         self._by_size = AcceptanceByBatchSize(AcceptanceModel(widths, self._max_depth))

@@ -7,6 +7,7 @@ Drafts come from the acceptance model, seconds from the cost model. Both are by 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,6 +38,21 @@ class PlanEstimate:
     tau: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """The passes that there are.
+
+    Attributes:
+        rows: the rows of the pass over trees that is run for a number of rows.
+        batch: likewise of a plain pass.
+        max_rows: of a pass over trees.
+    """
+
+    rows: Callable[[int], int] = int
+    batch: Callable[[int], int] = int
+    max_rows: int = sys.maxsize
+
+
 class PlanSearch:
     """Rates of plans by the current costs.
 
@@ -44,18 +60,18 @@ class PlanSearch:
         max_nodes, max_depth: upper bounds of each sequence's tree.
         costs: seconds of the parts of a step; the planner updates them.
         fine: a pass may have any number of rows of FINE_BUCKETS; otherwise of BUCKETS, as on a GPU.
-        padded: the rows of the pass that is run for a number of rows.
+        sizes: the passes that there are.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, costs: StepCosts, fine: bool, padded: Callable[[int], int]):
+    def __init__(self, max_nodes: int, max_depth: int, costs: StepCosts, fine: bool, sizes: PassSizes):
         self.costs = costs
         self._max_nodes, self._max_depth = max_nodes, max_depth
         self._buckets = FINE_BUCKETS if fine else BUCKETS
-        self._padded = padded
+        self._sizes = sizes
 
     def plain_seconds(self, size: int, num_cached: int) -> float:
         """Return the seconds of a plain step, in the pass that is run for that many rows."""
-        return self.costs.plain_seconds(size, num_cached, self._padded(size))
+        return self.costs.plain_seconds(size, num_cached, self._sizes.batch(size))
 
     def plain_rate(self, size: int, num_cached: int) -> float:
         """Return plain decoding's tokens per second."""
@@ -67,7 +83,7 @@ class PlanSearch:
 
     def padded(self, rows: Sequence[int]) -> list[int]:
         """Return the rows of the passes that are run for these numbers of rows."""
-        return sorted({self._padded(n) for n in rows})
+        return sorted({self._sizes.rows(n) for n in rows})
 
     def best(self, batch: DecodeBatch, acceptance: CalibratedAcceptance, num_prompt_tokens: float) -> PlanEstimate:
         """Return the width, depth and number of rows with the best rate.
@@ -94,5 +110,5 @@ class PlanSearch:
 
     def _between(self, size: int, num_candidates: int) -> list[int]:
         """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
-        most = size + num_candidates
+        most = max(min(size + num_candidates, self._sizes.max_rows), size)
         return [*(n for n in self._buckets if size < n < most), most]

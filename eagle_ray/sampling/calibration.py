@@ -37,9 +37,11 @@ class Calibration:
             device=device,
         )
 
-    def apply(self, level: int, kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B F K"]) -> Float[Tensor, "B F K"]:
+    def apply(
+        self, level: int | Int[Tensor, " 1"], kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B F K"]
+    ) -> Float[Tensor, "B F K"]:
         """Return calibrated conditional log-probabilities; padding (-inf) stays. kinds: 1 for sampled rows, else 0."""
-        slope, offset, first = self.fit.parameters[level][kinds][:, :, None, None].unbind(1)
+        slope, offset, first = self.fit.at(level)[kinds][:, :, None, None].unbind(1)
         mapped = slope * logit(log_probs) + offset
         mapped[..., :1] += first
         return logsigmoid(mapped).masked_fill(log_probs == -torch.inf, -torch.inf)

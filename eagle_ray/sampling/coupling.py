@@ -45,7 +45,7 @@ class Coupling:
 
     def log_probs(
         self,
-        level: int,
+        level: int | Int[Tensor, " 1"],
         logits: Float[Tensor, "S F V"],
         sampling: SamplingBatch,
         rows: Int[Tensor, " S"],
@@ -56,7 +56,7 @@ class Coupling:
         rows: indices of sampled sequences into sampling. noise: `gumbel_noise` at the positions of the tokens to be
         sampled.
         """
-        on_logits, on_noise, on_large, on_dropped = self.fit.parameters[level, 0].unbind()
+        on_logits, on_noise, on_large, on_dropped = self.fit.at(level)[0].unbind()
         push = sampling.temperature[rows, None] * (on_noise * noise + on_large * (noise - LARGE_NOISE).clamp(min=0))
         scores = on_logits * logits + push[:, None]
         if sampling.any_cut:

@@ -7,7 +7,7 @@ fit follows the text, and a level without new samples keeps its parameters. The 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 MEMORY = 2000  # picks after which a pick counts 1/e
@@ -39,6 +39,10 @@ class OnlineFit:
         self._prior = precision * torch.eye(len(start), device=device)
         self.parameters = self._start.repeat(levels, sets, 1)
         self._information = torch.zeros(levels, sets, len(start), len(start), device=device)
+
+    def at(self, level: int | Int[Tensor, " 1"]) -> Float[Tensor, "S P"]:
+        """Return a level's parameters. The level may be a number on the device."""
+        return self.parameters[level] if isinstance(level, int) else self.parameters.index_select(0, level)[0]
 
     def reset(self) -> None:
         """Return to the start."""

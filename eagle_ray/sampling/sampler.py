@@ -18,14 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.async_copy import to_device
-from eagle_ray.graph_protocol import PaddedInput
+from eagle_ray.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
-Kind = tuple[bool, bool, bool, bool]
-"""Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
+ALL_KINDS: Kind = (True, True, True, True)
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 

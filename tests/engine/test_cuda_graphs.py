@@ -93,7 +93,16 @@ class Watched:
     def batch_size(self, num_sequences: int) -> int:
         return num_sequences + 1
 
-    num_rows = num_nodes = batch_size
+    num_rows = num_nodes = draft_size = batch_size
+
+    def num_trees(self, num_rows: int) -> int:
+        return min(num_rows, 4)
+
+    def sampling_kind(self, kind: tuple) -> tuple:
+        return kind
+
+    def has(self, key: tuple) -> bool:
+        return True  # a level is recorded when it is first run
 
     def context(self, longest: int) -> int:
         return 64
@@ -155,14 +164,15 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
         learning = dict(calibration=there(Calibration(5)), coupling=there(Coupling(5)))
         drafter = EagleDrafter(fake_head, target, **learning)
         watched = Watched()
-        drafter.use_graphs(watched)
+        drafter.use_graphs(watched, 5)
         batch = fake_batch()
         draft = Draft.empty(batch.roots)
         if plan:
             draft = drafter.draft(batch.at, batch.roots, plan, batch.sampling, ())
         allocation = Allocation(draft.tree.valid, min(9, draft.tree.num_nodes), 17)
         Verifier(target, watched, 5).run(drafter, batch, draft, allocation, lambda: None)
-    assert watched.seen == ({"draft": []} if plan else {}) | {"verify": []}
+    drafts = ["draft"] if plan and plan.static_tree else ["first level", "further level"] if plan else []
+    assert watched.seen == {name: [] for name in [*drafts, "verify"]}
 
 
 def fake_batch() -> DecodeBatch:

@@ -171,7 +171,7 @@ def test_a_static_tree_is_replayed():
 
 def test_the_global_budget_fills_the_passes_that_there_are():
     ours = engine((12, 4, 4), 2)
-    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, padded=ours.graphs.num_rows)
+    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12))
     rows, observe = [], ours.planner.observe
 
     def watched(outcome: StepOutcome) -> None:
@@ -208,8 +208,10 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
 def test_what_was_recorded_ahead_is_not_recorded_again():
     """Of a planner's own steps with short contexts, greedy and sampled; and the engine is as it was."""
     ours, oracle = engine((12, 4, 4), 2), engine((0, 0, 0), 2, graphs=False)
-    planner = ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, padded=ours.graphs.num_rows)
-    capture(ours, 12, 4, 4)
+    planner = ours.planner = BudgetPlanner(
+        12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12)
+    )
+    capture(ours, 12, 4)
     assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner
     ahead = ours.graphs.num_captured
     params = [SamplingParams(float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
@@ -223,8 +225,8 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
 def test_longer_contexts_are_recorded_ahead_too():
     """Prompts past the first bound and, as they grow, past the second: nothing is recorded on the way."""
     ours = engine((4, 2, 2), 2)
-    ours.planner = BudgetPlanner(4, 2, 2, flat(head_share=0.01), can_sync=False, padded=ours.graphs.num_rows)
-    capture(ours, 4, 2, 2)
+    ours.planner = BudgetPlanner(4, 2, 2, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12))
+    capture(ours, 4, 2)
     ahead = ours.graphs.num_captured
     prompts = [(ids * 30)[:60] for ids in some_prompts(5)]
     params = [SamplingParams(float(i % 2), max_tokens=80, ignore_eos=True, seed=i) for i in range(5)]
@@ -232,6 +234,34 @@ def test_longer_contexts_are_recorded_ahead_too():
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
     assert ours.graphs.num_captured == ahead
+
+
+def test_a_job_of_mixed_sampling_needs_forty_graphs_and_no_more():
+    """Of 256 slots, as Triton's kernels need them: every number of sequences, all kinds of sampling, long and short."""
+    ours = llama_engine(256, 60, 6, 10, graphs=True, fused=True)
+    ours.planner = BudgetPlanner(60, 6, 10, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(60))
+    capture(ours, 60, 10)
+    ahead = ours.graphs.num_captured
+    assert ahead <= 40
+    kinds = [
+        {},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 7, "min_p": 0.1},
+    ]
+    params = [SamplingParams(**kinds[i % 4], max_tokens=1 + i % 59, ignore_eos=True, seed=i) for i in range(300)]
+    prompts = [(ids * 30)[: 1 + 13 * i % 90] for i, ids in enumerate(some_prompts(300))]
+    outputs = [s.output_ids for s in run(llama_engine(256), prompts, params)]
+    assert [s.output_ids for s in run(ours, prompts, params)] == outputs
+    assert ours.counters.num_steps - ours.counters.num_plain_steps > 10 and ours.graphs.num_captured == ahead
+
+
+def test_the_graph_unused_for_longest_is_dropped(monkeypatch):
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
+    graphs = CudaGraphRunner("cpu", 4, 64, fused=True)
+    for key in ("a", "b", "a", "c", "a", "b"):
+        graphs.run((key,), lambda: torch.zeros(1), [])
+    assert graphs.num_captured == 4 and graphs.num_replayed == 2  # b again
 
 
 @pytest.mark.parametrize("make", [lambda: None, lambda: StaticPlanner(MC_SIM_7B_63)], ids=["uniform", "static"])
@@ -250,9 +280,9 @@ def test_a_planner_that_always_does_the_same_is_recorded_ahead(make):
 def test_buckets_hold_what_they_are_for():
     graphs = CudaGraphRunner("cpu", num_slots=50, capacity=700)
     for n in range(1, 51):
-        assert n <= graphs.batch_size(n) <= 50
-    for n in (*range(1, 70), 2047, 2048, 2049, 5000):
-        assert n <= graphs.num_rows(n) < 2 * n or n < 3
+        assert n <= graphs.batch_size(n) <= 50 and n <= graphs.draft_size(n) <= 50
+    for n in (*range(1, 70), 1023, 1024, 1025, 5000):
+        assert n <= graphs.num_rows(n) < 2 * n or n < 8
         assert n <= graphs.num_nodes(n) < 2 * n
     assert {graphs.context(n) for n in range(1, 701)} == {64, 128, 256, 512, 700}
     assert all(graphs.context(n) >= n for n in range(1, 701))

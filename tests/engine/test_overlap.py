@@ -126,7 +126,7 @@ def test_a_static_tree_is_launched_ahead():
 
 def test_the_global_budget_hears_of_every_step_one_step_late():
     engine = overlapped()
-    planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False, padded=engine.graphs.num_rows)
+    planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False, sizes=engine.graphs.pass_sizes(TREE[0]))
     engine.planner, heard, learn = planner, [], planner.observe
 
     def watched(outcome: StepOutcome) -> None:

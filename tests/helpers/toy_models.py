@@ -173,6 +173,7 @@ def llama_engine(
     prefill_tokens: int = 512,
     weights: EagleHead | Eagle3Head | None = None,
     graphs: bool = False,
+    fused: bool = False,
     overlap: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -181,7 +182,8 @@ def llama_engine(
 ) -> Engine:
     """A random Llama and a random head on the real caches, coupled; all three tree numbers 0 is plain decoding.
 
-    weights: the head; None is one of EAGLE-2. graphs, overlap: whether steps are replayed, and launched ahead.
+    weights: the head; None is one of EAGLE-2. graphs, overlap: whether steps are replayed, and launched ahead. fused:
+    with as few graphs as Triton's kernels need.
     packed: whether linear layers are, as the product runs them. shape: the Llama's, where it is not LLAMA's.
     """
     model, weights = llama(seed, **shape).to(device, dtype), (weights or head(seed)).to(device, dtype)
@@ -192,7 +194,7 @@ def llama_engine(
     learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))
     drafter = EagleDrafter(weights, target, **learning) if max_nodes else NullDrafter()
     planner = UniformPlanner(max_nodes, max_depth, top_k)
-    replayed = CudaGraphRunner.of(target) if graphs else None
+    replayed = CudaGraphRunner(device, num_slots, target.cache.capacity, fused) if graphs else None
     sizes = MaxTreeSizes.of(max_nodes, max_depth, top_k)
     return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed, sizes, overlap)
 

@@ -14,6 +14,7 @@ from eagle_ray.core.step_timer import StepTimes
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
 from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
+from eagle_ray.planner.plan_search import PassSizes
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
 from eagle_ray.sampling.sampler import SamplingParams
@@ -300,6 +301,8 @@ def test_short_answers_promise_what_they_have_room_for(pair):
 
 
 def test_a_plain_step_is_priced_in_the_pass_that_there_is():
-    even, padded = (BudgetPlanner(60, 6, 10, cpu(), padded=pad) for pad in (int, lambda n: 48 if n == 33 else n))
+    even, padded = (
+        BudgetPlanner(60, 6, 10, cpu(), sizes=PassSizes(batch=pad)) for pad in (int, lambda n: 48 if n == 33 else n)
+    )
     assert padded._search.plain_rate(33, 0) < even._search.plain_rate(33, 0)
     assert padded._search.plain_rate(32, 0) == even._search.plain_rate(32, 0)

@@ -173,8 +173,8 @@ class Harness:
         if way.budget == "global":
             graphs = self.drafting.graphs
             can_sync = self.drafting.target.device.type == "cpu" and graphs is None
-            padded = graphs.num_rows if graphs else int
-            return PlannerProbe(BudgetPlanner(*way.tree, costs, can_sync, padded), costs)
+            sizes = graphs.pass_sizes(way.tree[0]) if graphs else None
+            return PlannerProbe(BudgetPlanner(*way.tree, costs, can_sync, sizes), costs)
         return PlannerProbe(UniformPlanner(*way.tree), costs)
 
     @property
