@@ -27,9 +27,18 @@ from eagle_ray.config.methods import draft_requirement
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.drafters.eagle import QUEUE_WINDOW, tree_columns
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, warm_up
+from eagle_ray.engine.capacity import (
+    PREFILL_TOKENS,
+    USUAL_TOKENS,
+    Capacity,
+    DeviceMemory,
+    SequenceLengths,
+    plan_capacity,
+    profile_pass,
+)
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, unsupported_reason
@@ -54,6 +63,7 @@ from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.registry import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
+from eagle_ray.slot_limits import Auto, usual_slots
 from eagle_ray.start_log import StartLog
 from eagle_ray.tokenizer import Tokenizer
 
@@ -106,8 +116,8 @@ class EngineBundle:
 def build_engine_from_config(
     model: ModelConfig,
     speculative: SpeculativeConfig,
-    slots: int,
-    kv_tokens: int | None = None,
+    slots: int | Auto = "auto",
+    kv_tokens: int | Auto | None = "auto",
     num_gpus: int = 1,
     start: StartLog | None = None,
 ) -> EngineBundle:
@@ -130,8 +140,8 @@ def build_engine_from_config(
 def build_in_thread(
     model: ModelConfig,
     speculative: SpeculativeConfig,
-    slots: int,
-    kv_tokens: int | None,
+    slots: int | Auto,
+    kv_tokens: int | Auto | None,
     num_gpus: int,
     threads: int,
 ) -> EngineBundle:
@@ -154,8 +164,8 @@ def build_in_thread(
 
 def load_causal_lm(
     model: ModelConfig,
-    slots: int,
-    kv_tokens: int | None = None,
+    slots: int | Auto = "auto",
+    kv_tokens: int | Auto | None = "auto",
     num_gpus: int = 1,
     start: StartLog | None = None,
 ) -> nn.Module:
@@ -169,13 +179,13 @@ def load_causal_lm(
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         causal_lm = load_target(path, dtype, "cpu" if is_spread else device)
     if is_spread:
-        tokens = kv_tokens or slots * model_limits(model).max_model_len
+        tokens = _reserved_tokens(slots, kv_tokens, model_limits(model).max_model_len)
         _dispatch(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":
         with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
-            tune_num_threads(partial(_trial_pass, causal_lm, slots))
+            tune_num_threads(partial(_trial_pass, causal_lm, usual_slots(slots, on_gpu=False)))
     return causal_lm
 
 
@@ -196,23 +206,27 @@ def build_engine(
     causal_lm: nn.Module,
     weights: nn.Module | None,
     speculative: SpeculativeConfig,
-    slots: int,
+    slots: int | Auto,
     max_model_len: int,
-    kv_tokens: int | None = None,
+    kv_tokens: int | Auto | None = None,
     start: StartLog | None = None,
 ) -> Engine:
     """Return an engine over models in memory, with its own caches: several engines may share the weights.
 
     weights: what the method reads from model.draft, or None. kv_tokens: None lets every slot be full. start: times
-    the parts. Raises ConfigError if kv_tokens are too few for one sequence's tree.
+    the parts. Raises ConfigError if kv_tokens are too few for one sequence's tree, or a GPU's memory for one sequence.
     """
     start = start or StartLog()
     config = causal_lm.config.get_text_config(decoder=True)
     plain = speculative.method == "none"
     columns = 1 if plain else _tree_columns(speculative, config.vocab_size)
-    _check_kv_tokens(kv_tokens, columns)
+    if kv_tokens != "auto":
+        _check_kv_tokens(kv_tokens, columns)
     layers = feature_layers(weights, config.num_hidden_layers)
-    target = TargetModel(causal_lm, slots, max_model_len + columns, kv_tokens, layers)
+    lengths = SequenceLengths(max_model_len, columns)
+    capacity = _capacity(causal_lm, weights, slots, kv_tokens, lengths, layers)
+    slots, prefill_tokens = capacity.slots, PREFILL_TOKENS[causal_lm.device.type]
+    target = TargetModel(causal_lm, slots, max_model_len + columns, capacity.kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
         tune_malloc()
@@ -223,7 +237,7 @@ def build_engine(
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
-        engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, num_spec_tokens=0, graphs=graphs)
+        engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, 0, prefill_tokens, graphs)
         if ahead:
             with start.part("recorded", RECORDING):
                 capture_fixed(engine)
@@ -231,7 +245,7 @@ def build_engine(
     fixed = fixed_planner(speculative, drafter)
     tree = _tree_of(speculative)
     planner, sizes = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
-    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, graphs=graphs, trees=sizes)
+    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, sizes)
     if speculative.budget == "global" and fixed is None:
         if ahead:
             with start.part("recorded", RECORDING):
@@ -244,6 +258,54 @@ def build_engine(
         with start.part("recorded", RECORDING):
             capture_fixed(engine)
     return engine
+
+
+def _capacity(
+    causal_lm: nn.Module,
+    weights: nn.Module | None,
+    slots: int | Auto,
+    kv_tokens: int | Auto | None,
+    lengths: SequenceLengths,
+    layers: tuple[int, ...] | None,
+) -> Capacity:
+    """Return the slots and KV tokens for these settings and the memory of the target's device."""
+    device = causal_lm.device
+    memory = None
+    if device.type == "cuda" and "auto" in (slots, kv_tokens):
+        of_pass = profile_pass(causal_lm, layers, PREFILL_TOKENS["cuda"])
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
+        per_token = _bytes_of_token(causal_lm) + _bytes_of_draft_token(weights, itemsize)
+        hidden = causal_lm.config.get_text_config(decoder=True).hidden_size
+        queued = 0 if weights is None else QUEUE_WINDOW * hidden * len(layers or [0]) * itemsize
+        memory = DeviceMemory(total, free, of_pass, per_token, queued)
+    try:
+        capacity = plan_capacity(slots, kv_tokens, lengths, memory)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+    if memory is not None:
+        log.info("%s on %.0f GB: %s", model_text(causal_lm), memory.total / 1e9, capacity)
+    return capacity
+
+
+def model_text(causal_lm: nn.Module) -> str:
+    """Return the size and dtype of a model, such as "8B bfloat16"."""
+    number, dtype = sum(p.numel() for p in causal_lm.parameters()), causal_lm.get_input_embeddings().weight.dtype
+    size = f"{number / 1e9:.0f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
+    return f"{size} {str(dtype).removeprefix('torch.')}"
+
+
+def _bytes_of_draft_token(weights: nn.Module | None, itemsize: int) -> int:
+    spec = getattr(weights, "kv_spec", None)  # lookup drafters and Medusa heads keep no keys
+    return 0 if spec is None else spec.num_layers * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * itemsize
+
+
+def _reserved_tokens(slots: int | Auto, kv_tokens: int | Auto | None, max_model_len: int) -> int:
+    """Return the tokens of the KV cache for which the first of several GPUs keeps room, before it can be measured."""
+    if isinstance(kv_tokens, int):
+        return kv_tokens
+    return usual_slots(slots, on_gpu=True) * (USUAL_TOKENS if kv_tokens == "auto" else max_model_len)
 
 
 def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
 LEVELS = [
-    {"errors", "chat_templates", "sampling_limits", "start_log", "async_copy", "graph_protocol"},
+    {"errors", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy", "graph_protocol"},
     {"config", "kernels", "storage", "tokenizer", "report"},
     {"datastore", "draft_vocab", "sampling"},
     {"tree"},

@@ -30,6 +30,7 @@ from eagle_ray.batch.progress import WorkerReport
 from eagle_ray.batch.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.errors import EngineError
+from eagle_ray.slot_limits import usual_slots
 
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
@@ -51,7 +52,8 @@ class EngineActor:
             self._exit(error)
         except Exception as error:  # report any error in one line instead of a Ray traceback
             self._cannot_start(error)
-        self._isolation = Isolation(self._worker.answer, self._progress, config.execution.slots)
+        slots = usual_slots(config.execution.slots, on_gpu=False)
+        self._isolation = Isolation(self._worker.answer, self._progress, slots)
         self._metrics = JobMetrics(config.name, run.run_id, self._worker.worker_id)
         self._report = WorkerReport.of(self._worker.worker_id, self._worker.counters())
         self._publish(None)

@@ -77,7 +77,7 @@ class BaselineComparison:
         """
         engines = [self._draft_engine, self._plain_engine]
         turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
-        rows_per_turn = ROWS_PER_SLOT * self._config.execution.slots
+        rows_per_turn = ROWS_PER_SLOT * self._draft_engine.scheduler.num_slots
         for engine in engines:
             self._decode(engine, rows[:rows_per_turn])
         for start in range(0, len(rows), rows_per_turn):
@@ -88,7 +88,7 @@ class BaselineComparison:
         drafted, plain = map(Speed.of_all, both)
         return {
             "rows": len(rows),
-            "slots": self._config.execution.slots,
+            "slots": self._draft_engine.scheduler.num_slots,
             "output_tokens": drafted.tokens,
             "tokens_per_s": drafted.tokens_per_s,
             "plain_tokens_per_s": plain.tokens_per_s,

@@ -26,6 +26,7 @@ from eagle_ray.batch.output.sink import AtomicParquetSink
 from eagle_ray.batch.progress import start_progress
 from eagle_ray.batch.progress_monitor import Limits, ProgressMonitor
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")
 
@@ -58,7 +59,7 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, 
     partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
     schema = next_schema(run.data, plan.passthrough)
     sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions)
-    batch_size = _batch_size(config.execution.slots, workers.most, num_rows)
+    batch_size = _batch_size(usual_slots(config.execution.slots, workers.num_gpus > 0), workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading_message(config.model.target, workers))
     requests = read_requests(plan, skip, rows_per_block=batch_size)

@@ -208,14 +208,18 @@ class EnginesConfig(StrictModel):
     """Engine settings shared by batch jobs and endpoints.
 
     ray_address: with auto, the cluster that the environment names, else a Ray instance started on this machine.
-    slots: maximum number of running sequences per engine.
-    kv_tokens: KV cache capacity of one engine in tokens. With null, every slot can hold a sequence of full length.
+    slots: maximum number of running sequences per engine. auto is 16 on a CPU; on a GPU as many, up to 256, as
+        sequences of 1,024 tokens fit into its memory.
+    kv_tokens: KV cache capacity of one engine in tokens. With null, every slot can hold a sequence of full length. auto
+        is null on a CPU; on a GPU the memory that weights, one pass and CUDA graphs leave of nine tenths of the card.
     """
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
-    slots: PositiveInt = Field(default=16, description="a number of sequences decoded together, 1 or more")
-    kv_tokens: Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
-        default=None, description="a number of tokens, 64 or more, or null for every slot at full length"
+    slots: Literal["auto"] | PositiveInt = Field(
+        default="auto", description="auto or a number of sequences decoded together, 1 or more"
+    )
+    kv_tokens: Literal["auto"] | Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
+        default="auto", description="auto, a number of tokens, 64 or more, or null for every slot at full length"
     )
 
 

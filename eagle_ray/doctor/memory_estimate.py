@@ -22,7 +22,17 @@ from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
-from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.drafters.eagle import QUEUE_WINDOW, tree_columns
+from eagle_ray.engine.capacity import (
+    LOGIT_ROWS,
+    PREFILL_TOKENS,
+    Capacity,
+    DeviceMemory,
+    SequenceLengths,
+    plan_capacity,
+)
+from eagle_ray.engine.graphs import ROWS_PER_SLOT
+from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.head_checkpoint import read_config
 from eagle_ray.models.head_spec import head_config
@@ -114,7 +124,7 @@ class Footprint:
         pool: all keys and values.
         logits: of the largest pass over all slots.
         process: before anything is loaded.
-        slots: number of slots.
+        capacity: slots, and tokens of the pool.
     """
 
     target: int
@@ -123,7 +133,11 @@ class Footprint:
     pool: int
     logits: int
     process: int
-    slots: int
+    capacity: Capacity
+
+    @property
+    def slots(self) -> int:
+        return self.capacity.slots
 
     @property
     def total(self) -> int:
@@ -139,9 +153,15 @@ class Footprint:
         device: str,
         dtype: torch.dtype,
         max_model_len: int,
+        card: int | None = None,
     ) -> Footprint | None:
-        """Return the footprint, or None if weights are missing. shape: the target's config. dtype: of weights and
-        cache.
+        """Return the footprint, or None if weights are missing.
+
+        Args:
+            shape: the target's config.
+            dtype: of weights and cache.
+            card: free bytes of the worker's GPU, by which slots and KV tokens are chosen if they are auto; None counts
+                as for a CPU.
         """
         weights = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
         head = 0 if draft is None else loaded_bytes(draft, dtype)
@@ -149,23 +169,42 @@ class Footprint:
             return None
         method, execution = config.speculative, config.execution
         column = dtype.itemsize * (_cells(shape) + (_draft_cells(draft, method) if draft else 0))
-        blocks = -(-(max_model_len + _columns(method, shape.vocab_size)) // BLOCK_SIZE)
-        full = blocks * execution.slots
-        num_blocks = 1 + (full if execution.kv_tokens is None else execution.kv_tokens // BLOCK_SIZE)
-        rows = execution.slots * (1 if method.method == "none" else 1 + method.max_nodes)
+        lengths = SequenceLengths(max_model_len, _columns(method, shape.vocab_size))
+        queue = QUEUE_WINDOW * shape.hidden_size * dtype.itemsize if draft else 0
+        memory = None
+        if card is not None:
+            memory = DeviceMemory(card, card - weights - head, _pass_bytes(shape, dtype), column, queue)
+        try:
+            capacity = plan_capacity(execution.slots, execution.kv_tokens, lengths, memory)
+        except EngineError:  # the remedy says what would help
+            capacity = Capacity(1, None)
+        slots, full = capacity.slots, lengths.full
+        tokens = slots * full if capacity.kv_tokens is None else capacity.kv_tokens
+        tokens = (1 + tokens // BLOCK_SIZE) * BLOCK_SIZE
+        rows = slots * (1 if method.method == "none" else 1 + method.max_nodes)
+        if device != "cpu":
+            rows = min(rows, max(LOGIT_ROWS, ROWS_PER_SLOT * slots))
         return cls(
             target=weights + (_packed_copy(target, shape, dtype) if device == "cpu" else 0),
             draft=head,
-            per_slot=blocks * BLOCK_SIZE * column,
-            pool=num_blocks * BLOCK_SIZE * column,
+            per_slot=full * column,
+            pool=tokens * column,
             logits=rows * shape.vocab_size * (dtype.itemsize + LOGITS_BYTES),
             process=_resident() if device == "cpu" else 0,
-            slots=execution.slots,
+            capacity=capacity,
         )
 
     def with_slots(self, slots: int) -> Footprint:
         """Return the footprint with this many full slots."""
-        return replace(self, slots=slots, pool=slots * self.per_slot, logits=slots * self.logits // self.slots)
+        capacity, logits = Capacity(slots, None), slots * self.logits // self.slots
+        return replace(self, capacity=capacity, pool=slots * self.per_slot, logits=logits)
+
+
+def _pass_bytes(shape: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Estimate the tensors of a pass over a GPU's prompt tokens: residuals, the MLP's, and rows of logits."""
+    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+    of_row = 4 * shape.hidden_size + 3 * inner
+    return dtype.itemsize * (PREFILL_TOKENS["cuda"] * of_row + LOGIT_ROWS * shape.vocab_size)
 
 
 def _cells(config: PretrainedConfig) -> int:

@@ -74,14 +74,15 @@ def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
 
 def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
     """Compare the memory that one worker takes with the memory that is available."""
-    length = model_limits(here.config.model).max_model_len
+    length, room = model_limits(here.config.model).max_model_len, room_of(workers, device)
+    card = room.devices[0] if room is not None and room.on_gpu else None
     try:
-        footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length)
+        footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length, card)
     except ValueError as error:
         return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
     if footprint is None:
         return Finding("memory", "the weights are not here, so what they take is not known")
-    takes, facts, room = _taken(footprint, length), asdict(footprint), room_of(workers, device)
+    takes, facts = _taken(footprint, length), asdict(footprint)
     if room is None:
         todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(footprint.total)} free"
         return Finding("memory", takes, facts, advice=todo)
@@ -95,7 +96,8 @@ def _taken(footprint: Footprint, length: int) -> str:
     parts = [
         f"target {gib(footprint.target)}",
         f"draft {gib(footprint.draft)}",
-        f"keys and values {gib(footprint.pool)} ({gib(footprint.per_slot)} a slot of {length} tokens)",
+        f"keys and values {gib(footprint.pool)} ({footprint.capacity}; {gib(footprint.per_slot)} a slot of {length} "
+        "tokens)",
         f"a pass's logits {gib(footprint.logits)}",
     ]
     parts += [f"Python and its packages {gib(footprint.process)}"] if footprint.process else []

@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
 LEAST_TILES = 2  # of a part: fewer cost more to put together than they save
 MOST_SPLITS = 64
-MANY_WAVES = 8  # so many that a last one, however empty, hardly counts
+MANY_WAVES = 8  # with as many, a last one that is nearly empty hardly counts
 ENOUGH = 0.9  # of the best share of busy places: more parts cost more to put together
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,24 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
     config = load_config(path)
     asked: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
     asked |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
-    if quantisation_of(config) is not None:
-        asked |= {"device_map": {"": device}}  # such weights are laid out for a device when they are read
+    if quantisation_of(config) is not None or loads_to(device):
+        asked |= {"device_map": {"": device}}  # quantised weights are laid out for a device when they are read
     try:
         with _no_progress_bars():
             model, found = AutoModelForCausalLM.from_pretrained(path, **asked)
     except UNREADABLE as error:
         raise EngineError(f"the target in {path} cannot be loaded: {one_line(error)}") from error
     _check_complete(path, found)
-    model = model if quantisation_of(config) is not None else model.to(device)
+    model = model if "device_map" in asked else model.to(device)
     return _freeze(model.eval().requires_grad_(False))
+
+
+def loads_to(device: str) -> bool:
+    """Return whether weights are read straight to the device: to a GPU, if accelerate is installed.
+
+    Otherwise they are read to the host first, which takes as much memory there and a copy more.
+    """
+    return torch.device(device).type != "cpu" and find_spec("accelerate") is not None
 
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:

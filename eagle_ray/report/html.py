@@ -7,6 +7,7 @@ The numbers come from ``_summary.json``, the settings from ``_run.json``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -139,9 +140,10 @@ def _budget(summary: dict[str, Any]) -> str:
 
 
 def _over_time(summary: dict[str, Any], record: dict[str, Any]) -> str:
-    timeline, slots = summary.get("timeline"), record["config"]["execution"]["slots"]
+    timeline = summary.get("timeline")
     if not timeline:
         return ""
+    slots = _slots(timeline, record["config"]["execution"]["slots"])
     cut = " Dashed uprights: a new attempt; the time between attempts is left out."
     words = f"In stretches of {timeline['bin_s']:g} s.{cut if len(timeline['attempts']) > 1 else ''}"
     parts = [
@@ -150,6 +152,13 @@ def _over_time(summary: dict[str, Any], record: dict[str, Any]) -> str:
         _workers(timeline, slots),
     ]
     return _section("Over time", "\n".join(parts))
+
+
+def _slots(timeline: dict[str, Any], setting: int | str) -> int:
+    """Return the slots of a worker, or the most that one was seen to use if they were set by its GPU."""
+    if setting != "auto":
+        return int(setting)
+    return max(1, *(math.ceil(busy) for worker in timeline["workers"].values() for busy in worker["busy_slots"]))
 
 
 def _workers(timeline: dict[str, Any], slots: int) -> str:

@@ -31,6 +31,7 @@ from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merge
 from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
+from eagle_ray.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")
 PUBLISH_EVERY_S = 2.0
@@ -126,7 +127,7 @@ def application_of(config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan) -> Ap
         options["autoscaling_config"] = {
             "min_replicas": shape.fewest,
             "max_replicas": shape.most,
-            "target_ongoing_requests": serving.slots,
+            "target_ongoing_requests": usual_slots(serving.slots, shape.num_gpus > 0),
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }

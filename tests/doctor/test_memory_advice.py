@@ -6,9 +6,12 @@ import pytest
 
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, most_slots, remedy
 from eagle_ray.doctor.memory_estimate import Footprint
+from eagle_ray.engine.capacity import Capacity
 
 G = 1 << 30
-EIGHT_B = Footprint(target=16 * G, draft=G, per_slot=G // 2, pool=8 * G, logits=G // 4, process=0, slots=16)
+EIGHT_B = Footprint(
+    target=16 * G, draft=G, per_slot=G // 2, pool=8 * G, logits=G // 4, process=0, capacity=Capacity(16, None)
+)
 SETTINGS = MemorySettings(max_model_len=4096, itemsize=2, num_gpus=1)
 
 

@@ -8,9 +8,10 @@ import torch
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
-from eagle_ray.doctor import memory_estimate
+from eagle_ray.doctor import memory_estimate, model_checks
 from eagle_ray.doctor.check_result import Finding, findings_text
 from eagle_ray.doctor.cluster_checks import Workers, workers
+from eagle_ray.doctor.memory_advice import Room
 from eagle_ray.doctor.memory_estimate import Footprint, loaded_bytes, tensor_headers
 from eagle_ray.doctor.model_checks import memory, pair_here
 from eagle_ray.models.loader import load_config as target_config
@@ -104,6 +105,17 @@ def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
     assert memory(here, worker, "cpu", torch.float32).level == "ok"
     _, here = pair_here(job(**{"execution.slots": int(slots) * 11 // 10}))
     assert memory(here, worker, "cpu", torch.float32).level == "problem"
+
+
+@pytest.mark.parametrize("gigabytes, words", [(80, "256 slots, "), (1, "slots, ")])
+def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
+    """Of a card that is made up; doctor and engine plan by the same function."""
+    room = Room((gigabytes * 10**9,), 1, on_gpu=True)
+    monkeypatch.setattr(model_checks, "room_of", lambda workers, device: room)
+    _, here = pair_here(job())
+    finding = memory(here, Workers(1, 1, 1, 1, is_here=True, memory=None), "cuda", torch.bfloat16)
+    assert finding.level == "ok" and words in finding.says and "KV tokens" in finding.says
+    assert finding.facts["capacity"]["kv_tokens"] % 32 == 0
 
 
 def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():

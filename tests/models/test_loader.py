@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_ray.errors import EngineError
+from eagle_ray.models import loader
 from eagle_ray.models.loader import eos_ids, load_config, load_target
 from tests.helpers.toy_models import LLAMA, llama
 
@@ -100,3 +101,21 @@ def test_eos_ids_come_from_the_generation_config_first():
     assert eos_ids(model) == {4, 5}
     model.generation_config.eos_token_id = None
     assert eos_ids(model) == {LLAMA["eos_token_id"]}
+
+
+@pytest.mark.parametrize(
+    "device, has_accelerate, straight", [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_a_gpu_gets_its_weights_straight_from_the_files(directory, monkeypatch, device, has_accelerate, straight):
+    asked, model = {}, llama()
+    monkeypatch.setattr(loader, "find_spec", lambda name: has_accelerate or None)
+    monkeypatch.setattr(type(model), "to", lambda self, device: asked.update(moved=device) or self)
+
+    def from_pretrained(path: Path, **options: object) -> tuple[torch.nn.Module, dict]:
+        asked.update(options)
+        return model, {"missing_keys": [], "mismatched_keys": []}
+
+    monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    load_target(directory, torch.float32, device)
+    assert asked.get("device_map") == ({"": device} if straight else None)
+    assert asked.get("moved") == (None if straight else device)

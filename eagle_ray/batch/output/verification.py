@@ -30,6 +30,7 @@ from eagle_ray.batch.job_errors import ClusterError, WorkerDefect
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.config import JobConfig
+from eagle_ray.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
@@ -98,7 +99,8 @@ def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], 
 def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
     """Run the checks in a process with the GPUs and threads of one of the job's workers."""
     execution, device = config.execution, config.model.device
-    workers = plan_workers(execution, device, nodes(), execution.slots, threads_wanted(os.environ))
+    num_rows = usual_slots(execution.slots, on_gpu=False)
+    workers = plan_workers(execution, device, nodes(), num_rows, threads_wanted(os.environ))
     task = ray.remote(num_gpus=workers.num_gpus, num_cpus=0, max_retries=RETRIES)(_check)
     try:
         return ray.get(task.remote(config, chosen, workers.threads))

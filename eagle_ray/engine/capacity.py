@@ -1,0 +1,140 @@
+"""Capacity: how many sequences an engine runs at once, and how many tokens its KV cache holds.
+
+    capacity = plan_capacity("auto", "auto", lengths, memory)
+    str(capacity)                                       # "256 slots, 412,000 KV tokens"
+
+On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card after the weights, one pass's tensors, which
+`profile_pass` measures as vLLM does, and the CUDA graphs. There are as many slots, up to MAX_SLOTS, as sequences of
+USUAL_TOKENS fit. On a CPU `auto` is CPU_SLOTS slots, each of which can hold a sequence of full length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from eagle_ray.errors import EngineError
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
+
+MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
+USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
+GRAPH_BYTES = 40 * (16 << 20)  # of the executables of 40 graphs
+PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
+LOGIT_ROWS = 1024  # of the largest pass that decodes
+PROFILE_PROMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLengths:
+    """max_model_len: tokens of one sequence. tree_columns: positions that a step needs besides."""
+
+    max_model_len: int
+    tree_columns: int
+
+    @property
+    def full(self) -> int:
+        """Return the positions of a slot that can hold any sequence, in whole blocks."""
+        return -(-(self.max_model_len + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
+
+    @property
+    def usual(self) -> int:
+        """Return the positions that a slot needs for a sequence of USUAL_TOKENS, in whole blocks."""
+        return -(-(min(self.max_model_len, USUAL_TOKENS) + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a card and of what an engine puts there.
+
+    Attributes:
+        total, free: of the card, when the weights are loaded.
+        of_pass: tensors of the largest pass.
+        per_token: keys and values of one token, of target and draft.
+        per_slot: what else each slot takes, such as the draft's queue of features.
+    """
+
+    total: int
+    free: int
+    of_pass: int
+    per_token: int
+    per_slot: int = 0
+
+    @property
+    def for_slots(self) -> int:
+        """Return the bytes that slots and their KV cache may take."""
+        used, passes = self.total - self.free, 2 * self.of_pass  # graphs keep a pass's tensors too
+        return int(MEMORY_SHARE * self.total) - used - passes - GRAPH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """kv_tokens: of all slots together, in whole blocks; None lets each slot be full."""
+
+    slots: int
+    kv_tokens: int | None
+
+    def __str__(self) -> str:
+        tokens = "room for full sequences" if self.kv_tokens is None else f"{self.kv_tokens:,} KV tokens"
+        return f"{self.slots} slot{'' if self.slots == 1 else 's'}, {tokens}"
+
+
+def plan_capacity(
+    slots: int | Auto, kv_tokens: int | Auto | None, lengths: SequenceLengths, memory: DeviceMemory | None
+) -> Capacity:
+    """Return the capacity for these settings, which are kept where they are not auto.
+
+    Args:
+        memory: of a GPU; None on a CPU.
+
+    Raises:
+        EngineError: not even one sequence fits.
+    """
+    if memory is None:
+        return Capacity(CPU_SLOTS if slots == "auto" else slots, None if kv_tokens == "auto" else kv_tokens)
+    if slots == "auto":
+        slots = _num_slots(kv_tokens, lengths, memory)
+    if kv_tokens != "auto":
+        return Capacity(slots, kv_tokens)
+    room = (memory.for_slots - slots * memory.per_slot) // memory.per_token // BLOCK_SIZE * BLOCK_SIZE
+    if room < min(lengths.usual, lengths.full):
+        raise EngineError(_too_small(lengths, memory))
+    return Capacity(slots, min(room, slots * lengths.full))
+
+
+def _num_slots(kv_tokens: int | Auto | None, lengths: SequenceLengths, memory: DeviceMemory) -> int:
+    if kv_tokens == "auto":
+        each = lengths.usual * memory.per_token + memory.per_slot
+        return max(min(memory.for_slots // each, MAX_SLOTS), 1)
+    if kv_tokens is None:
+        return max(min(memory.for_slots // (lengths.full * memory.per_token + memory.per_slot), MAX_SLOTS), 1)
+    return max(min(kv_tokens // lengths.usual, MAX_SLOTS), 1)
+
+
+def _too_small(lengths: SequenceLengths, memory: DeviceMemory) -> str:
+    used, left = (memory.total - memory.free) / 1e9, max(memory.for_slots, 0) / 1e9
+    needed = lengths.usual * memory.per_token / 1e9
+    return (
+        f"the GPU has {memory.total / 1e9:.0f} GB, of which weights take {used:.1f} GB; {left:.1f} GB are left for "
+        f"keys and values, and one sequence takes {needed:.1f} GB: set execution.gpus_per_actor to more, "
+        "model.max_model_len or execution.slots to less, or take a smaller or a quantised model"
+    )
+
+
+def profile_pass(model: nn.Module, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:
+    """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
+    each = max(num_tokens // PROFILE_PROMPTS, 1)
+    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers)
+    slots = list(range(PROFILE_PROMPTS))
+    for slot in slots:
+        target.cache.blocks.reserve(slot, each)
+    prompts = PrefillBatch.of(slots, [[0] * each for _ in slots], target.device)
+    torch.cuda.reset_peak_memory_stats(target.device)
+    before = torch.cuda.memory_allocated(target.device)
+    with torch.inference_mode():
+        hidden = target.prefill(prompts).hidden
+        target.logits(hidden[:LOGIT_ROWS]).argmax(-1)
+    return torch.cuda.max_memory_allocated(target.device) - before

@@ -1,0 +1,80 @@
+"""Slots and KV tokens on made-up cards, and the settings that are kept."""
+
+import pytest
+import torch
+
+from eagle_ray.engine.capacity import (
+    Capacity,
+    DeviceMemory,
+    SequenceLengths,
+    plan_capacity,
+    profile_pass,
+)
+from eagle_ray.errors import EngineError
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from tests.helpers.toy_models import llama
+
+GB = 10**9
+WEIGHTS = int(16.1 * GB)  # an 8B model in bf16, and an EAGLE-3 head
+PER_TOKEN = 33 * 2 * 8 * 128 * 2  # 32 layers and the head's, keys and values of 8 heads of 128 numbers
+PER_SLOT = 128 * 3 * 4096 * 2  # features in the draft's queue
+LENGTHS = SequenceLengths(4096, 61)
+
+
+def card(gigabytes: int, weights: int = WEIGHTS) -> DeviceMemory:
+    total = gigabytes * GB
+    return DeviceMemory(total, total - weights, of_pass=int(0.8 * GB), per_token=PER_TOKEN, per_slot=PER_SLOT)
+
+
+@pytest.mark.parametrize("gigabytes, slots, least, most", [(24, 21, 20_000, 25_000), (80, 256, 380_000, 410_000)])
+def test_an_8b_model_gets_what_its_card_holds(gigabytes, slots, least, most):
+    capacity = plan_capacity("auto", "auto", LENGTHS, card(gigabytes))
+    assert capacity.slots == slots and least <= capacity.kv_tokens <= most
+    assert capacity.kv_tokens % BLOCK_SIZE == 0
+    taken = WEIGHTS + capacity.kv_tokens * PER_TOKEN + capacity.slots * PER_SLOT
+    assert 0.8 * gigabytes * GB < taken < 0.9 * gigabytes * GB or gigabytes == 24
+    assert taken + 2 * 0.8 * GB < 0.9 * gigabytes * GB
+
+
+def test_more_tokens_than_full_slots_hold_are_not_reserved():
+    assert plan_capacity("auto", "auto", SequenceLengths(1024, 61), card(141)) == Capacity(256, 256 * 1088)
+    assert plan_capacity(4, "auto", LENGTHS, card(141)) == Capacity(4, 4 * 4160)
+
+
+def test_a_card_of_141_gb_holds_longer_sequences():
+    capacity = plan_capacity("auto", "auto", LENGTHS, card(141))
+    assert capacity.slots == 256 and 780_000 < capacity.kv_tokens < 830_000
+
+
+def test_what_is_set_is_kept():
+    assert plan_capacity(5, 9_600, LENGTHS, card(80)) == Capacity(5, 9_600)
+    assert plan_capacity("auto", 40_000, LENGTHS, card(80)) == Capacity(36, 40_000)
+    assert plan_capacity(7, None, LENGTHS, card(80)) == Capacity(7, None)
+    full = plan_capacity("auto", None, LENGTHS, card(80))
+    assert full.kv_tokens is None and full.slots * LENGTHS.full * PER_TOKEN < 0.9 * 80 * GB - WEIGHTS
+
+
+def test_on_a_cpu_auto_is_what_it_was():
+    assert plan_capacity("auto", "auto", LENGTHS, None) == Capacity(16, None)
+    assert plan_capacity(3, 4_096, LENGTHS, None) == Capacity(3, 4_096)
+
+
+def test_a_model_too_large_is_refused_with_what_would_help():
+    with pytest.raises(EngineError, match=r"the GPU has 24 GB, of which weights take 22\.0 GB; .*gpus_per_actor"):
+        plan_capacity("auto", "auto", LENGTHS, card(24, weights=22 * GB))
+
+
+def test_it_says_what_it_is():
+    assert str(Capacity(256, 412_000)) == "256 slots, 412,000 KV tokens"
+    assert str(Capacity(1, None)) == "1 slot, room for full sequences"
+
+
+def test_a_pass_is_run_and_measured(monkeypatch):
+    """On a CPU, whose memory is not counted: the counters are made up, the pass is real."""
+    passes, model = [], llama()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + 5 * sum(passes))
+    handle = model.lm_head.register_forward_hook(lambda module, args, out: passes.append(len(out)))
+    assert profile_pass(model, None, 80) >= 5 * 80
+    handle.remove()
