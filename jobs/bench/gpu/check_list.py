@@ -1,7 +1,7 @@
 """The checks of the first call: kernel tests by file, device checks by name and dtype, and compute-sanitizer.
 
-The most telling ones come first: kernels one by one, then the engine on them, then CUDA graphs. Tests that need no GPU
-come last.
+The most telling ones come first: kernels one by one, then the engine on them, CUDA graphs, and memory checks. Tests
+that need no GPU come last.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import torch
 
@@ -32,11 +31,14 @@ CHECK_LIMIT_S, SANITIZER_LIMIT_S = 120.0, 180.0
 SMOKE_PROMPTS, PROMPTS = 2, 12
 
 
-def check_runs(device: torch.device, is_smoke: bool) -> list[IsolatedRun]:
-    """Return all checks in order, without compute-sanitizer's."""
-    first = [_kernel_test(name, device) for name in (SMOKE_TESTS if is_smoke else FIRST)]
-    rest = [] if is_smoke else [_kernel_test(name, device) for name in _other_tests()]
-    return [*first, *_device_checks(device, is_smoke), *rest]
+def check_runs(device: torch.device, is_smoke: bool, findings: Findings) -> list[IsolatedRun]:
+    """Return all checks in order. A missing compute-sanitizer is recorded."""
+    memory_checks = sanitizer_runs(findings)
+    if is_smoke:
+        return [*(_kernel_test(name, device) for name in SMOKE_TESTS), *_device_checks(device, is_smoke)]
+    first = [_kernel_test(name, device) for name in FIRST]
+    rest = [_kernel_test(name, device) for name in _other_tests()]
+    return [*first, *_device_checks(device, is_smoke), *memory_checks, *rest]
 
 
 def _other_tests() -> list[str]:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from eagle_ray.kernels.availability import CHOICE
-from jobs.bench.gpu.findings import Findings
+from jobs.bench.gpu.findings import ROOT, Findings
 
-PORTABLE = "portable"
+DEFAULT, PORTABLE = "default", "portable"
 DETAIL_CHARACTERS = 600
 NOT_ASKED = 77  # exit status of a check that this device cannot run
 EXIT_OUTCOMES = {0: "ok", NOT_ASKED: "not asked"}
@@ -73,17 +73,17 @@ class Outcome:
 def run_all(runs: list[IsolatedRun], findings: Findings, budget: TimeBudget, workers: int = 1) -> None:
     """Run everything in order, `workers` processes at a time."""
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda run: run_and_record(run, findings, budget), runs))
+        list(pool.map(lambda run: run_andrecord_run(run, findings, budget), runs))
 
 
-def run_and_record(run: IsolatedRun, findings: Findings, budget: TimeBudget) -> None:
+def run_andrecord_run(run: IsolatedRun, findings: Findings, budget: TimeBudget) -> None:
     """Run it once, and once more on the portable path if it failed."""
-    outcome = _record(run, findings, budget, "default")
+    outcome = record_run(run, findings, budget)
     if outcome is not None and outcome.has_failed:
-        _record(run, findings, budget, PORTABLE)
+        record_run(run, findings, budget, PORTABLE)
 
 
-def _record(run: IsolatedRun, findings: Findings, budget: TimeBudget, path: str) -> Outcome | None:
+def record_run(run: IsolatedRun, findings: Findings, budget: TimeBudget, path: str = DEFAULT) -> Outcome | None:
     """Run it on one path and record the outcome; return None if there is no time for it."""
     left = budget.left_s
     if left < run.least_s:
@@ -105,6 +105,7 @@ def execute(run: IsolatedRun, limit_s: float, environment: dict[str, str]) -> Ou
     started = time.monotonic()
     process = subprocess.Popen(
         run.command,
+        cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **run.environment, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
