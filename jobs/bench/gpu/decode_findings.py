@@ -13,6 +13,7 @@ The model has a Llama 8B's shape and random weights, made on the device; with --
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import sys
 from collections.abc import Callable
@@ -36,7 +37,6 @@ from jobs.bench.gpu.plain_rig import (
     MeasuredGraphRunner,
     abort_all,
     add_sequences,
-    log_to_stdout,
     plain_engine,
     random_model,
     seconds_per_step,
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape on a CPU")
     args = parser.parse_args()
-    log_to_stdout()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     MEASUREMENTS[args.name](DecodeScale.of(args.smoke), Findings(args.out, FINDINGS))
 
 

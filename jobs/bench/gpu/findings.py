@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from jobs.bench.gpu.report import table
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = "header"
+FINDING_PREFIX = '{"kind": '  # of a line that is printed
 Record = dict[str, Any]
 
 
@@ -91,11 +91,17 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def markdown(records: list[Record]) -> str:
-    """Return headers as headings, and consecutive findings of one kind as one table."""
-    parts = []
-    for kind, group in groupby(records, key=lambda record: record["kind"]):
-        rows = [{key: value for key, value in record.items() if key != "kind"} for record in group]
-        parts += [_heading(row) for row in rows] if kind == HEADER else [f"**{kind}**\n\n{_table(rows)}"]
+    """Return headers as headings, and below each of them its findings, one table for each kind."""
+    parts: list[str] = []
+    tables: dict[str, list[Record]] = {}
+    for record in [*records, {"kind": HEADER}]:
+        row = {key: value for key, value in record.items() if key != "kind"}
+        if record["kind"] != HEADER:
+            tables.setdefault(record["kind"], []).append(row)
+            continue
+        parts += [f"**{kind}**\n\n{_table(rows)}" for kind, rows in tables.items()]
+        parts += [_heading(row)] if row else []
+        tables = {}
     return "\n".join(parts)
 
 

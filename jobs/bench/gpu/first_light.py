@@ -35,6 +35,7 @@ MINUTES = 7.5  # of a call, the imports and the packing of Triton's cache exclud
 WORKERS = 4  # checks at a time; their time is spent in imports and compilers
 RESERVE_S = 30.0  # between the benchmark's own limit and its being killed
 LEAST_BENCHMARK_S = 45.0
+RESULTS = "results.json"
 
 
 def main() -> None:
@@ -63,6 +64,7 @@ def run_decode(args: argparse.Namespace, device: torch.device, findings: Finding
 
 def run_benchmark(args: argparse.Namespace, device: torch.device, findings: Findings, budget: TimeBudget) -> None:
     """Run the benchmark of one shape, once more on the portable path if it measured nothing."""
+    (args.out / RESULTS).unlink(missing_ok=True)  # of an earlier call in this directory
     for path in (DEFAULT, PORTABLE):
         record_run(_benchmark(args, budget), findings, budget, path)
         results = _results(args.out)
@@ -87,7 +89,7 @@ def _benchmark(args: argparse.Namespace, budget: TimeBudget) -> IsolatedRun:
 
 def _results(out: Path) -> dict[str, Any]:
     """Return what the benchmark has found so far; it writes its file whole after every cell."""
-    path = out / "results.json"
+    path = out / RESULTS
     return json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from eagle_ray.kernels.availability import CHOICE
-from jobs.bench.gpu.findings import ROOT, Findings
+from jobs.bench.gpu.findings import FINDING_PREFIX, ROOT, Findings
 
 DEFAULT, PORTABLE = "default", "portable"
 DETAIL_CHARACTERS = 600
@@ -46,7 +46,7 @@ class IsolatedRun:
         limit_s: seconds after which it is killed.
         least_s: it is skipped if less time is left.
         environment: variables in addition to this process's own.
-        detail: picks the recorded detail from the output; None records its end.
+        detail: picks the recorded detail from the output. If there is none and the run failed, the output's end is.
     """
 
     name: str
@@ -92,8 +92,10 @@ def record_run(run: IsolatedRun, findings: Findings, budget: TimeBudget, path: s
         return None
     choice = {CHOICE: PORTABLE} if path == PORTABLE else {}
     outcome = execute(run, min(run.limit_s, left), choice)
-    pick = run.detail or last_lines
-    detail = pick(outcome.output) or last_lines(outcome.output)
+    _echo_findings(outcome.output)
+    detail = run.detail(outcome.output) if run.detail else ""
+    if outcome.has_failed:
+        detail = detail or last_lines(outcome.output)
     findings.add(
         "run", name=run.name, path=path, result=outcome.result, seconds=round(outcome.seconds, 1), detail=detail
     )
@@ -140,6 +142,13 @@ def _result(returncode: int) -> str:
     if returncode < 0:
         return f"crashed: {signal.Signals(-returncode).name}"
     return EXIT_OUTCOMES.get(returncode, f"failed: exit status {returncode}")
+
+
+def _echo_findings(output: str) -> None:
+    """Print the findings that the run added by itself."""
+    for line in output.splitlines():
+        if line.startswith(FINDING_PREFIX):
+            print(line, flush=True)
 
 
 def last_lines(output: str) -> str:

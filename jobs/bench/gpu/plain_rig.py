@@ -50,6 +50,17 @@ def with_layers(shape: ModelShape, num_layers: int) -> ModelShape:
     return replace(shape, num_layers=num_layers)
 
 
+class LastWarning(logging.Handler):
+    """Keeps the text of the last warning: the reason of a capture that failed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
 class MeasuredGraphRunner(CudaGraphRunner):
     """A runner that records the seconds and the device memory of each capture as a finding.
 
@@ -58,7 +69,11 @@ class MeasuredGraphRunner(CudaGraphRunner):
 
     def __init__(self, target: TargetModel, findings: Findings, batch: int):
         super().__init__(target.device, target.cache.num_slots, target.cache.capacity)
-        self._target_device, self._findings, self._batch = target.device, findings, batch
+        self._target_device = target.device
+        self._findings = findings
+        self._batch = batch
+        self._last_warning = LastWarning()
+        logging.getLogger("eagle_ray").addHandler(self._last_warning)
 
     def run(self, key: tuple[Hashable, ...], function: Any, inputs: Items[PaddedInput]) -> Any:
         num_before, was_enabled = self.num_captured, self.is_enabled
@@ -67,7 +82,7 @@ class MeasuredGraphRunner(CudaGraphRunner):
         if self.num_captured > num_before:
             self._record(key, self.seconds - seconds_before, self.bytes - bytes_before, free_before)
         elif was_enabled and not self.is_enabled:
-            self._findings.add("graph capture", batch=self._batch, key=str(key), seconds="FAILED: see the run's output")
+            self._findings.add("failed graph capture", batch=self._batch, key=str(key), reason=self._last_warning.text)
         return result
 
     def _record(self, key: tuple[Hashable, ...], seconds: float, reserved: int, free_before: int | None) -> None:
@@ -124,8 +139,3 @@ def abort_all(engine: Engine, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         if sequence.finish_reason is None:
             engine.abort(sequence)
-
-
-def log_to_stdout() -> None:
-    """Print the engine's log, which has the reason of a capture that failed."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
