@@ -155,30 +155,32 @@ def test_a_missing_sanitizer_is_recorded(findings, monkeypatch):
 def test_details_are_taken_from_the_output():
     failed = "E   RuntimeError: CUDA error\nFAILED tests/kernels/test_topk.py::test_x\n1 failed, 2 passed in 3.20s\n"
     assert pytest_detail(failed).startswith("E   RuntimeError") and pytest_detail(failed).endswith("passed in 3.20s")
-    memcheck = (
-        "========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 1 error\n1 passed in 1.00s\n"
-    )
-    assert (
-        sanitizer_detail(memcheck)
-        == "Invalid __global__ read of size 4 bytes / ERROR SUMMARY: 1 error / 1 passed in 1.00s"
-    )
+    memcheck = "========= Invalid __global__ read of size 4\n========= ERROR SUMMARY: 1 error\n1 passed in 1.00s\n"
+    expected = "Invalid __global__ read of size 4 / ERROR SUMMARY: 1 error / 1 passed in 1.00s"
+    assert sanitizer_detail(memcheck) == expected
 
 
-def test_a_benchmark_without_cells_is_repeated_on_the_portable_path(findings, tmp_path, monkeypatch):
-    seen = []
-    cell = {"shape": "tiny", "batch": 1, "over_plain": {"mean": 2.0, "low": 1.0, "high": 3.0}}
+def test_a_benchmark_that_measured_no_drafts_is_repeated_on_the_portable_path(findings, tmp_path, monkeypatch):
+    """The first run loses the device after plain decoding; its file is kept under another name."""
+    ways = {"default": ["plain"], "portable": ["plain", "ours"]}
 
     def record_run(run, findings, budget, path):
-        seen.append(path)
-        cells = [cell] if path == "portable" else []
-        (tmp_path / "results.json").write_text(json.dumps({"cells": cells, "failed": ["the device was lost"]}))
+        cells = [{"way": way, "over_plain": {"mean": 2.0, "low": 1.0, "high": 3.0}} for way in ways[path]]
+        (tmp_path / "results.json").write_text(json.dumps({"cells": cells, "failed": [f"a fault, {path}"]}))
 
     monkeypatch.setattr(first_light, "record_run", record_run)
     monkeypatch.setattr(sys, "argv", ["first_light", "benchmark", "--smoke", "--out", str(tmp_path)])
     args = first_light.parse_arguments()
     first_light.run_benchmark(args, torch.device("cpu"), findings, TimeBudget(60))
-    assert seen == ["default", "portable"]
-    assert [record["kind"] for record in findings.records()] == ["cell", "failed"]
+    found = [(record["path"], record.get("way", record.get("what"))) for record in findings.records()]
+    assert found == [
+        ("default", "plain"),
+        ("default", "a fault, default"),
+        ("portable", "plain"),
+        ("portable", "ours"),
+        ("portable", "a fault, portable"),
+    ]
+    assert json.loads((tmp_path / "results-default.json").read_text())["failed"] == ["a fault, default"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -26,7 +26,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from jobs.bench.embedding_map import ModelShape
-from jobs.bench.gpu.device import peak_gib
+from jobs.bench.gpu.device import peak_gib, release
 from jobs.bench.gpu.findings import Findings
 from jobs.bench.gpu.isolated_runs import IsolatedRun
 from jobs.bench.gpu.kernel_counts import KernelCounts, count_kernels
@@ -83,6 +83,7 @@ class DecodeScale:
 def measure_graphs(scale: DecodeScale, findings: Findings, batch: int) -> None:
     """Add each capture, then plain decoding with graphs and without them against the roofline."""
     bandwidth = copy_bandwidth(scale.device, COPIED_BYTES[scale.device.type])
+    release(scale.device)
     findings.add("copy bandwidth", gb_per_s=bandwidth / 1e9)
     target = TargetModel(random_model(scale.shape, scale.dtype, scale.device), batch, MAX_MODEL_LEN)
     graphs = MeasuredGraphRunner(target, findings, batch)
