@@ -16,6 +16,7 @@ import torch
 
 from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.config import JobConfig, load_config
+from tests.helpers.messages import messages  # noqa: F401
 
 TESTS = Path(__file__).parent
 WITH_RAY = (
@@ -99,16 +100,6 @@ def ray_session(s3_endpoint) -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What the job says, in order."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("eagle_ray").addHandler(handler)
-    yield said
-    logging.getLogger("eagle_ray").removeHandler(handler)
 
 
 @pytest.fixture

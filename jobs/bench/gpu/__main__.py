@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -30,25 +28,17 @@ from pathlib import Path
 
 import torch
 
-from eagle_ray.tokenizer import Tokenizer
-from jobs.bench.embedding_map import ModelShape
-from jobs.bench.gpu.device import device_name
-from jobs.bench.gpu.embedded_pair import ASSETS, embedded_pair
+from jobs.bench.gpu.embedded_pair import embedded_pair, embedded_prompts
+from jobs.bench.gpu.findings import environment, replace_file
 from jobs.bench.gpu.gpu_run import GpuRun
 from jobs.bench.gpu.hf_baselines import tokens_per_second
 from jobs.bench.gpu.report import markdown, page, section
-from jobs.bench.gpu.settings import GpuBenchSettings, Results
-from jobs.bench.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair
-from jobs.tiny_pair.prompts import prompt_rows
+from jobs.bench.gpu.settings import SHAPES, GpuBenchSettings, Results
+from jobs.bench.widening import widen_pair
 
-ROOT = Path(__file__).resolve().parents[3]
-TINY = ModelShape(320, 10, 8, 2, 64, 512, 1600)
-TINIER = ModelShape(288, 9, 8, 2, 64, 448, 1536)
-SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "3b": LLAMA_3B, "tiny": TINY, "tinier": TINIER}
 ACCEPTANCES = {"0.4": (0.4, 0.12, 0.05), "0.6": (0.6, 0.12, 0.05), "0.8": (0.8, 0.08, 0.03)}
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 PEER_TOKENS = 64
-SEED = 7  # of the prompts
 
 
 def main() -> None:
@@ -61,7 +51,7 @@ def main() -> None:
         print(json.dumps(peer(args, settings)), flush=True)
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    run = GpuRun(settings, prompts(), lambda results: save(args.out, results))
+    run = GpuRun(settings, embedded_prompts(), lambda results: save(args.out, results))
     run.results.about = about(args, settings)
     print(json.dumps(run.results.about), flush=True)
     run.all()
@@ -92,45 +82,22 @@ def settings_of(args: argparse.Namespace) -> GpuBenchSettings:
     )
 
 
-def prompts() -> list[list[int]]:
-    """Held-out prompts of the six categories, in turn."""
-    text = Tokenizer.load(ASSETS / "target")
-    rows = [text.encode_chat(row["messages"]) for row in prompt_rows(per_category=32, seed=SEED)]
-    return [ids for i in range(32) for ids in rows[i::32]]
-
-
 def peer(args: argparse.Namespace, settings: GpuBenchSettings) -> dict[str, object]:
     """One peer on one shape, in this process alone: see peer_requests.py."""
     small, shape = embedded_pair(torch.float32, settings.device), SHAPES[args.peer_shape]
     model, _ = widen_pair(*small, shape, dtype=settings.dtype, device=settings.device)
-    found = tokens_per_second(args.peer, model, prompts()[: args.peer_batch], PEER_TOKENS)
+    found = tokens_per_second(args.peer, model, embedded_prompts()[: args.peer_batch], PEER_TOKENS)
     return {"tokens_per_second": found, "tokens": PEER_TOKENS, "of": "prompts and all"}
 
 
 def about(args: argparse.Namespace, settings: GpuBenchSettings) -> dict[str, object]:
-    import transformers
-
     return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": args.commit or commit(),
-        "device": device_name(settings.device),
+        **environment(settings.device, args.commit),
         "dtype": str(settings.dtype).removeprefix("torch."),
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "rounds": settings.rounds,
         "window_s": settings.seconds,
         "smoke": args.smoke,
-        "command": " ".join(sys.argv),
     }
-
-
-def commit() -> str:
-    try:
-        asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def save(out: Path, results: Results) -> None:
@@ -138,9 +105,7 @@ def save(out: Path, results: Results) -> None:
     found = asdict(results)
     texts = {"results.json": json.dumps(found, indent=1, default=str) + "\n", "results.md": markdown(found)}
     for name, text in {**texts, "results.html": page(found)}.items():
-        new = out / f".{name}"
-        new.write_text(text, "utf-8")
-        os.replace(new, out / name)
+        replace_file(out / name, text)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -3,16 +3,24 @@
     for check in checks(load, prompts, [torch.float32, torch.bfloat16]):
         print(check.line)
 
+    check = run_check("graphs", load, prompts, torch.bfloat16)        # one of NAMES
+
 The embedded pair at its own size: in fp32, where outputs are equal but for near-ties, and in half precision, where what
 paths differ by is measured too: the noise that later decides what a near-tie is.
+
+One check in a process of its own: python -m jobs.bench.gpu.device_checks graphs bfloat16. It prints the check's line;
+its exit status is 0 for ok, 1 for failed and 77 for a check that this device cannot run.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,15 +33,19 @@ from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
 from jobs.bench.gpu.device import release
+from jobs.bench.gpu.embedded_pair import embedded_pair, embedded_prompts
 from jobs.bench.gpu.harness import LARGEST, Harness, Way
+from jobs.bench.gpu.isolated_runs import NOT_ASKED
 from jobs.bench.gpu.synthetic_context import in_context
 
+NAMES = ("lossless", "kernels", "edges", "graphs")
 SLOTS, LONGEST, TOKENS = 8, 640, 48
 EDGE_LOGITS = 256, 128256  # rows and a vocabulary
 LEAST_TIE = 1e-3  # of a pair whose sums have many more terms
 TREE = Way("tree", LARGEST)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=TOKENS, logprobs=True)
 GREEDY = SamplingParams(max_tokens=TOKENS, logprobs=True)
+EXIT_STATUS = {True: 0, False: 1, None: NOT_ASKED}
 Load = Callable[[torch.dtype], tuple[nn.Module, nn.Module]]
 
 
@@ -71,13 +83,19 @@ class Outputs:
 
 def checks(load: Load, prompts: list[list[int]], dtypes: list[torch.dtype]) -> Iterator[Check]:
     """load: the pair in a dtype, on the device. A check that raises is a failed one."""
-    for name, function in (("lossless", _lossless), ("kernels", _kernels), ("edges", _edges), ("graphs", _graphs)):
+    for name in NAMES:
         for dtype in dtypes:
-            title = f"{name} {type_name(dtype)}"
-            try:
-                yield function(title, load, dtype, prompts)
-            except Exception as error:
-                yield Check(title, False, f"{type(error).__name__}: {error}"[:500])
+            yield run_check(name, load, prompts, dtype)
+
+
+def run_check(name: str, load: Load, prompts: list[list[int]], dtype: torch.dtype) -> Check:
+    """Run one check of NAMES. A check that raises is a failed one."""
+    functions = {"lossless": _lossless, "kernels": _kernels, "edges": _edges, "graphs": _graphs}
+    title = f"{name} {type_name(dtype)}"
+    try:
+        return functions[name](title, load, dtype, prompts)
+    except Exception as error:
+        return Check(title, False, f"{type(error).__name__}: {error}"[:500])
 
 
 def _lossless(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
@@ -210,3 +228,21 @@ def _drafting(rig: Harness) -> Engine:
 
 def _params(prompts: list[list[int]]) -> list[SamplingParams]:
     return [SAMPLED if i % 2 else GREEDY for i in range(len(prompts))]
+
+
+def main() -> None:
+    """Run one check, print its line and exit with its status."""
+    parser = argparse.ArgumentParser(description="One check of the device.")
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--prompts", type=int, default=12)
+    args = parser.parse_args()
+    load = partial(embedded_pair, device=torch.device(args.device))
+    check = run_check(args.name, load, embedded_prompts()[: args.prompts], getattr(torch, args.dtype))
+    print(check.line, flush=True)
+    sys.exit(EXIT_STATUS[check.ok])
+
+
+if __name__ == "__main__":
+    main()

@@ -51,8 +51,8 @@ def table(columns: tuple[str, ...], rows: list[list[Any]]) -> str:
 
 
 def _label(about: Found) -> str:
-    label = f"{about.get('device')}, {about.get('dtype')}, torch {about.get('torch')}, transformers "
-    label += f"{about.get('transformers')}, Python {about.get('python')}, commit {about.get('commit')}; "
+    label = f"{about.get('device')}, {about.get('dtype')}, torch {about.get('torch')}, triton {about.get('triton')}, "
+    label += f"transformers {about.get('transformers')}, Python {about.get('python')}, commit {about.get('commit')}; "
     label += f"`{about.get('command')}`, {about.get('rounds')} interleaved rounds of {about.get('window_s')} s, decode "
     label += f"steps alone, {about.get('minutes', 'not yet all')} minutes in all. Widened pairs: {ACCEPTANCE}."
     if "copy_gb_s" in about:

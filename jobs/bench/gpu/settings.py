@@ -8,6 +8,11 @@ from typing import Any
 import torch
 
 from jobs.bench.embedding_map import ModelShape
+from jobs.bench.widening import LLAMA_1B, LLAMA_3B, LLAMA_8B
+
+TINY = ModelShape(320, 10, 8, 2, 64, 512, 1600)
+TINIER = ModelShape(288, 9, 8, 2, 64, 448, 1536)
+SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B, "3b": LLAMA_3B, "tiny": TINY, "tinier": TINIER}
 
 
 @dataclass(frozen=True, slots=True)

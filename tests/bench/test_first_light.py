@@ -1,0 +1,243 @@
+"""The three calls for a lent GPU: what crashes is recorded and repeated, and the rest still runs."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.bench.gpu import first_light
+from jobs.bench.gpu.check_list import check_runs, pytest_detail, sanitizer_detail
+from jobs.bench.gpu.device_checks import run_check
+from jobs.bench.gpu.findings import Findings, environment
+from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
+from jobs.bench.gpu.triton_cache import ARCHIVE, triton_cache, unpack
+
+ROOT = Path(__file__).parents[2]
+FIRST_LIGHT = [sys.executable, "-m", "jobs.bench.gpu.first_light"]
+ABORT_UNLESS_PORTABLE = """
+import os
+if os.environ.get("EAGLE_RAY_KERNELS") != "portable":
+    print("an illegal memory access was encountered", flush=True)
+    os.abort()
+"""
+
+
+@pytest.fixture
+def findings(tmp_path):
+    return Findings(tmp_path, "checks")
+
+
+def python(name: str, code: str, **options) -> IsolatedRun:
+    return IsolatedRun(name, [sys.executable, "-c", code], **{"least_s": 0.0, "limit_s": 60.0} | options)
+
+
+def results(findings: Findings) -> list[tuple[str, str, str]]:
+    return [(r["name"], r["path"], r["result"]) for r in findings.records() if r["kind"] == "run"]
+
+
+def test_a_crash_is_recorded_and_repeated_on_the_portable_path_and_the_next_check_runs(findings, monkeypatch):
+    monkeypatch.delenv("EAGLE_RAY_KERNELS", raising=False)
+    run_all([python("crash", ABORT_UNLESS_PORTABLE), python("next", "pass")], findings, TimeBudget(60))
+    assert results(findings) == [
+        ("crash", "default", "crashed: SIGABRT"),
+        ("crash", "portable", "ok"),
+        ("next", "default", "ok"),
+    ]
+    assert "illegal memory access" in findings.records()[0]["detail"]
+
+
+def test_a_check_that_fails_on_both_paths_has_two_outcomes(findings):
+    run_all([python("wrong", "raise SystemExit(1)")], findings, TimeBudget(60))
+    assert [path for _, path, _ in results(findings)] == ["default", "portable"]
+    assert all(result == "failed: exit status 1" for *_, result in results(findings))
+
+
+def test_a_check_that_the_device_cannot_run_is_no_failure(findings):
+    run_all([python("kernels", f"raise SystemExit({NOT_ASKED})")], findings, TimeBudget(60))
+    assert results(findings) == [("kernels", "default", "not asked")]
+
+
+def test_a_check_that_hangs_is_killed_with_its_children(findings, tmp_path):
+    pid = tmp_path / "pid"
+    child = f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); "
+    started = time.monotonic()
+    run_all([python("hang", child + "p.wait()", limit_s=1.0)], findings, TimeBudget(60))
+    assert time.monotonic() - started < 20
+    assert [result for *_, result in results(findings)] == ["timed out after 1 s"] * 2
+    assert not is_running(int(pid.read_text()))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is no zombie."""
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_what_does_not_fit_is_skipped_with_the_reason(findings):
+    run_all([python("late", "pass", least_s=5.0)], findings, TimeBudget(0.0))
+    (record,) = findings.records()
+    assert record["result"] == "skipped" and record["detail"] == "0 s left, at least 5 s needed"
+
+
+def test_several_checks_at_a_time_lose_no_finding(findings):
+    run_all([python(str(i), "pass") for i in range(6)], findings, TimeBudget(60), workers=3)
+    assert sorted(name for name, *_ in results(findings)) == list("012345")
+
+
+def test_a_finding_file_that_is_cut_off_keeps_the_rest_and_takes_more(findings):
+    findings.begin("checks", {"date": "2026-01-01"})
+    findings.add("run", name="a")
+    findings.add("run", name="b")
+    text = findings.path.read_text()
+    findings.path.write_text(text[:-7])
+
+    assert [record.get("name") for record in findings.records()] == [None, "a"]
+    findings.add("run", name="c")
+    assert [record.get("name") for record in findings.records()] == [None, "a", "c"]
+    assert "| c |" in findings.path.with_suffix(".md").read_text()
+
+
+def test_a_second_call_keeps_the_findings_of_the_first(tmp_path):
+    for name in ("a", "b"):
+        findings = Findings(tmp_path, "checks")
+        findings.begin("checks", {"date": "2026-01-01"})
+        findings.add("run", name=name)
+    assert findings.path.with_suffix(".md").read_text().count("## 2026-01-01 · checks") == 2
+
+
+def test_the_header_names_the_device_and_the_versions():
+    about = environment(torch.device("cpu"), commit="abc")
+    assert about["commit"] == "abc" and about["torch"] == torch.__version__ and about["device"].startswith("CPU")
+    assert {"date", "triton", "transformers", "kernels"} <= about.keys()
+
+
+def test_compiled_kernels_are_found_again_in_another_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with triton_cache(tmp_path) as directory:
+        assert os.environ["TRITON_CACHE_DIR"] == str(directory)
+        kernel = directory / "KEY"
+        kernel.mkdir()
+        (kernel / "k.cubin").write_bytes(b"code")
+        (kernel / "k.llir").write_text("intermediate")
+        (kernel / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": str(kernel / "k.cubin")}}))
+    assert not directory.exists() and "TRITON_CACHE_DIR" not in os.environ
+    with tarfile.open(tmp_path / ARCHIVE) as archive:
+        assert sorted(archive.getnames()) == ["KEY/__grp__k.json", "KEY/k.cubin"]
+
+    again = tmp_path / "again"
+    unpack(tmp_path / ARCHIVE, again)
+    group = json.loads((again / "KEY" / "__grp__k.json").read_text())
+    assert group == {"child_paths": {"k.cubin": str(again / "KEY" / "k.cubin")}}
+
+
+def test_a_device_check_is_run_by_name_and_fails_if_it_raises():
+    def load(dtype):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    check = run_check("graphs", load, [], torch.bfloat16)
+    assert (check.name, check.ok) == ("graphs bfloat16", False) and "out of memory" in check.detail
+
+
+def test_a_missing_sanitizer_is_recorded(findings, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    names = [run.name for run in check_runs(torch.device("cuda"), False, findings)]
+    assert results(findings) == [("compute-sanitizer", "default", "not there")]
+    assert {path.stem for path in (ROOT / "tests" / "kernels").glob("test_*.py")} <= {n.split("/")[-1] for n in names}
+    assert {"lossless float32", "kernels bfloat16", "graphs bfloat16", "edges float32"} <= set(names)
+
+
+def test_details_are_taken_from_the_output():
+    failed = "E   RuntimeError: CUDA error\nFAILED tests/kernels/test_topk.py::test_x\n1 failed, 2 passed in 3.20s\n"
+    assert pytest_detail(failed).startswith("E   RuntimeError") and pytest_detail(failed).endswith("passed in 3.20s")
+    memcheck = "========= Invalid __global__ read of size 4\n========= ERROR SUMMARY: 1 error\n1 passed in 1.00s\n"
+    expected = "Invalid __global__ read of size 4 / ERROR SUMMARY: 1 error / 1 passed in 1.00s"
+    assert sanitizer_detail(memcheck) == expected
+
+
+def test_a_benchmark_that_measured_no_drafts_is_repeated_on_the_portable_path(findings, tmp_path, monkeypatch):
+    """The first run loses the device after plain decoding; its file is kept under another name."""
+    ways = {"default": ["plain"], "portable": ["plain", "ours"]}
+
+    def record_run(run, findings, budget, path):
+        cells = [{"way": way, "over_plain": {"mean": 2.0, "low": 1.0, "high": 3.0}} for way in ways[path]]
+        (tmp_path / "results.json").write_text(json.dumps({"cells": cells, "failed": [f"a fault, {path}"]}))
+
+    monkeypatch.setattr(first_light, "record_run", record_run)
+    monkeypatch.setattr(sys, "argv", ["first_light", "benchmark", "--smoke", "--out", str(tmp_path)])
+    args = first_light.parse_arguments()
+    first_light.run_benchmark(args, torch.device("cpu"), findings, TimeBudget(60))
+    found = [(record["path"], record.get("way", record.get("what"))) for record in findings.records()]
+    assert found == [
+        ("default", "plain"),
+        ("default", "a fault, default"),
+        ("portable", "plain"),
+        ("portable", "ours"),
+        ("portable", "a fault, portable"),
+    ]
+    assert json.loads((tmp_path / "results-default.json").read_text())["failed"] == ["a fault, default"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do(tmp_path):
+    command = [*FIRST_LIGHT, "checks", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "torch sees no CUDA device. Use --smoke" in done.stderr
+
+
+@pytest.fixture
+def bare_environment(tmp_path):
+    """As on the device machine, which has neither pydantic nor Ray."""
+    for name in ("pydantic", "ray", "s3fs", "beartype"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not on the device machine')\n")
+    return {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["jobs.bench.gpu.first_light", "--help"],
+        ["jobs.bench.gpu.device_checks", "--help"],
+        ["jobs.bench.gpu.decode_findings", "--help"],
+        ["pytest", "--confcutdir=tests/kernels", "tests/kernels", "--collect-only", "-p", "no:cacheprovider"],
+    ],
+)
+def test_nothing_on_its_path_needs_pydantic_or_ray(words, bare_environment):
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["checks", "decode", "benchmark"])
+def test_a_dry_run(call, tmp_path, bare_environment):
+    command = [*FIRST_LIGHT, call, "--smoke", "--out", str(tmp_path / "out"), "--commit", "abc"]
+    environment = {**bare_environment, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=470)
+    assert done.returncode == 0, done.stderr[-2000:]
+    header, *found, end = Findings(tmp_path / "out", call).records()
+    assert header["kind"] == "header" and header["smoke"] and header["commit"] == "abc" and end["kind"] == "end"
+    runs = [(record["name"], record["path"], record["result"]) for record in found if record["kind"] == "run"]
+    assert {result for *_, result in runs} <= {"ok", "not there"} and {path for _, path, _ in runs} == {"default"}
+    kinds = {record["kind"] for record in found}
+    assert EXPECTED[call] <= kinds
+    assert (tmp_path / "out" / f"{call}.md").read_text().startswith(f"## {header['date']} · first light: {call}")
+
+
+EXPECTED = {
+    "checks": {"run"},
+    "decode": {
+        "graph capture",
+        "plain decoding",
+        "kernels of a plain step",
+        "attention prefill",
+        "prompt prefill",
+        "decoder layer",
+    },
+    "benchmark": {"cell"},
+}
