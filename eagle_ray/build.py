@@ -24,6 +24,7 @@ from torch import nn
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import draft_requirement
+from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
@@ -382,7 +383,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
         check_weights(speculative, _draft_path(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
-    if speculative.draft_vocab is not None:
+    if speculative.draft_vocab not in (None, ALL_TOKENS):
         _check_draft_vocab(model, speculative)
 
 

@@ -84,10 +84,14 @@ class EagleHead(nn.Module):
     """EAGLE-1 and 2: one decoder layer without input norm and without final norm.
 
     bias: fc has a bias. own_embedding: the checkpoint has its own token embedding.
+
+    Attributes:
+        draft_vocab: the tokens that it was published to offer, the most frequent first; None says nothing.
     """
 
     token_ids = None
     first_column = 1
+    draft_vocab: list[int] | None = None
 
     def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
         super().__init__()

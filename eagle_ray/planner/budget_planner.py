@@ -300,9 +300,7 @@ class BudgetPlanner:
             max_depths = batch.remaining_on_device - 1
         return Budget(num_rows=0, num_nodes=1 + self._max_nodes, max_depths=max_depths)
 
-    def _gains(
-        self, rows: list[int], candidates: Candidates, draft: Draft, plan: DraftPlan, size: int
-    ) -> list[float]:
+    def _gains(self, rows: list[int], candidates: Candidates, draft: Draft, plan: DraftPlan, size: int) -> list[float]:
         """Return the accepted drafts to expect of each number of rows: by this draft's values, or by recent drafts' if
         reading them would let the device wait.
         """
