@@ -13,6 +13,7 @@ import json, sys
 from dataclasses import asdict
 
 import torch
+from eagle_ray.kernels.cut_floor import least_kept
 from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul
 from eagle_ray.kernels.kv_commit import commit
 from eagle_ray.kernels.log_probs import log_probs_of
@@ -39,6 +40,7 @@ for call in (
     lambda: log_probs_of(logits, whole),
     lambda: top_k(logits[:, None], 10),
     lambda: top_k(logits[:, None], 10, push),
+    lambda: least_kept(logits[:, None, :32768], real, whole, real, real, 64),
     lambda: commit(cache, cache, whole[:, None], whole, whole, torch.zeros(4, 6, dtype=torch.int64)),
 ):
     found |= {name: asdict(used) for name, used in resources(call, capability).items()}
@@ -60,7 +62,7 @@ def test_what_every_step_runs_compiles_and_spills_nothing():
     found = compiled("bfloat16", 90, "few")
     assert {name.split()[0] for name in found} >= {
         *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
-        *("_add_rms_norm", "_silu_mul", "_rotate_and_write"),
+        *("_least_kept", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
     }
     assert not {name: used for name, used in found.items() if used["spilled"]}
 
