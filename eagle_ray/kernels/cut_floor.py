@@ -3,7 +3,8 @@
     floors = least_kept(logits, temperature, top_k, top_p, min_p)      # one launch, without a sort
 
 One program per row, which ends at once if the row is greedy or cuts nothing. It is for ranking drafts, so the cuts are
-worked out on the best few tokens alone. The least of them is found four bits of its order at a time, as in topk_topp.py.
+worked out on the best few tokens alone. The least that is kept is found by four bits of its order at a time, as in
+topk_topp.py.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _least_order(
     source, vocab, temperature, highest, least, wanted,
     IS_MASS: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the highest order from which on there are `wanted` tokens of order `least` or more, or their probability."""
+    """Return the highest order from which on there are `wanted` tokens, or units of probability, of `least` or more."""
     digits = tl.arange(0, DIGITS)
     base = tl.full((), 0, tl.int64)
     for turn in tl.static_range(ORDER_BITS // DIGIT):
