@@ -374,13 +374,3 @@ def test_an_index_that_names_no_shards_is_named(tmp_path, index):
     (path / "model.safetensors").rename(path / "model.safetensors.index.json")
     (path / "model.safetensors.index.json").write_text(index)
     assert "model.safetensors.index.json" in refused(path)
-
-
-@pytest.mark.parametrize("switch", ["norm_output", "fc_norm"])
-@pytest.mark.parametrize("section", [None, "eagle_config"])
-def test_a_switch_of_eagle_3_1_is_refused_and_never_ignored(tmp_path, switch, section):
-    def raw(is_on):
-        return E3 | ({switch: is_on} if section is None else {section: {switch: is_on}})
-
-    assert f"switches on {switch} (EAGLE-3.1)" in refused(write(tmp_path / "on", eagle3_tensors(), raw(True)))
-    load_head(write(tmp_path / "off", eagle3_tensors(), raw(False)), TARGET)
