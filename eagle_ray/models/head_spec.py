@@ -89,6 +89,7 @@ def _renamed(name: str, renames: Mapping[str, str]) -> str:
 
 def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """Return the head's Llama config from its raw config.json; it has one layer whatever num_hidden_layers says."""
+    raw = _flatten(raw)
     _check_heads(raw)
     heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
     if activation not in ACT2FN:

@@ -229,6 +229,10 @@ def test_sglangs_older_names_are_read(tmp_path):
         assert torch.equal(head.fc_norm[i].weight, tensor)
 
 
+def test_the_shape_of_a_speculators_head_is_read_from_its_section():
+    assert head_config(speculators_config(E3)).hidden_size == E3["hidden_size"]
+
+
 @pytest.mark.parametrize("switch", ["fc_norm", "norm_before_fc"])
 def test_a_norm_without_its_switch_and_a_switch_without_its_norm_are_named(tmp_path, switch):
     name = {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight"}[switch]
