@@ -342,6 +342,15 @@ def test_what_is_saved_loads_again(tmp_path):
             assert torch.equal(loaded[key], value.bfloat16().float() if value.is_floating_point() else value)
 
 
+def test_a_saved_head_that_drafts_every_token_has_no_vocabulary_maps(tmp_path):
+    raw = E3 | {"draft_vocab_size": E3["vocab_size"]}
+    saved = load_head(write(tmp_path / "in", eagle3_tensors(raw), raw), TARGET)
+    save_head(saved, raw, tmp_path / "out")
+    assert not {"d2t", "t2d"} & read_shapes(tmp_path / "out").keys()
+    loaded = load_head(tmp_path / "out", TARGET)
+    assert loaded.token_ids is None and loaded.t2d.all()
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
