@@ -23,54 +23,22 @@ USER_TURN = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
 SEED = 20261125
 SHORTEST = 12  # characters of a turn that is worth an answer
 
-TOPICS = """the water cycle|black holes|photosynthesis|inflation|the French Revolution|chess openings|sourdough bread
-|electric cars|coral reefs|the human heart|machine learning|ancient Rome|jazz music|climate change|time management
-|gardening in small spaces|the Silk Road|vaccines|volcanoes|public speaking|football tactics|renewable energy|insomnia
-|the stock market|medieval castles|robotics|whales|poetry|supply and demand|the Moon landing|healthy breakfasts
-|remote work|city bicycles|dinosaurs|bees|the immune system|oil painting|job interviews|recycling|the Great Wall
-|databases|computer networks|earthquakes|tea|mountain climbing|saving money|libraries|friendship|the Industrial Revolution
-|gravity|DNA|desert animals|novel writing|photography|trains|airplanes|ocean currents|elections|learning languages
-|meditation|the printing press|antibiotics|space telescopes|folk tales|street food|solar panels|old maps|violins
-|rivers|winter sports|board games|school uniforms|museum visits|digital privacy|glaciers|cheese|lighthouses|wolves
-|markets|fashion|mathematics in daily life|the Olympic Games|water pollution|parenting|backyard astronomy|bridges"""
-WRITING = (
-    "Write a short story about {}.|Explain {} to a ten-year-old.|What are the advantages and disadvantages of {}?"
-    "|Write a blog post about {}.|Give me five tips about {}.|Write an email to a colleague about {}.|Why is {} important?"
-    "|Write a poem about {}.|Describe the history of {} in a few paragraphs.|List the key facts about {}."
-    "|Pretend you are an expert on {} and answer questions from beginners.|Compare {} with {}."
-    "|Write a dialogue between two friends about {}.|What should I know about {} before I start?"
-    "|How does {} affect our daily lives?|Outline a talk about {}.|Rewrite this more formally: I really like {}."
-)
-QUESTIONS = (
-    "What is the|Who was the first|When did|Where is the|How many|Why do|How do I|What does|Which country|Who wrote|What are"
-    "|Can you explain|Is it true that|How long does|What year|Who plays|Who sang|What is the difference between|Where was"
-    "|Imagine|If you|Suppose that|Please help me|Draft a|Describe|Give me|I want to|Tell me about|Could you"
-)
-CODE = (
-    "Complete the code I provided.\n\ndef |Complete the code I provided.\nfrom typing import List\n\n\ndef "
-    "|Write a Python function that|Write a program in Python that|Write a function in JavaScript that|Write an SQL query"
-    "|Complete the code I provided.\n\ndef is_|Complete the code I provided.\n\ndef count_|Complete the code I provided.\n\n"
-    "def find_|Complete the code I provided.\n\ndef get_|Complete the code I provided.\n\ndef remove_|How do I sort a list"
-)
-PASSAGES = "Summarize: The|Summarize: A|Summarize: In|Summarize: Police|Summarize: Scientists|Summarize: After"
-FOREIGN = "Die|Der|Das|Ein|Wir|In|Nach|Im|Es|Mit"
-NAMES = "Anna Ben Carla David Emma Farid Grace Hugo Ines Jonas Kira Liam Mara Nils Olga Paul Rosa Sam Tara Victor".split()
-GOODS = "apples pencils books stamps marbles cookies flowers tickets eggs oranges cards candles".split()
+PARTS = json.loads((Path(__file__).parent / "prompt_parts.json").read_text())
 
 
 def _topic(rng: random.Random) -> str:
-    return rng.choice(TOPICS.replace("\n", "").split("|"))
+    return rng.choice(PARTS["topics"])
 
 
 def _writing(rng: random.Random) -> tuple[str, bool]:
-    template = rng.choice(WRITING.split("|"))
+    template = rng.choice(PARTS["writing"])
     return template.format(*(_topic(rng) for _ in range(template.count("{}")))), True
 
 
 def _math(rng: random.Random) -> tuple[str, bool]:
     """Return a word problem of two or three steps."""
-    name, other = rng.sample(NAMES, 2)
-    goods, a, b, c = rng.choice(GOODS), rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 9)
+    name, other = rng.sample(PARTS["names"], 2)
+    goods, a, b, c = rng.choice(PARTS["goods"]), rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 9)
     problems = (
         f"{name} has {a} {goods}. {other} has {b} times as many. How many {goods} do they have together?",
         f"{name} buys {b} boxes of {goods} with {a} in each and gives {c} to {other}. How many {goods} are left?",
@@ -84,12 +52,8 @@ def _math(rng: random.Random) -> tuple[str, bool]:
     return rng.choice(problems), True
 
 
-def _begun(starts: str) -> Callable[[random.Random], tuple[str, bool]]:
-    return lambda rng: (rng.choice(starts.split("|")), False)
-
-
-def _translation(rng: random.Random) -> tuple[str, bool]:
-    return f"Translate German to English: {rng.choice(FOREIGN.split('|'))}", False
+def _begun(kind: str) -> Callable[[random.Random], tuple[str, bool]]:
+    return lambda rng: (rng.choice(PARTS[kind]), False)
 
 
 def _passage(rng: random.Random) -> tuple[str, bool]:
@@ -101,10 +65,10 @@ KINDS: dict[str, tuple[int, int, Callable[[random.Random], tuple[str, bool]]]] =
     "writing": (22, 0, _writing),
     "math": (12, 0, _math),
     "open": (10, 80, lambda rng: ("", False)),
-    "question": (20, 48, _begun(QUESTIONS)),
-    "code": (16, 110, _begun(CODE)),
-    "summary": (8, 200, _begun(PASSAGES)),
-    "translation": (6, 48, _translation),
+    "question": (20, 48, _begun("questions")),
+    "code": (16, 110, _begun("code")),
+    "summary": (8, 200, _begun("passages")),
+    "translation": (6, 48, _begun("translation")),
     "passage": (6, 160, _passage),
 }
 
@@ -117,7 +81,6 @@ def starts(num_rows: int, seed: int = SEED) -> Iterator[dict[str, object]]:
         kind = rng.choices(names, shares)[0]
         _, most, begin = KINDS[kind]
         text, is_whole = begin(rng)
-        text = text.rstrip()  # a space belongs to the token after it
         yield {
             "id": f"{kind}-{i:06d}", "category": kind, "start": text, "is_whole": is_whole,
             "prompt": USER_TURN + text, "max_tokens": max(most, 1),
