@@ -1,8 +1,8 @@
 """A second reader of GGUF files and a second Llama, both by the definition: slow, obvious and independent of ours.
 
-    reader = SlowReader(path)
-    reader.rows("blk.0.attn_q.weight", [3, 7])         # those rows, value by value
-    llama_logits(reader, [1, 5, 9], num_layers=2)      # float64, in the file's own layout
+reader = SlowReader(path)
+reader.rows("blk.0.attn_q.weight", [3, 7])         # those rows, value by value
+llama_logits(reader, [1, 5, 9], num_layers=2)      # float64, in the file's own layout
 """
 
 from __future__ import annotations
