@@ -65,6 +65,7 @@ from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.registry import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.slot_limits import Auto, usual_slots
+from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.start_log import StartLog
 from eagle_ray.tokenizer import Tokenizer
 
@@ -423,8 +424,9 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
 def download(name: str, part: str) -> Path:
     """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
 
-    A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or from the hub). Raises
-    ModelUnavailable if only the hub cannot be reached, ConfigError if the name is no model.
+    A name is `embedded:tiny`, `embedded:smollm2` (converted from its wheel), a local directory, or a hub id (from the
+    local cache, or from the hub). Raises ModelUnavailable if only the hub cannot be reached, ConfigError if the name is
+    no model or the wheel is missing.
     """
     return _find(name, part, IGNORE_PATTERNS)
 
@@ -435,6 +437,8 @@ def download_metadata(name: str, part: str) -> Path:
 
 
 def _find(name: str, part: str, ignored: list[str]) -> Path:
+    if (name, part) == (SMOLLM2, "target"):
+        return target_directory()
     if name.startswith(EMBEDDED):
         path = ASSETS / name.removeprefix(EMBEDDED) / part
         if not path.is_dir():

@@ -80,7 +80,8 @@ class ModelConfig(StrictModel):
     """Target and draft model. draft defaults to embedded:tiny if target is embedded:tiny, and to null otherwise."""
 
     target: Name = Field(
-        default="embedded:tiny", description="embedded:tiny, a local directory or a hub id such as org/name"
+        default="embedded:tiny",
+        description="embedded:tiny, embedded:smollm2, a local directory or a hub id such as org/name",
     )
     draft: Name | None = Field(
         default=None,

@@ -19,7 +19,7 @@ from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig, Speculativ
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
 from eagle_ray.config.serve import ServeConfig
 
-EMBEDDED = "embedded:tiny"
+EMBEDDED = {"target": ["embedded:tiny", "embedded:smollm2"], "draft": ["embedded:tiny"]}
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
 ALL_TOKENS = "all"  # as speculative.draft_vocab
@@ -63,9 +63,9 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
 
 
 def _check_name(part: str, name: str) -> None:
-    if name == EMBEDDED or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
+    if name in EMBEDDED[part] or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
         return
-    near = difflib.get_close_matches(name, [EMBEDDED, *_siblings(name)], 1)
+    near = difflib.get_close_matches(name, [*EMBEDDED[part], *_siblings(name)], 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
 
