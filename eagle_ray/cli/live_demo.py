@@ -69,7 +69,7 @@ class LiveQuestion:
 
 
 def answer_live(config: JobConfig, write: Write) -> LiveResult:
-    """Answer the rows of the input one by one and write each answer as it comes.
+    """Answer the rows of the input one by one and write each answer while it is made.
 
     Raises ConfigError for models or rows that cannot be used.
     """
