@@ -68,14 +68,16 @@ class LiveQuestion:
         return sequences_of(self._row, self._config, self._text, n=1)[0]
 
 
-def answer_live(config: JobConfig, write: Write) -> LiveResult:
+def answer_live(config: JobConfig, write: Write, per_category: int | None = None) -> LiveResult:
     """Answer the rows of the input one by one and write each answer while it is made.
 
-    Raises ConfigError for models or rows that cannot be used.
+    per_category: only the first rows of each category. Raises ConfigError for models or rows that cannot be used.
     """
     text = load_tokenizer(config.model)
     assert text is not None, "the demo's pairs have tokenizers"
-    questions = [LiveQuestion(row, config, text) for row in requests_of(plan_input(config))]
+    questions = _first_of_each(
+        per_category, [LiveQuestion(row, config, text) for row in requests_of(plan_input(config))]
+    )
     causal_lm, engines = _engines(config, questions)
     engines[OURS].planner = watch = TreeWatch(engines[OURS].planner)
     turns, trees = [], []
@@ -83,6 +85,13 @@ def answer_live(config: JobConfig, write: Write) -> LiveResult:
         turns.append(turn)
         trees.append(watch.best(turn.answers[OURS][0]))
     return LiveResult(_table(turns), _picture(turns, trees, text), _identity(causal_lm, turns), _speed_up(turns))
+
+
+def _first_of_each(number: int | None, questions: Sequence[LiveQuestion]) -> list[LiveQuestion]:
+    by_category: dict[str, list[LiveQuestion]] = {}
+    for question in questions:
+        by_category.setdefault(question.category, []).append(question)
+    return [question for of_one in by_category.values() for question in of_one[:number]]
 
 
 def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[nn.Module, dict[str, Engine]]:
