@@ -53,7 +53,7 @@ SMOLLM2 = {
     "sampling.max_tokens": 64,
 }
 LEGEND = (
-    "tau: tokens per pass of the target; speed-up: each question was answered by both methods, one after the other, in one\n"
+    "tau: tokens per pass of the target; speed-up: both methods answered each question, one after the other, in one "
     "process"
 )
 PICTURE = "One draft tree: each node's probability by the planner; * is what the target took in that one pass"
