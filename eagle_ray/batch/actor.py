@@ -75,7 +75,7 @@ class EngineActor:
     def _cannot_start(self, error: Exception) -> NoReturn:
         """Report the failed start, then end this process. A cause that every worker shares ends the job."""
         try:
-            ends_job = self._progress.report_failure(_as_config_error(error), classify_error(error).is_local)
+            ends_job = self._progress.report_failure(as_config_error(error), classify_error(error).is_local)
             time.sleep(DRIVER_SHUTDOWN_S if ends_job else RESTART_DELAY_S)
         finally:
             os._exit(1)
@@ -124,7 +124,7 @@ class ProgressClient:
         return ray.get(call(*args), timeout=ACK_TIMEOUT_S)
 
 
-def _as_config_error(error: Exception) -> Exception:
+def as_config_error(error: Exception) -> Exception:
     """Return the error as the driver raises it: one line, of a class that does not need torch."""
     if isinstance(error, ConfigError):
         return error

@@ -63,16 +63,21 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, 
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading_message(config.model.target, workers))
     requests = read_requests(plan, skip, rows_per_block=batch_size)
-    answers = _map_engine(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
+    answers = map_engine(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits):
         _write(answers, sink)
 
 
-def _map_engine(
-    requests: ray.data.Dataset, batch_size: int, workers: WorkerPlan, actor_args: tuple
+def map_engine(
+    requests: ray.data.Dataset,
+    batch_size: int,
+    workers: WorkerPlan,
+    actor_args: tuple,
+    actor: type[EngineActor] = EngineActor,
 ) -> ray.data.Dataset:
+    """Return the nested output rows of the requests, lazily. actor_args: see EngineActor."""
     return requests.map_batches(
-        EngineActor,
+        actor,
         fn_constructor_args=actor_args,
         batch_size=batch_size,
         batch_format="pyarrow",

@@ -257,7 +257,7 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked:
     _check_columns(plan, run)
     _check_models(config)
     (run.output / SUMMARY).remove()  # it no longer says what the files hold
-    _join_cluster(config)
+    join_cluster(config)
     from eagle_ray.batch.pipeline import generate
 
     generate(config, plan, run, done, num_rows)
@@ -278,7 +278,7 @@ def _check_columns(plan: InputPlan, run: RunHandle) -> None:
         )
 
 
-def _join_cluster(config: JobConfig) -> None:
+def join_cluster(config: JobConfig) -> None:
     log.info("getting Ray ready")
     address = prepare_ray_environment(config.execution.ray_address)
     from eagle_ray.batch.cluster import connect  # Ray takes seconds to import
@@ -312,7 +312,7 @@ def _checks(
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
         return {}
-    _join_cluster(config)
+    join_cluster(config)
     from eagle_ray.batch.output.verification import run_checks
 
     found = run_checks(config, plan, run, asked.ids, wanted)

@@ -24,6 +24,7 @@ from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig)
 ENV_PREFIX = "EAGLE_RAY__"
+COMMAND_LINE = "the command line"
 SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
 COMMANDS: dict[type[BaseModel], str] = {
     JobConfig: "run",
@@ -46,6 +47,7 @@ def load_config(
     sets: Iterable[str] = (),
     env: Mapping[str, str] = os.environ,
     overrides: Mapping[str, Any] | None = None,
+    origin: str = COMMAND_LINE,
 ) -> JobConfig:
     """Return one validated job configuration. Raises ConfigError with one line per wrong key.
 
@@ -53,8 +55,9 @@ def load_config(
         path: a YAML file, or None.
         sets: strings ``a.b=c`` with c in YAML.
         overrides: value of each named flag, by dotted key.
+        origin: of the overrides, for error messages.
     """
-    settings = _settings(path, sets, env, overrides)
+    settings = _settings(path, sets, env, overrides, origin)
     config = _validated(JobConfig, settings)
     _check_storage(config)
     config = resolve_paths(config)
@@ -91,10 +94,14 @@ def _refuse_keys(settings: list[ConfigSetting]) -> None:
 
 
 def _settings(
-    path: str | os.PathLike | None, sets: Iterable[str], env: Mapping[str, str], overrides: Mapping[str, Any] | None
+    path: str | os.PathLike | None,
+    sets: Iterable[str],
+    env: Mapping[str, str],
+    overrides: Mapping[str, Any] | None,
+    origin: str = COMMAND_LINE,
 ) -> list[ConfigSetting]:
     """Collect the settings of all sources in ascending precedence: later settings win."""
-    flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, "the command line")]
+    flags = [s for key, value in (overrides or {}).items() for s in _flatten(key, value, origin)]
     return [*(_from_file(Path(path)) if path is not None else ()), *_from_env(env), *_from_sets(sets), *flags]
 
 

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from eagle_ray.batch import cluster
-from eagle_ray.batch.actor import _as_config_error
+from eagle_ray.batch.actor import as_config_error
 from eagle_ray.batch.cluster import (
     GROWTH,
     GcsWatch,
@@ -177,10 +177,10 @@ def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
     ],
 )
 def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
-    told = _as_config_error(error)
+    told = as_config_error(error)
     assert isinstance(told, ClusterError) and says in str(told) and "\n" not in str(told)
     refused = ConfigError("model.target: no")
-    assert _as_config_error(refused) is refused
+    assert as_config_error(refused) is refused
 
 
 def test_batches_of_a_long_job_are_larger():

@@ -86,7 +86,7 @@ def plan_input(config: JobConfig) -> InputPlan:
     parameters which rows cannot set raise.
     """
     files = find_files(config.input.path, config.input.format)
-    columns = _columns(config.input.columns)
+    columns = request_columns(config.input.columns)
     id_buffer = DigestBuffer()
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
@@ -168,7 +168,7 @@ def _row_location(file: InputFile, position: RowPosition) -> RowLocation:
     return RowLocation(file.name, file.path, position)
 
 
-def _columns(config: ColumnsConfig) -> RequestColumns:
+def request_columns(config: ColumnsConfig) -> RequestColumns:
     """Return the configured columns. Without a configured prompt column, every default prompt column of the rows is
     read.
     """

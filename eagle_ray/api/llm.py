@@ -1,0 +1,258 @@
+"""LLM: an engine in this process, called as vLLM's is. Needs no Ray.
+
+    llm = LLM("target", draft="head")
+    for output in llm.generate(["Once upon", "The capital of"], SamplingParams(max_tokens=64)):
+        print(output.outputs[0].text, output.outputs[0].mean_acceptance_length)
+
+Prompts become request rows and then sequences, by the code of a job, so ids, seeds and errors are a job's. The engine
+steps in a thread of its own. Calls from several threads share its slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from typing_extensions import Unpack
+
+from eagle_ray.api.prompt_rows import Prompts, prompt_rows
+from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
+from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
+from eagle_ray.api.request_sampling import RequestSampling
+from eagle_ray.batch.sequences import RequestRow, message_of, prompt_text_of, sequences_of, stop_strings
+from eagle_ray.build import build_in_thread
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.tokenizer import Tokenizer
+
+log = logging.getLogger("eagle_ray")
+SamplingFor = RequestSampling | Sequence[RequestSampling] | None
+"""Sampling parameters of all prompts of a call, of each of them, or None for the defaults: greedy, 256 tokens."""
+
+
+class LLM:
+    """A target and its drafter, loaded into this process.
+
+    Args:
+        target: a local directory, a hub id, embedded:tiny or embedded:smollm2.
+        draft: what the method reads, such as an EAGLE head. Without it the method is none (plain decoding), unless one
+            is named that needs no draft, such as method="suffix". embedded:tiny has its own draft.
+        seed: prompts without a seed of their own derive theirs from it and from their ids, which count up from 0.
+        num_gpus: GPUs over which the target is placed.
+        threads: upper bound of torch's CPU threads in this process; None keeps torch's number.
+        settings: keys of `model`, `speculative` and `execution` by their names in configs/KEYS.md.
+
+    Raises:
+        ConfigError: an argument is wrong or a model is missing.
+        EngineError: the files are not a target and its draft.
+    """
+
+    def __init__(
+        self,
+        target: str = EMBEDDED,
+        draft: str | None = None,
+        *,
+        seed: int = 0,
+        num_gpus: int = 1,
+        threads: int | None = None,
+        **settings: Unpack[EngineSettings],
+    ):
+        config = engine_config(target, draft, settings, seed)
+        execution = config.execution
+        most_threads = threads or torch.get_num_threads()
+        bundle = build_in_thread(
+            config.model, config.speculative, execution.slots, execution.kv_tokens, num_gpus, most_threads
+        )
+        self._config = config
+        self._tokenizer = bundle.tokenizer
+        self._max_model_len = bundle.engine.max_model_len
+        self._eos_ids = bundle.engine.target.eos_ids
+        self._engine = AsyncEngine(bundle.engine)
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="eagle-ray-llm", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer, or None if it has none; then prompts are token ids and outputs have no text."""
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its output together."""
+        return self._max_model_len
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._eos_ids
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingFor = None,
+        *,
+        raise_errors: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Return one output per prompt, in order.
+
+        Args:
+            prompts: a text, a list of texts, of token ids or of dicts with prompt, messages or prompt_token_ids, or a
+                table (Arrow, pandas, polars) with these columns. A prompt's own sampling values win.
+            raise_errors: raise the error of the first prompt that cannot be answered. Otherwise its output has the
+                error and no samples, and every other prompt is answered.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ConfigError: the arguments do not fit together, or a prompt sets what is not supported.
+            RequestError: with raise_errors.
+            EngineError: the engine is dead; the LLM cannot be used again.
+        """
+        rows = prompt_rows(prompts)
+        params = _one_each(sampling_params, len(rows))
+        work = self._answer_all(rows, params, raise_errors, use_tqdm)
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineError("the LLM was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after Ctrl-C: the sequences leave the engine
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingFor = None,
+        *,
+        raise_errors: bool = False,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Return one output per conversation. messages: one conversation or a list of them. See generate."""
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [{"messages": list(chat)} for chat in chats]
+        return self.generate(prompts, sampling_params, raise_errors=raise_errors, use_tqdm=use_tqdm)
+
+    def counters(self) -> EngineCounters:
+        """Return the engine's counters: steps, tokens, seconds."""
+        return self._engine.counters()
+
+    def close(self) -> None:
+        """End the engine; calls in flight get EngineError. The models are freed with the LLM."""
+        self._engine.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _answer_all(
+        self, rows: list[RequestRow], params: list[RequestSampling], raise_errors: bool, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        configs = {id(one): self._config_with(one) for one in params}
+        with tqdm(total=len(rows), desc="prompts", disable=not use_tqdm) as bar:
+
+            async def answer(row: RequestRow, one: RequestSampling) -> RequestOutput:
+                output = await self._answer(row, one, configs[id(one)])
+                if raise_errors and output.error is not None:
+                    raise output.error
+                bar.update()
+                return output
+
+            tasks = [asyncio.ensure_future(answer(row, one)) for row, one in zip(rows, params, strict=True)]
+            return await _all_or_cancel(tasks)
+
+    async def _answer(self, row: RequestRow, params: RequestSampling, config: JobConfig) -> RequestOutput:
+        number = next(self._numbers)
+        if row["request_id"].startswith("prompts:"):  # the reader's, for a prompt without an id
+            row["request_id"] = str(number)
+        if row["seed"] is None:
+            row["seed"] = params.seed
+        try:
+            sequences = self._sequences(row, params, config)
+            await _all_or_cancel([asyncio.ensure_future(self._engine.generate(sequence)) for sequence in sequences])
+            return self._output(row, params, config, sequences)
+        except RequestError as error:
+            named = RequestError(error.code, message_of(row, error))
+            return RequestOutput(row["request_id"], row["prompt"], row["prompt_token_ids"] or [], error=named)
+
+    def _sequences(self, row: RequestRow, params: RequestSampling, config: JobConfig) -> list[engine_sequence.Sequence]:
+        """Return the row's sequences. Raises RequestError, for any error that one prompt's content causes."""
+        try:
+            sequences = sequences_of(row, config, self._tokenizer)
+        except RequestError:
+            raise
+        except Exception as error:  # tokenizers and templates run on arbitrary text
+            log.exception("prompt %s: internal error", row["request_id"])
+            raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
+        wanted = params.recorded_logprobs
+        if row["logprobs"] is not None:
+            wanted = wanted | {"logprobs": row["logprobs"] or wanted["prompt_logprobs"]}
+        for sequence in sequences:
+            sequence.sampling = replace(sequence.sampling, **wanted)
+        return sequences
+
+    def _output(
+        self, row: RequestRow, params: RequestSampling, config: JobConfig, sequences: list[engine_sequence.Sequence]
+    ) -> RequestOutput:
+        text, stops = self._tokenizer, stop_strings(row, config)
+        first = sequences[0]
+        prompt_logprobs = None
+        if first.sampling.prompt_logprobs:
+            values, tops = first.prompt_logprobs, first.prompt_tops
+            prompt_logprobs = logprobs_of(first.prompt_ids, values, tops, params.num_top_prompt_logprobs, text)
+        return RequestOutput(
+            request_id=row["request_id"],
+            prompt=prompt_text_of(row, text),
+            prompt_token_ids=first.prompt_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[
+                completion_of(
+                    i,
+                    sequence,
+                    "" if text is None else text.final_text(sequence.output_ids, stops),
+                    params.num_top_logprobs if params.wants_logprobs or row["logprobs"] else None,
+                    text,
+                )
+                for i, sequence in enumerate(sequences)
+            ],
+        )
+
+    def _config_with(self, params: RequestSampling) -> JobConfig:
+        return self._config.model_copy(update={"sampling": params.as_config()})
+
+
+def _one_each(params: SamplingFor, num_prompts: int) -> list[RequestSampling]:
+    if params is None:
+        return [RequestSampling()] * num_prompts
+    if isinstance(params, RequestSampling):
+        return [params] * num_prompts
+    each = list(params) if isinstance(params, Iterable) else [params]
+    if not all(isinstance(one, RequestSampling) for one in each):
+        raise ConfigError("sampling_params: must be a SamplingParams, or a list of one per prompt")
+    if len(each) != num_prompts:
+        raise ConfigError(f"sampling_params: {len(each)} for {num_prompts} prompts. Give one for all, or one each.")
+    return each
+
+
+async def _all_or_cancel(tasks: Sequence[asyncio.Future]) -> list:
+    """Await all tasks in order. If one raises, or this is cancelled, cancel the others."""
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,92 @@
+"""Turn the prompts of a call into request rows, as a job's reader makes them of input rows.
+
+    >>> [row["prompt"] for row in prompt_rows(["Once", {"prompt": "Twice", "temperature": 0.5}])]
+    ['Once', 'Twice']
+
+A prompt that cannot be read becomes a row with an error, like a bad row of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from eagle_ray.batch.input.columns import RequestColumns
+from eagle_ray.batch.input.parameters import has_effect, match_unsupported
+from eagle_ray.batch.input.plan import request_columns
+from eagle_ray.batch.input.request import parse_row
+from eagle_ray.batch.input.row_location import RowLocation, RowPosition
+from eagle_ray.batch.output.schema import REQUEST
+from eagle_ray.batch.sequences import RequestRow
+from eagle_ray.config import ColumnsConfig, ConfigError
+
+
+class ArrowTable(Protocol):
+    """A table with Arrow's stream protocol: pyarrow's, pandas' from 2.2 on, polars'."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a mapping with prompt, messages or prompt_token_ids, sampling values and an id."""
+Prompts = Prompt | Iterable[Prompt] | ArrowTable
+"""One prompt, several, an Arrow table, or a data frame (pandas, polars) with the columns of a job's input."""
+SOURCE = "prompts"  # in place of a file, in messages
+MULTIMODAL = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
+
+
+def prompt_rows(prompts: Prompts) -> list[RequestRow]:
+    """Return one request row per prompt. Raises ConfigError if the value holds no prompts, or keys without effect."""
+    columns = request_columns(ColumnsConfig())
+    return [_request_row(row, i, columns) for i, row in enumerate(_input_rows(prompts))]
+
+
+def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
+    if isinstance(prompts, str | Mapping):
+        return [_input_row(prompts)]
+    if hasattr(prompts, "__arrow_c_stream__"):
+        return _table_rows(prompts)
+    if not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts: must be a text, a list of prompts or a table, got {type(prompts).__name__}")
+    items = list(prompts)
+    if items and all(type(item) is int for item in items):
+        return [_input_row(items)]
+    return [_input_row(item) for item in items]
+
+
+def _table_rows(table: ArrowTable) -> list[Mapping[str, Any]]:
+    try:
+        return pa.table(table).to_pylist()
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ConfigError(f"prompts: the table cannot be read as an Arrow table: {error}") from error
+
+
+def _input_row(prompt: Any) -> Mapping[str, Any]:
+    if isinstance(prompt, Mapping):
+        return prompt
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if hasattr(prompt, "tolist"):  # a NumPy array or a tensor of ids
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence):
+        return {"prompt_token_ids": list(prompt)}
+    raise ConfigError(
+        f"prompts: a prompt is a text, a list of token ids or a dict with prompt, messages or prompt_token_ids, got "
+        f"{type(prompt).__name__}"
+    )
+
+
+def _request_row(row: Mapping[str, Any], number: int, columns: RequestColumns) -> RequestRow:
+    check_keys(row)
+    location = RowLocation(SOURCE, SOURCE, RowPosition(number, None))
+    return dict.fromkeys(REQUEST.names) | parse_row(dict(row), columns, location)
+
+
+def check_keys(row: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys that ask for what prompts cannot set, as a job refuses such columns."""
+    for name, value in row.items():
+        parameter = name if name in MULTIMODAL else match_unsupported(name)
+        if parameter is not None and has_effect(parameter, value):
+            raise ConfigError(f"prompts: {name!r} is not supported and would change the output. Leave it out.")

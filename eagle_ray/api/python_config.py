@@ -1,0 +1,84 @@
+"""Configurations from Python values: an LLM's keyword arguments, or a job's file, dictionary or JobConfig.
+
+>>> engine_config("embedded:tiny", "embedded:tiny", {"slots": 4}).execution.slots
+4
+>>> job_config({"input": {"path": "a.jsonl"}, "output": {"path": "runs/a"}}).output.path
+'runs/a'
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from eagle_ray.config import ConfigError, ExecutionConfig, JobConfig, ModelConfig, SpeculativeConfig, load_config
+
+ORIGIN = "Python"
+UNUSED_PATHS = {"input.path": "prompts", "output.path": "outputs"}  # required keys that a call in this process ignores
+EMBEDDED = "embedded:tiny"
+ConfigLike = JobConfig | str | os.PathLike | Mapping[str, Any] | None
+"""A configuration, a YAML file, a dictionary of sections or dotted keys, or None for the defaults."""
+
+
+class EngineSettings(TypedDict, total=False):
+    """Keyword arguments of an LLM: keys of `model`, of `speculative`, and slots and kv_tokens of `execution`."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: Literal["auto", "cpu", "cuda"]
+    max_model_len: int | None
+    chat_template: str
+    method: str
+    max_depth: int
+    top_k: int
+    max_nodes: int
+    budget: Literal["global", "uniform"]
+    ranking: Literal["published", "calibrated", "coupled"]
+    datastore: str | None
+    draft_vocab: str | None
+    draft_vocab_size: int | None
+    stats: Literal["summary", "detailed"]
+    slots: Literal["auto"] | int
+    kv_tokens: Literal["auto"] | int | None
+
+
+_SECTIONS: dict[str, Any] = {"model": ModelConfig, "speculative": SpeculativeConfig, "execution": ExecutionConfig}
+_KEYS = {
+    name: f"{section}.{name}"
+    for section, model in _SECTIONS.items()
+    for name in model.model_fields
+    if name in EngineSettings.__annotations__
+}
+
+
+def engine_config(target: str, draft: str | None, settings: Mapping[str, Any], seed: int = 0) -> JobConfig:
+    """Return the configuration of an engine in this process. Its input and output are not used.
+
+    Without a draft the method is none, plain decoding. Raises ConfigError that names an unknown or wrong argument.
+    """
+    for name in settings:
+        if name not in _KEYS:
+            near = difflib.get_close_matches(name, _KEYS, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"Arguments: draft, seed, {', '.join(sorted(_KEYS))}"
+            raise ConfigError(f"LLM: unknown argument {name!r}. {hint}")
+    overrides = {_KEYS[name]: value for name, value in settings.items()} | {"model.target": target, "seed": seed}
+    if draft is not None:
+        overrides["model.draft"] = draft
+    elif target != EMBEDDED:
+        overrides.setdefault("speculative.method", "none")
+    return load_config(None, env={}, overrides=UNUSED_PATHS | overrides, origin=ORIGIN)
+
+
+def job_config(config: ConfigLike, defaults: Mapping[str, Any] | None = None) -> JobConfig:
+    """Return the configuration of a job. Raises ConfigError.
+
+    defaults: values of dotted keys that replace the configuration's, such as the paths of a Dataset's job.
+    """
+    if isinstance(config, JobConfig):
+        return config
+    overrides = dict(config) if isinstance(config, Mapping) else {}
+    path = None if config is None or isinstance(config, Mapping) else config
+    return load_config(path, env=os.environ, overrides=overrides | dict(defaults or {}), origin=ORIGIN)

@@ -1,0 +1,106 @@
+"""Jobs and Ray Datasets from Python.
+
+    import eagle_ray
+    ds = eagle_ray.generate(ray.data.read_parquet("prompts/"), "job.yaml")      # lazily, a Dataset of completions
+    ds = eagle_ray.generate(ds, "job.yaml", output_path="runs/a")               # a job: stored, resumed if repeated
+    summary = eagle_ray.run_job("job.yaml")
+
+Ray is imported by the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from eagle_ray.api.python_config import ConfigLike, job_config
+from eagle_ray.batch.run import configure_logging, run_to_completion
+from eagle_ray.batch.signals import interruptible
+from eagle_ray.config import JobConfig
+
+Row = dict[str, Any]
+RowFunction = Callable[[Row], Mapping[str, Any]]
+PLACEHOLDER = "dataset"
+
+
+class RayDataset(Protocol):
+    """The part of ray.data.Dataset that is used here; this module does not import Ray."""
+
+    def map(self, fn: Callable[[Row], Row]) -> Any: ...
+
+
+DatasetT = TypeVar("DatasetT", bound=RayDataset)
+
+
+def generate(
+    dataset: DatasetT,
+    config: ConfigLike = None,
+    *,
+    preprocess: RowFunction | None = None,
+    postprocess: RowFunction | None = None,
+    output_path: str | None = None,
+) -> DatasetT:
+    """Return a Ray Dataset of the input's columns and the completions, one row per sample.
+
+    Args:
+        dataset: rows with prompt, messages or prompt_token_ids, or with columns named in input.columns; the columns
+            that rows of a job have.
+        config: a job's configuration, of which input.path and output.path are not read.
+        preprocess: returns columns that are added to a row or replace its own, such as ``messages``.
+        postprocess: returns the row to output instead of the whole row.
+        output_path: None is lazy: the work is done when the Dataset is consumed, and nothing is stored. With a path,
+            the job runs now with a job's progress lines, output directory and resume: the same call again computes
+            what is missing. The rows are first written to ``<output_path>.input``.
+
+    Raises:
+        ConfigError: a setting is wrong, a model is missing, or a column has the name of an output column.
+        JobError: with output_path, the job cannot be completed.
+    """
+    from eagle_ray.batch.dataset import generate_dataset  # imports Ray
+    from eagle_ray.batch.dataset_job import run_dataset_job
+
+    rows: Any = dataset if preprocess is None else dataset.map(_Adding(preprocess))
+    if output_path is None:
+        answered = generate_dataset(rows, _dataset_config(config, PLACEHOLDER))
+    else:
+        job = _dataset_config(config, output_path)
+        configure_logging(job.logging.level)
+        with interruptible():
+            answered = run_dataset_job(rows, job)
+    return answered if postprocess is None else answered.map(postprocess)
+
+
+def run_job(config: ConfigLike, retry_errors: bool = False) -> dict[str, Any]:
+    """Run a job as ``eagle-ray run`` does and return what ``_summary.json`` holds.
+
+    Args:
+        config: a JobConfig, a YAML file, or a dictionary of sections or of dotted keys.
+        retry_errors: generate rows again that ended in errors.
+
+    Raises:
+        ConfigError: before anything has started.
+        JobError: the job cannot be completed. The same call again resumes it.
+        KeyboardInterrupt: it was interrupted, by SIGTERM too.
+    """
+    job = job_config(config)
+    configure_logging(job.logging.level)
+    with interruptible():
+        return run_to_completion(job, retry_errors)
+
+
+def _dataset_config(config: ConfigLike, output_path: str) -> JobConfig:
+    paths = {"input.path": PLACEHOLDER, "output.path": output_path}
+    if not isinstance(config, JobConfig):
+        return job_config(config, paths)
+    output = config.output.model_copy(update={"path": output_path})
+    return config.model_copy(update={"output": output})
+
+
+class _Adding:
+    """Calls a function on a row and adds the columns that it returns."""
+
+    def __init__(self, function: RowFunction):
+        self._function = function
+
+    def __call__(self, row: Row) -> Row:
+        return row | dict(self._function(row))

@@ -1,0 +1,106 @@
+"""RequestSampling: the sampling parameters of a call from Python, exported as ``eagle_ray.SamplingParams``.
+
+    >>> SamplingParams(temperature=0.8, stop="\\n", n=2).n
+    2
+    >>> SamplingParams(frequency=1)
+    ConfigError: SamplingParams.frequency: unknown parameter. Parameters: temperature, top_p, ...
+
+Its fields are the keys of `sampling` in a job's configuration, so a key that is added there is a parameter here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from typing import Annotated, Any
+
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from eagle_ray.config.job import ConfigError, PositiveInt, RowSampling, SamplingConfig
+
+NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class RequestSampling(RowSampling):
+    """Sampling parameters of one prompt. Raises ConfigError that names an unknown or wrong parameter.
+
+    The names are vLLM's; the defaults are a job's, so decoding is greedy unless a temperature is given. ``top_k=-1`` is
+    off, as ``top_k=0`` is, and ``stop`` may be one string.
+
+    Attributes:
+        max_tokens: None is as many as the model's length leaves.
+        seed: None derives one from the seed of the LLM, the request's id and the sample's index.
+        logprobs: None or False for none, True or 0 for those of the output tokens, k for the k likeliest tokens too.
+        prompt_logprobs: the same for the prompt's tokens.
+    """
+
+    max_tokens: PositiveInt | None = Field(default=256, description="an integer, 1 or more, or None")  # type: ignore[assignment]
+    logprobs: bool | Count | None = Field(default=None, description="True, False, None or an integer, 0 or more")  # type: ignore[assignment]
+    prompt_logprobs: bool | Count | None = Field(default=None, description="True, False, None or an integer, 0 or more")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, data: Any, handler: ModelWrapValidatorHandler[RequestSampling]) -> RequestSampling:
+        if isinstance(data, dict) and data.get("top_k") == -1:
+            data = data | {"top_k": 0}
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_lines(error, data))) from None
+
+    def __repr_name__(self) -> str:
+        return "SamplingParams"
+
+    def as_config(self) -> SamplingConfig:
+        """Return the keys of `sampling` with these values."""
+        values = {name: getattr(self, name) for name in SamplingConfig.model_fields}
+        values["max_tokens"] = self.max_tokens or NO_LIMIT
+        values["logprobs"] = self.wants_logprobs
+        return SamplingConfig(**values)
+
+    @property
+    def recorded_logprobs(self) -> dict[str, Any]:
+        """Return the engine's fields for the log-probabilities to record."""
+        of_prompt = self.prompt_logprobs is not None and self.prompt_logprobs is not False
+        return {
+            "logprobs": of_prompt or self.wants_logprobs,
+            "top_logprobs": max(self.num_top_logprobs, self.num_top_prompt_logprobs),
+            "prompt_logprobs": of_prompt,
+        }
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Return how many of the likeliest tokens are recorded at each output token."""
+        return 0 if self.logprobs is True else int(self.logprobs or 0)
+
+    @property
+    def num_top_prompt_logprobs(self) -> int:
+        return 0 if self.prompt_logprobs is True else int(self.prompt_logprobs or 0)
+
+
+SamplingParams = RequestSampling
+
+
+def _lines(error: ValidationError, given: dict[str, Any]) -> list[str]:
+    """Return one line for each wrong parameter; a value that fails several validators has one."""
+    lines: dict[str, str] = {}
+    for detail in error.errors():
+        name = str(detail["loc"][0]) if detail["loc"] else ""
+        field = RequestSampling.model_fields.get(name)
+        if field is None:
+            line = f"SamplingParams.{name}: unknown parameter. {_hint(name)}"
+        else:
+            line = f"SamplingParams.{name}: must be {field.description}, got {reprlib.repr(given[name])}"
+        lines.setdefault(name, line)
+    return list(lines.values())
+
+
+def _hint(name: str) -> str:
+    names = list(RequestSampling.model_fields)
+    near = difflib.get_close_matches(name, names, 1)
+    return f"Did you mean {near[0]}?" if near else f"Parameters: {', '.join(names)}"

@@ -1,0 +1,160 @@
+"""A Ray Dataset of prompts to a Ray Dataset of completions, lazily.
+
+    >>> answered = generate_dataset(ray.data.read_parquet("prompts/"), config)      # doctest: +SKIP
+    >>> answered.take(1)[0]["text"]                                                 # doctest: +SKIP
+    'Paris.'
+
+Nothing is stored on the way, so an execution that fails starts again from its inputs; ``run_dataset_job`` has a job's
+output, progress and resume. The columns of the input travel with each request as one opaque value, so that their types
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+import ray.data
+
+from eagle_ray.batch.actor import EngineActor, as_config_error
+from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
+from eagle_ray.batch.input.columns import RequestColumns
+from eagle_ray.batch.input.parameters import has_effect, match_unsupported
+from eagle_ray.batch.input.plan import request_columns
+from eagle_ray.batch.input.request import parse_row
+from eagle_ray.batch.input.row_location import RowLocation, RowPosition
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.output.nested_rows import unnest
+from eagle_ray.batch.output.schema import OUTPUT_FIELDS, SAMPLING_FIELDS, request_schema, table_of
+from eagle_ray.batch.pipeline import map_engine
+from eagle_ray.batch.progress import start_progress
+from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.slot_limits import usual_slots
+from eagle_ray.storage.path import StoragePath
+
+INPUT_ROW = pa.field("_input_row", pa.binary())  # an Arrow stream of one row: the input's columns
+SAMPLING_PARAMS = "sampling_params"  # a column of dictionaries, as Ray Data's own LLM processors take it
+LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))  # a row of a Dataset has no place to name
+WITHOUT_MEANING = ("row_index", "source_file", "run_id", "attempt", "config_hash")  # output columns of a job's files
+ADDED = tuple(field.name for field in OUTPUT_FIELDS if field.name not in WITHOUT_MEANING)
+READ = frozenset(field.name for field in SAMPLING_FIELDS) | {"prompt"}  # input columns that the output's replace
+MANY_ROWS = 1 << 30  # how many there are is not known before they are read
+
+
+class DatasetActor(EngineActor):
+    """An EngineActor without a driver that watches it: a failed start fails the execution."""
+
+    def _cannot_start(self, error: Exception) -> NoReturn:
+        raise as_config_error(error) from None
+
+
+def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Dataset:
+    """Return the input's columns and the output columns ADDED, one row per sample.
+
+    Rows are a job's: prompt, messages or prompt_token_ids as input.columns names them, an id, and sampling values of
+    their own, also as a dictionary sampling_params. A row without an id gets one from its content, so that seeds
+    depend on neither order nor blocks. A row that cannot be answered has status error. Raises ConfigError if a column
+    of the input has the name of an output column, if the models cannot be used, or if the cluster lacks the GPUs.
+    """
+    from eagle_ray.build import check_models  # torch
+
+    schema = dataset.schema(fetch_if_missing=False)
+    if schema is not None:
+        check_column_names(schema.names)
+    check_models(config.model, config.speculative)
+    execution = config.execution
+    workers = plan_workers(execution, config.model.device, nodes(), MANY_ROWS, threads_wanted(os.environ))
+    batch_size = max(1, usual_slots(execution.slots, workers.num_gpus > 0) // 2)
+    run = RunHandle(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
+    actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.fewest))
+    requests = dataset.map_batches(
+        RequestMaker(request_columns(config.input.columns)),
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+    )
+    nested = map_engine(requests, batch_size, workers, actor_args, DatasetActor)
+    return nested.map_batches(with_input_columns, batch_format="pyarrow", batch_size=None, udf_modifying_row_count=True)
+
+
+def check_column_names(names: list[str]) -> None:
+    """Raise ConfigError for input columns whose names output columns have."""
+    if taken := [name for name in names if name in ADDED and name not in READ]:
+        renamed = ", ".join(f"{name!r}: 'input_{name}'" for name in taken)
+        raise ConfigError(
+            f"dataset: output columns have the names of its {', '.join(taken)}. Rename them: "
+            f"dataset.rename_columns({{{renamed}}})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMaker:
+    """A task that turns blocks of input rows into request rows. columns: where a row has its prompt and id."""
+
+    columns: RequestColumns
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        check_column_names(batch.column_names)
+        rows = []
+        for i, row in enumerate(batch.to_pylist()):
+            request = self._request(row)
+            carried = stream_bytes(batch.slice(i, 1))
+            if self.columns.id.column_in(row) is None or request["request_id"] == LOCATION.id:
+                request["request_id"] = content_id(request)
+            rows.append(request | {INPUT_ROW.name: carried})
+        return table_of(rows, request_schema([INPUT_ROW]))
+
+    def _request(self, row: dict[str, Any]) -> dict[str, Any]:
+        row = with_sampling_params(row)
+        for name, value in row.items():
+            parameter = match_unsupported(name)
+            if parameter is not None and has_effect(parameter, value):
+                raise ConfigError(f"dataset: column {name!r} is a request parameter that rows cannot set. Drop it.")
+        return parse_row(row, self.columns, LOCATION)
+
+
+def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with the entries of its sampling_params, a dictionary or a SamplingParams, as values."""
+    params = row.get(SAMPLING_PARAMS)
+    if params is None:
+        return row
+    if not isinstance(params, Mapping):
+        params = params.model_dump(exclude_unset=True)
+    rest = {name: value for name, value in row.items() if name != SAMPLING_PARAMS}
+    return rest | {name: value for name, value in params.items() if value is not None}
+
+
+def content_id(request: Mapping[str, Any]) -> str:
+    """Return an id made from what a request asks: rows that ask the same have the same id, and so the same samples."""
+    asked = {name: value for name, value in request.items() if name != "request_id" and value is not None}
+    return hashlib.blake2b(repr(sorted(asked.items())).encode(), digest_size=8).hexdigest()
+
+
+def stream_bytes(table: pa.Table) -> bytes:
+    """Return the table as an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def with_input_columns(nested: pa.Table) -> pa.Table:
+    """Return the rows of a block with the columns of their input rows before the output columns."""
+    rows = unnest(nested)
+    carried = [pa.ipc.open_stream(value.as_buffer()).read_all() for value in rows[INPUT_ROW.name].combine_chunks()]
+    outputs = rows.select(ADDED)
+    messages = pc.replace_substring(outputs["error_message"], f"{LOCATION}: ", "", max_replacements=1)
+    outputs = outputs.set_column(outputs.column_names.index("error_message"), "error_message", messages)
+    if not carried:
+        return outputs
+    inputs = pa.concat_tables(carried, promote_options="permissive")
+    inputs = inputs.select([name for name in inputs.column_names if name not in READ and name != SAMPLING_PARAMS])
+    for field, column in zip(outputs.schema, outputs.columns, strict=True):
+        inputs = inputs.append_column(field, column)
+    return inputs.combine_chunks()
