@@ -92,8 +92,16 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the text of a conversation, with special tokens as text. Raises RequestError."""
+    def special_id(self, role: str) -> int | None:
+        """Return the id of the special token of a role, such as "bos" or "eos", or None if there is none."""
+        found: int | None = getattr(self._tokenizer, f"{role}_token_id", None)
+        return found
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation, with special tokens as text. Raises RequestError.
+
+        add_generation_prompt: begin an answer; otherwise the last message is left open, to be continued.
+        """
         if self._chat_template is None:
             raise RequestError(
                 "no_chat_template",
@@ -103,7 +111,11 @@ class Tokenizer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
+                    list(messages),
+                    chat_template=self._chat_template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
                 )
             )
         except Exception as error:  # a template is a program: over one row's messages it may raise anything

@@ -9,7 +9,7 @@ A prompt that cannot be read becomes a row with an error, like a bad row of a jo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
@@ -47,7 +47,7 @@ def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
     if isinstance(prompts, str | Mapping):
         return [_input_row(prompts)]
     if hasattr(prompts, "__arrow_c_stream__"):
-        return _table_rows(prompts)
+        return _table_rows(cast(ArrowTable, prompts))
     if not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts: must be a text, a list of prompts or a table, got {type(prompts).__name__}")
     items = list(prompts)

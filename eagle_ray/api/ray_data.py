@@ -60,6 +60,7 @@ def generate(
     from eagle_ray.batch.dataset_job import run_dataset_job
 
     rows: Any = dataset if preprocess is None else dataset.map(_Adding(preprocess))
+    answered: Any
     if output_path is None:
         answered = generate_dataset(rows, _dataset_config(config, PLACEHOLDER))
     else:

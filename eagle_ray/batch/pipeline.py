@@ -64,7 +64,7 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, 
     log.info(_loading_message(config.model.target, workers))
     requests = read_requests(plan, skip, rows_per_block=batch_size)
     answers = map_engine(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
-    with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits):
+    with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
         _write(answers, sink)
 
 

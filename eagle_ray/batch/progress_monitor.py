@@ -3,7 +3,7 @@
 It reports the rows that engines have finished and, separately, the rows in files, to the log and to
 ``_progress.json``.
 
-    >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits):
+    >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits, workers=plan):
     ...     dataset.write_datasink(sink)
     [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
 """
@@ -13,20 +13,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.batch.cluster import GcsWatch, check_alive, gcs_address
+from eagle_ray.batch.cluster import GcsWatch, WorkerPlan, check_alive, gcs_address
 from eagle_ray.batch.display import Facts, display
 from eagle_ray.batch.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, RunHandle
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.progress import Progress
 from eagle_ray.batch.signals import interrupt, is_interrupted
-from eagle_ray.storage.path import StoragePath, write_json
+from eagle_ray.batch.usage_meter import USAGE, UsageMeter
+from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -67,13 +69,16 @@ class ProgressMonitor:
     another attempt.
     """
 
-    def __init__(self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits):
+    def __init__(
+        self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits, workers: WorkerPlan
+    ):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
         self._row_counter = RowCounter(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._num_start_lines = 0
         self._started, self._ready_at = time.monotonic(), None
+        self._meter = UsageMeter(workers.fewest, workers.most, workers.num_gpus, _progress_before(run), self._started)
         self._gcs = GcsWatch(gcs_address())
         self._stop_reason: Exception | None = None
         self._write_error = ""  # why the latest progress file could not be written
@@ -161,6 +166,7 @@ class ProgressMonitor:
         """Return the facts that are logged and written to ``_progress.json``."""
         now = time.monotonic()
         running = now - (self._ready_at or now)
+        self._meter.update(len(progress.workers), now)
         rows_left = max(0, self._num_rows - progress.rows)
         return {
             "run_id": self._run.run_id,
@@ -184,6 +190,7 @@ class ProgressMonitor:
             if running >= MIN_RATE_WINDOW_S
             else None,  # what the pipeline leaves
             "engine": progress.work,
+            USAGE: self._meter.usage(),  # of all attempts
             "seconds_left": rows_left * running / progress.rows
             if progress.rows and running >= MIN_RATE_WINDOW_S
             else None,
@@ -199,6 +206,14 @@ class ProgressMonitor:
             self._stop_reason = reason
             self._closing.set()
             interrupt()
+
+
+def _progress_before(run: RunHandle) -> Facts | None:
+    """Return what earlier attempts of this run last wrote to ``_progress.json``, or None."""
+    with suppress(OSError):
+        facts = read_json_object(run.output / PROGRESS)
+        return facts if facts and facts.get("run_id") == run.run_id else None
+    return None
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ from eagle_ray.batch.output.fencing import remove_stale_files, wait_for_stale_wr
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import (
     DATA,
+    ESTIMATE,
     PROGRESS,
     REPORT,
     RUN,
@@ -63,8 +64,10 @@ from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.report.budgets import budgets
+from eagle_ray.report.cost import cost
 from eagle_ray.report.html import page
 from eagle_ray.report.speed_up import SpeedUp
 from eagle_ray.report.summary import summarise, summary_json
@@ -330,7 +333,18 @@ def summarize_run(run: RunHandle) -> dict[str, Any]:
     read = partial(read_tables, run.data)
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
     last_work = {"last_work": read_json_object(run.output / PROGRESS)}
-    return facts | summary_json(summarise(read, by), by) | over_time | last_work
+    counts = summary_json(summarise(read, by), by)
+    return facts | counts | over_time | last_work | _cost(run, counts["total"], last_work["last_work"])
+
+
+def _cost(run: RunHandle, total: dict[str, Any], work: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the run's cost, and the estimate that was made for its configuration and rows, or None for each."""
+    config = (read_manifest(run.output) or {}).get("config", {})
+    price = config.get("execution", {}).get("price_per_hour")
+    usage = work.get(USAGE) if work and work.get("run_id") == run.run_id else None
+    estimate = read_json_object(run.output / ESTIMATE)
+    is_same = estimate is not None and estimate["config_hash"] == run.config_hash and estimate["rows"] == total["rows"]
+    return {"cost": cost(total, usage, price), "estimate": estimate if is_same else None}
 
 
 def _check_error_rate(counts: dict[str, Any], most: float) -> None:

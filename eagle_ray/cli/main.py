@@ -100,6 +100,14 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.add_argument("--allow-empty", action="store_const", const=True, help="input.allow_empty")
+    validate.add_argument(
+        "--estimate",
+        nargs="?",
+        type=_positive,
+        const=0,
+        metavar="ROWS",
+        help="decode ROWS rows here (two per slot, at least 32), and say how long and how dear the whole job would be",
+    )
     validate.set_defaults(command=_validate, library="torch", if_exists=None)
 
     submit = commands.add_parser("submit", help="run as a job of a Ray cluster and follow its log")
@@ -280,6 +288,14 @@ def _validate(args: argparse.Namespace) -> int:
     from eagle_ray.cli.validate import validate
 
     print(validate(config))
+    if args.estimate is not None:
+        from eagle_ray.batch.run import configure_logging
+        from eagle_ray.cli.estimate import estimate_job, estimate_text, store_estimate
+
+        configure_logging(config.logging.level)
+        estimate = estimate_job(config, args.estimate or None)
+        store_estimate(config, estimate)
+        print(estimate_text(estimate))
     return 0
 
 

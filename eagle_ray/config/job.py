@@ -242,6 +242,8 @@ class RestartsConfig(StrictModel):
 class ExecutionConfig(EnginesConfig):
     """Resources and parallelism of a job, which runs one engine per Ray actor. These keys do not change the outputs.
 
+    price_per_hour: dollars. A price per GPU remains right if gpus_per_actor changes; CPUs are priced by the worker,
+        since workers share a machine.
     max_error_rate: fraction of error rows above which the job stops (exit code 4). With 1, the job stops only if every
         row failed.
     """
@@ -258,6 +260,9 @@ class ExecutionConfig(EnginesConfig):
         default=1.0, description="a share between 0 and 1 (only if every row is an error)"
     )
     row_timeout_s: PositiveFloat | None = Field(default=None, description="a number of seconds, above 0, or null")
+    price_per_hour: PositiveFloat | None = Field(
+        default=None, description="dollars for an hour of one GPU, or of one worker without a GPU, above 0, or null"
+    )
     restarts: RestartsConfig = RestartsConfig()
 
 

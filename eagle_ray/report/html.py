@@ -8,11 +8,12 @@ The numbers come from ``_summary.json``, the settings from ``_run.json``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
 from eagle_ray.report import figures
+from eagle_ray.report.cost import duration, money
 from eagle_ray.report.style import STYLE
 from eagle_ray.report.svg import percent, sparkline
 from eagle_ray.report.text import ABSENT, INTERVAL, interval_text, interval_words, number, rounding_words
@@ -34,6 +35,7 @@ def page(summary: dict[str, Any], record: dict[str, Any]) -> str:
         _drafts(summary),
         _budget(summary),
         _over_time(summary, record),
+        _cost(summary),
         _measured(summary),
         _compared(summary),
         _verified(summary),
@@ -179,6 +181,35 @@ def _workers(timeline: dict[str, Any], slots: int) -> str:
         for name, worker in workers.items()
     ]
     return f"<h3>Per worker</h3>{_table(header, rows, left=(0, 3, 5))}"
+
+
+def _cost(summary: dict[str, Any]) -> str:
+    """Return the section on time and, if there is a price, dollars, with the estimate made before the run."""
+    spent, estimate = summary.get("cost"), summary.get("estimate")
+    if not spent or (spent["dollars"] is None and not estimate):
+        return ""
+    rows = [["time, loading and all attempts", duration(spent["elapsed_s"]), "", ""]]
+    if spent["dollars"] is not None:
+        rows.append(["dollars", money(spent["dollars"]), "", ""])
+    if estimate:
+        rows[0][2:] = _estimated(estimate["seconds"], duration)
+    if estimate and len(rows) > 1:
+        rows[1][2:] = _estimated(estimate["dollars"], money)
+    words = f"{number(spent['rows_per_s'], 2)} rows/s and {number(spent['tokens_per_s'])} tokens/s."
+    if spent["dollars"] is not None:
+        words += (
+            f" {number(spent['rows_per_dollar'])} rows and {number(spent['tokens_per_dollar'])} tokens per dollar: "
+            f"{spent['hours']:.3g} {spent['unit']} hours at {money(spent['price_per_hour'])}."
+        )
+    return _section("Time and cost", _table(["", "taken", "estimated", INTERVAL], rows), words)
+
+
+def _estimated(values: list[float] | None, show: Callable[[float], str]) -> list[str]:
+    """Return the cells of an estimate and its interval; it has no dollars if there was no price then."""
+    if values is None:
+        return [ABSENT, ABSENT]
+    expected, low, high = values
+    return [show(expected), f"{show(low)} to {show(high)}"]
 
 
 def _measured(summary: dict[str, Any]) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from eagle_ray.report.cost import cost_lines
+
 ABSENT = "-"
 TOO_FEW = "too few rows"
 INTERVAL = "95 % interval"
@@ -48,7 +50,8 @@ def run_table(summary: dict[str, Any]) -> str:
     drafts = [_depths(summary["total"]), _calibration(summary["total"])]
     work = summary["last_work"]
     checks = [_baseline(summary.get("baseline_rows")), _verification(summary.get("verify_rows"))]
-    notes = [_work(work), _steps(work), *drafts, *checks, _tally("finished by", "finish_reasons", summary)]
+    spent = cost_lines(summary.get("cost"), summary.get("estimate"))
+    notes = [_work(work), *spent, _steps(work), *drafts, *checks, _tally("finished by", "finish_reasons", summary)]
     return "\n".join([table, "", *filter(None, [*notes, _tally("errors", "error_codes", summary)])])
 
 

@@ -43,6 +43,7 @@ from eagle_ray.storage.storage_errors import remedy_of
 
 RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
 SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
+ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
 FORMAT_VERSION = 1  # of _run.json
 REQUIRED_KEYS = {
     "run_id",

@@ -1,0 +1,233 @@
+"""validate --estimate: decode a sample of the rows here, and say how long and how dear the whole job would be.
+
+The engine is the job's, with its slots kept full as in a long job: rows of the sample are decoded among others until
+the last of them is done. A row costs the time that it holds a slot, so a job takes the sum over its rows, divided by
+all slots, and then the time in which its last rows drain. As many other rows are decoded first, to warm the planner up.
+The interval is over the rows that were drawn.
+
+    >>> estimate = estimate_job(config, num_sampled=32)
+    >>> estimate["seconds"]                       # expected, low, high: 95 %
+    [412.0, 371.5, 460.2]
+
+``_estimate.json`` in the output keeps the numbers, and the run shows them next to what it took.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, cycle
+from typing import Any
+
+import torch
+
+from eagle_ray.batch.cluster import WorkerPlan, plan_workers, threads_wanted
+from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.batch.output.manifest import ESTIMATE, output_of, wrap_os_errors
+from eagle_ray.batch.sequences import RequestRow, sequences_of
+from eagle_ray.batch.worker import build_engine_bundle
+from eagle_ray.build import EngineBundle
+from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.config.job import ActorRange
+from eagle_ray.core.sequence import Sequence as EngineSequence
+from eagle_ray.core.sequence import check_length
+from eagle_ray.errors import RequestError
+from eagle_ray.models.cpu_runtime import run_in_temporary_thread
+from eagle_ray.report.cost import estimate_words, money, priced_hours
+from eagle_ray.storage.path import write_json
+
+log = logging.getLogger("eagle_ray")
+MIN_SAMPLED = 32  # rows
+SAMPLED_PER_SLOT = 2  # rows
+RESAMPLES = 200
+MAX_SIMULATED = 5000  # rows of a worker; with more, how the last rows drain does not matter
+PIPELINE_START_S = 8.0  # Ray Data and a worker's process, before models load: 7 to 9 s on 2 busy cores, 2026-11-25
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """A row of the sample. slot_s: seconds that each of its samples held a slot. tokens: of its outputs."""
+
+    slot_s: list[float]
+    tokens: int
+
+
+def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str, Any]:
+    """Decode a sample and return what ``_estimate.json`` holds. Raises as build_engine_bundle does, and ConfigError if
+    no row can be answered.
+
+    num_sampled: rows; None is two per slot, at least MIN_SAMPLED.
+    """
+    plan = plan_input(config)
+    workers = _workers(config, plan.num_rows)
+    log.info("loading the models for the estimate")
+    began = time.monotonic()
+    bundle = build_engine_bundle(config, workers.threads)
+    load_s = time.monotonic() - began
+
+    slots = bundle.engine.scheduler.num_slots
+    wanted = max(MIN_SAMPLED, SAMPLED_PER_SLOT * slots) if num_sampled is None else num_sampled
+    drawn = _drawn(plan, 2 * wanted, config.seed)
+    rows, others = drawn[:wanted], drawn[wanted:] or drawn
+    log.info("decoding %d of %d rows, the first %d to warm up", len(drawn), plan.num_rows, len(others))
+    concurrent = max(1, min(slots, math.ceil(plan.num_rows * config.sampling.n / workers.most)))
+    began = time.monotonic()
+    sampled = run_in_temporary_thread(
+        partial(measure, rows, others, config, bundle, concurrent)
+    )  # with the tuned threads
+    sample_s = time.monotonic() - began
+    if not any(row.slot_s for row in sampled):
+        raise ConfigError("no row of the sample can be answered: eagle-ray validate without --estimate says why")
+
+    start_s = PIPELINE_START_S + load_s
+    seconds = [start_s + working for working in job_seconds(sampled, plan.num_rows, workers.most, concurrent)]
+    price = config.execution.price_per_hour
+    per_second = None if price is None else price * priced_hours(workers.most, workers.num_gpus)
+    per_row = [len(row.slot_s) or config.sampling.n for row in sampled]
+    return {
+        "config_hash": config_hash(config),
+        "rows": round(plan.num_rows * statistics.fmean(per_row)),
+        "sampled_rows": len(rows),
+        "sample_s": sample_s,
+        "workers": workers.most,
+        "gpus_per_worker": workers.num_gpus,
+        "slots": slots,
+        "threads": workers.threads,
+        "start_s": start_s,
+        "seconds": seconds,
+        "output_tokens": _scaled([row.tokens for row in sampled], plan.num_rows),
+        "price_per_hour": price,
+        "dollars": None if per_second is None else [per_second * value for value in seconds],
+    }
+
+
+def store_estimate(config: JobConfig, estimate: dict[str, Any]) -> None:
+    """Write ``_estimate.json``. Raises ConfigError if the output cannot be written."""
+    output = output_of(config)
+    with wrap_os_errors(output):
+        output.make_directory()
+        write_json(output / ESTIMATE, estimate)
+
+
+def estimate_text(estimate: dict[str, Any]) -> str:
+    """Return the estimate in the form of validate's report."""
+    workers = "1 worker" if estimate["workers"] == 1 else f"{estimate['workers']} workers"
+    device = f"{estimate['gpus_per_worker']:g} GPU" if estimate["gpus_per_worker"] else f"{estimate['threads']} threads"
+    expected, low, high = estimate["output_tokens"]
+    price, unit = estimate["price_per_hour"], "GPU" if estimate["gpus_per_worker"] else "worker"
+    priced = f"at {money(price)} for a {unit} hour" if price else "execution.price_per_hour is not set, so no cost"
+    return (
+        f"estimate {estimate_words(estimate)}, of which {estimate['start_s']:.0f} s are the start; {priced}\n"
+        f"         {estimate['rows']:,} rows, {expected:,.0f} tokens [{low:,.0f}, {high:,.0f}], in {workers} as this "
+        f"machine's: {device}, {estimate['slots']} slots\n"
+        f"         from {estimate['sampled_rows']} rows, decoded in {estimate['sample_s']:.0f} s; 95 % intervals "
+        "over the rows drawn, not over how busy machines are"
+    )
+
+
+def measure(
+    rows: Sequence[RequestRow], others: Sequence[RequestRow], config: JobConfig, bundle: EngineBundle, concurrent: int
+) -> list[SampledRow]:
+    """Decode the rows, `concurrent` sequences at a time, and return each row's slot seconds and tokens.
+
+    The others come before them, because a new planner first tries drafts out, and after them, so that slots stay full
+    until the last row is done. A row that cannot be answered takes no time.
+    """
+    engine = bundle.engine
+    wanted = [list(_sequences(row, config, bundle)) for row in rows]
+    missing = {sequence for of_row in wanted for sequence in of_row}
+    warm_up = [sequence for row in others for sequence in _sequences(row, config, bundle)]
+    fillers = (sequence for row in cycle(others) for sequence in _sequences(row, config, bundle))
+    waiting = chain(warm_up, (sequence for of_row in wanted for sequence in of_row), fillers)
+    running: set[EngineSequence] = set()
+    while missing:
+        while len(running) < concurrent and (sequence := next(waiting, None)) is not None:
+            engine.add(sequence)
+            running.add(sequence)
+        finished = engine.step()
+        running.difference_update(finished)
+        missing.difference_update(finished)
+    for sequence in running:
+        engine.abort(sequence)
+    return [
+        SampledRow(
+            [(s.finished_at or 0.0) - (s.admitted_at or 0.0) for s in of_row], sum(len(s.output_ids) for s in of_row)
+        )
+        for of_row in wanted
+    ]
+
+
+def job_seconds(sampled: Sequence[SampledRow], num_rows: int, workers: int, slots: int) -> list[float]:
+    """Return the seconds of decoding num_rows such rows: expected, low, high (95 %, by a bootstrap over the rows)."""
+    draw = random.Random(0)
+    rows_per_worker = max(1, round(num_rows / workers))
+    found = []
+    for _ in range(RESAMPLES):
+        pool = draw.choices(sampled, k=len(sampled))
+        if rows_per_worker <= MAX_SIMULATED:
+            found.append(drain_time([s for row in draw.choices(pool, k=rows_per_worker) for s in row.slot_s], slots))
+        else:
+            found.append(rows_per_worker * statistics.fmean(sum(row.slot_s) for row in pool) / slots)
+    return _interval(found)
+
+
+def drain_time(slot_s: Sequence[float], slots: int) -> float:
+    """Return the time after which all of these are done, if each takes the first slot that is free, in order."""
+    free_at = [0.0] * slots
+    for seconds in slot_s:
+        heapq.heapreplace(free_at, free_at[0] + seconds)
+    return max(free_at)
+
+
+def _scaled(values: Sequence[float], num_rows: int) -> list[float]:
+    draw = random.Random(0)
+    return _interval([num_rows * statistics.fmean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
+
+
+def _interval(found: list[float]) -> list[float]:
+    """Return the mean and the 2.5 and 97.5 percentiles."""
+    ordered = sorted(found)
+    edge = round(0.025 * len(ordered))
+    return [statistics.fmean(found), ordered[edge], ordered[-1 - edge]]
+
+
+def _drawn(plan: InputPlan, number: int, seed: int) -> list[RequestRow]:
+    """Return this many rows, or all, in random order."""
+    draw = random.Random(seed)
+    places = set(draw.sample(range(plan.num_rows), min(number, plan.num_rows)))
+    rows = [row for i, row in enumerate(requests_of(plan)) if i in places]
+    draw.shuffle(rows)
+    return rows
+
+
+def _sequences(row: RequestRow, config: JobConfig, bundle: EngineBundle) -> Iterator[EngineSequence]:
+    """Yield the row's samples, or nothing if it would be an error row."""
+    try:
+        sequences = sequences_of(row, config, bundle.tokenizer)
+        for sequence in sequences:
+            check_length(sequence, bundle.engine.max_model_len, bundle.engine.target.vocab_size)
+    except RequestError:
+        return
+    yield from sequences
+
+
+def _workers(config: JobConfig, num_rows: int) -> WorkerPlan:
+    """Return the workers of a job on this machine, or as many as the configuration names."""
+    execution = config.execution
+    gpus = torch.cuda.device_count()
+    named = execution.actors.max if isinstance(execution.actors, ActorRange) else execution.actors
+    node = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
+    here = execution if named == "auto" else execution.model_copy(update={"actors": 1})
+    plan = plan_workers(here, config.model.device, [node], num_rows, threads_wanted(os.environ))
+    if named == "auto":
+        return WorkerPlan(plan.fewest, plan.fewest, plan.num_gpus, plan.threads)
+    most = max(1, min(int(named), num_rows))
+    return WorkerPlan(most, most, plan.num_gpus, plan.threads)

@@ -1,0 +1,185 @@
+"""lm-eval with an engine of this process as its model:
+
+    $ python -m eagle_ray.lm_eval run --model eagle_ray --model_args target=T,draft=D --tasks gsm8k,hellaswag
+
+The arguments are lm-eval's own. lm-eval 0.4 finds models only in its registry, not by entry points, so this module
+registers the model and then calls lm-eval's command line. In Python, importing it registers the model as well:
+
+    import eagle_ray.lm_eval
+    lm_eval.simple_evaluate(model="eagle_ray", model_args={"target": T, "draft": D}, tasks=["gsm8k"])
+
+Log-probabilities are those of the target's unprocessed logits; generation drafts and verifies as everywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from eagle_ray.api.llm import LLM
+from eagle_ray.api.request_output import RequestOutput
+from eagle_ray.api.request_sampling import RequestSampling
+from eagle_ray.config import ConfigError
+from eagle_ray.tokenizer import Tokenizer
+
+DEFAULT_TOKENS = 256  # of an answer, where a task names no number
+NO_EFFECT = ("do_sample",)  # temperature 0 says it
+ScoredIds = tuple[Any, list[int], list[int]]
+"""A cache key, the ids of the context and those of the continuation."""
+
+
+@register_model("eagle_ray")
+class EagleRayLM(TemplateLM):
+    """The model that lm-eval calls.
+
+    Args:
+        target, draft: as of an LLM.
+        batch_size, max_batch_size, device: lm-eval's; the engine schedules by itself, so batch sizes have no effect.
+        max_gen_toks: tokens of an answer, where a task names no number.
+        add_bos_token: None encodes as the target's tokenizer does by itself.
+        settings: other arguments of an LLM, such as slots, method or dtype.
+    """
+
+    def __init__(
+        self,
+        target: str = "embedded:tiny",
+        draft: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_gen_toks: int = DEFAULT_TOKENS,
+        add_bos_token: bool | None = None,
+        **settings: Any,
+    ):
+        super().__init__()
+        if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
+            settings["device"] = device.partition(":")[0]  # lm-eval's own default is cuda:0
+        self._llm = LLM(target, draft, **settings)
+        if self._llm.tokenizer is None:
+            raise ConfigError(f"target: {target} has no tokenizer, which lm-eval needs. Add its files to the target.")
+        self._text: Tokenizer = self._llm.tokenizer
+        self._name, self._max_gen_toks, self._add_bos = target, int(max_gen_toks), add_bos_token
+        self._prefix_text = self._text.decode_with_special([self.prefix_token_id])
+
+    @property
+    def eot_token_id(self) -> int:
+        found = self._text.special_id("eos")
+        return min(self._llm.eos_ids, default=0) if found is None else found
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context: the tokenizer's BOS, or else its end-of-sequence token."""
+        found = self._text.special_id("bos")
+        return self.eot_token_id if found is None else found
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest text that is scored: the engine always leaves room for one output token."""
+        return self._llm.max_model_len - 1
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._max_gen_toks
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self._text.info()["chat_template"] if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self._text.render_chat(chat_history, add_generation_prompt)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return the ids. A text that begins with BOS, as chat templates write it, gets no second one."""
+        wanted = self._add_bos if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(self._prefix_text):
+            wanted = False
+        return self._text.encode(string, add_special_tokens=wanted is not False)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each whole text, in windows of max_length tokens."""
+        windows = [self._windows(request.args[0]) for request in requests]
+        scores = iter(self._loglikelihood_tokens([window for of_text in windows for window in of_text]))
+        totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return each answer up to the first of its stop strings."""
+        prompts, params = [], []
+        for request in requests:
+            context, kwargs = request.args
+            sampling = self._sampling(dict(kwargs))
+            room = self._llm.max_model_len - min(sampling.max_tokens or 0, self._llm.max_model_len // 2)
+            prompts.append(self.tok_encode(context)[-room:])
+            params.append(sampling)
+        outputs = self._llm.generate(prompts, params, raise_errors=True, use_tqdm=not disable_tqdm)
+        texts = [output.outputs[0].text for output in outputs]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[ScoredIds], disable_tqdm: bool = True, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether every token of it is the likeliest one."""
+        prompts = [[*context, *continuation][-self.max_length :] for _, context, continuation in requests]
+        params = RequestSampling(max_tokens=1, prompt_logprobs=1)
+        outputs = self._llm.generate(prompts, params, raise_errors=True, use_tqdm=not disable_tqdm)
+        scores = [
+            _score(output, len(continuation)) for output, (_, _, continuation) in zip(outputs, requests, strict=True)
+        ]
+        for (key, _, _), score in zip(requests, scores, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, score)
+        return scores
+
+    def _windows(self, text: str) -> list[ScoredIds]:
+        windows = get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length - 1,
+            context_len=1,
+        )
+        return [(None, *make_disjoint_window(window)) for window in windows]
+
+    def _sampling(self, kwargs: dict[str, Any]) -> RequestSampling:
+        """Return a task's generation arguments as sampling parameters. Raises ConfigError for unknown ones."""
+        found = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
+        max_tokens, stop = found.pop("max_gen_toks"), [text for text in found.pop("until") if text]
+        rest = {name: value for name, value in found.items() if name not in NO_EFFECT}
+        return RequestSampling(max_tokens=max_tokens, stop=stop, **rest)
+
+
+def _score(output: RequestOutput, num_scored: int) -> tuple[float, bool]:
+    """Return the log-probability of the last num_scored tokens of a prompt, and whether each is the likeliest."""
+    ids, found = output.prompt_token_ids, output.prompt_logprobs or []
+    total, is_greedy = 0.0, True
+    for token, here in zip(ids[-num_scored:], found[-num_scored:], strict=True):
+        assert here is not None, "the first token has no log-probability"
+        total += here[token].logprob
+        is_greedy &= here[token].rank == 1
+    return total, is_greedy
+
+
+def main() -> None:
+    """Run lm-eval's command line, which reads the arguments of this process."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    sys.modules["eagle_ray.lm_eval"] = sys.modules["__main__"]  # not a second time, should a task import it
+    main()
