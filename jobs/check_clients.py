@@ -87,6 +87,14 @@ def lm_eval(python: str, url: str, folder: Path) -> list[str]:
     return [*program("lm_eval")(python, url, folder), str(folder)]
 
 
+def lm_eval_in_process(python: str, url: str, folder: Path) -> list[str]:
+    """lm-eval over an engine of its own process: this environment's packages, and lm-eval from the clients'."""
+    subprocess.run([sys.executable, str(PROGRAMS / "reference.py"), str(folder)], check=True, capture_output=True)
+    places = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    found = subprocess.run([python, "-c", places], check=True, capture_output=True, text=True).stdout.strip()
+    return [sys.executable, str(PROGRAMS / "lm_eval_in_process.py"), str(folder), found]
+
+
 def aiperf(python: str, url: str, folder: Path) -> list[str]:
     return [*program("aiperf")(python, url, folder), str(TOKENIZER), str(folder / "aiperf")]
 
@@ -96,7 +104,12 @@ def schemathesis(python: str, url: str, folder: Path) -> list[str]:
 
 
 CLIENTS = {"openai": program("openai"), "litellm": program("litellm"), "curl": program("curl")}
-CLIENTS |= {"lm-eval": lm_eval, "aiperf": aiperf, "schemathesis": schemathesis}
+CLIENTS |= {
+    "lm-eval": lm_eval,
+    "lm-eval-in-process": lm_eval_in_process,
+    "aiperf": aiperf,
+    "schemathesis": schemathesis,
+}
 
 
 def check(name: str, python: str, url: str, folder: Path) -> bool:

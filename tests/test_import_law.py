@@ -25,8 +25,8 @@ LEVELS = [
     {"engine", "registry", "smollm2"},
     {"build"},
     {"evaluation", "batch", "serve", "training"},
-    {"doctor"},
-    {"cli"},
+    {"doctor", "api"},
+    {"cli", "lm_eval"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 TORCH_FREE = {"errors", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
@@ -36,7 +36,7 @@ HEAVY = {
     "transformers": {"attention", "models", "tokenizer", "registry", "doctor"},
     "triton": {"kernels"},
     "torch": set(LEVEL) - TORCH_FREE,
-    "pydantic": {"config", "serve"},
+    "pydantic": {"config", "serve", "api"},
 }
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
 ENGINE_LIBRARIES = {"numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}

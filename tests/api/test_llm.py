@@ -1,0 +1,171 @@
+"""The LLM of Python: its prompts, parameters, outputs and errors; ids are those of plain decoding."""
+
+import subprocess
+import sys
+import threading
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import eagle_ray
+from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
+from eagle_ray.api.python_config import _KEYS, EngineSettings
+from eagle_ray.config import JobConfig, SamplingConfig
+from tests.conftest import PAIR, token_rows
+
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+IDS = [row["prompt_token_ids"] for row in token_rows(6)]
+SMALL = {"slots": 4, "max_nodes": 8, "max_depth": 3, "threads": 1}
+HOT = SamplingParams(temperature=0.9, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("embedded:tiny", **SMALL) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with LLM("embedded:tiny", method="none", slots=4, threads=1) as found:
+        yield found
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [sample.token_ids for output in outputs for sample in output.outputs]
+
+
+def test_import_takes_neither_torch_nor_ray():
+    code = (
+        "import sys, eagle_ray; heavy = {'torch', 'ray', 'transformers', 'pydantic', 'pyarrow'} & set(sys.modules);"
+        "assert not heavy, heavy; assert {'LLM', 'SamplingParams', 'generate', 'run_job'} <= set(dir(eagle_ray))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_is_there_and_in_the_stub():
+    assert all(getattr(eagle_ray, name) is not None for name in eagle_ray.__all__)
+    stub = (PAIR.parents[2] / "eagle_ray" / "__init__.pyi").read_text()
+    assert not [name for name in eagle_ray.__all__ if f"as {name}\n" not in stub and f"\n{name}:" not in stub]
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        eagle_ray.LMM  # noqa: B018
+
+
+def test_greedy_and_sampled_ids_are_plain_decodings(llm, plain):
+    for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9, seed=7, n=2)):
+        drafted = llm.chat([CHAT, CHAT[:1]], params)
+        assert ids_of(drafted) == ids_of(plain.chat([CHAT, CHAT[:1]], params))
+    assert any(sample.num_accepted_draft_tokens for output in drafted for sample in output.outputs)
+
+
+def test_an_output_has_what_the_users_of_vllm_expect_and_its_acceptance(llm):
+    [output] = llm.chat(CHAT, SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1))
+    [sample] = output.outputs
+    assert output.finished and output.error is None and output.prompt.endswith("<|assistant|>")
+    assert (sample.index, sample.finish_reason, len(sample.token_ids)) == (0, "length", 20)
+    assert sample.text == llm.tokenizer.final_text(sample.token_ids, [])
+    chosen = [here[token] for token, here in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert all(one.rank == 1 for one in chosen) and all(len(here) == 2 for here in sample.logprobs)
+    assert sample.cumulative_logprob == pytest.approx(sum(one.logprob for one in chosen))
+    assert "".join(one.decoded_token for one in chosen).strip() == sample.text.strip()
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert sample.mean_acceptance_length == 1 + sample.num_accepted_draft_tokens / sample.num_spec_steps
+    assert sum(sample.acceptance_histogram) == sample.num_spec_steps and 0 < sample.ttft_s <= sample.e2e_s
+
+
+def test_a_bad_prompt_does_not_lose_the_others(llm):
+    prompts = [
+        "Hello",
+        "",
+        {"prompt_token_ids": [10**9]},
+        {"text": "no prompt"},
+        {"prompt": "a", "top_p": 7},
+        [1, 2, 3],
+    ]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=4))
+    codes = [output.error.code if output.error else None for output in outputs]
+    assert codes == [None, "prompt_empty", "bad_token_id", "prompt_missing", "bad_sampling", None]
+    assert "prompts, row 2" in str(outputs[2].error)
+    assert [len(output.outputs) for output in outputs] == [1, 0, 0, 0, 0, 1]
+    with pytest.raises(RequestError, match="row 1"):
+        llm.generate(["Hello", ""], SamplingParams(max_tokens=4), raise_errors=True)
+    assert llm.generate("Hello", SamplingParams(max_tokens=2))[0].outputs  # the engine is as it was
+
+
+@pytest.mark.parametrize("make", [pd.DataFrame, pa.Table.from_pylist, list], ids=["pandas", "Arrow", "dicts"])
+def test_tables_and_lists_of_rows_are_prompts(llm, make):
+    rows = [{"id": f"r{i}", "prompt_token_ids": ids, "max_tokens": 2 + i, "topic": "x"} for i, ids in enumerate(IDS)]
+    outputs = llm.generate(make(rows), SamplingParams(max_tokens=99, ignore_eos=True))
+    assert [output.request_id for output in outputs] == [f"r{i}" for i in range(6)]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 3, 4, 5, 6, 7]
+
+
+def test_seeds_depend_on_the_prompts_number_and_repeat(plain):
+    first, second = plain.generate(["Once"] * 2, HOT)
+    assert first.request_id != second.request_id and first.outputs[0].seed != second.outputs[0].seed
+    again = plain.generate(
+        ["Once"] * 2, [SamplingParams(temperature=0.9, max_tokens=12, seed=first.outputs[0].seed)] * 2
+    )
+    assert ids_of(again) == [first.outputs[0].token_ids] * 2
+
+
+def test_calls_from_several_threads_share_the_engine(llm):
+    alone = ids_of(llm.generate(IDS, SamplingParams(max_tokens=16)))
+    found = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: llm.generate([IDS[i]], SamplingParams(max_tokens=16))}))
+        for i in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [ids_of(found[i])[0] for i in range(6)] == alone
+
+
+def test_wrong_use_is_named(llm):
+    for wrong, words in [
+        (lambda: LLM(slot=3), "unknown argument 'slot'. Did you mean slots"),
+        (lambda: LLM(slots=0), r"execution.slots: must be auto or .*, got 0 \(from Python\)"),
+        (lambda: SamplingParams(tempature=1), "SamplingParams.tempature: unknown parameter. Did you mean temperature"),
+        (lambda: SamplingParams(best_of=2), "SamplingParams.best_of: unknown"),
+        (lambda: SamplingParams(top_p=3), "SamplingParams.top_p: must be a number above 0.*got 3"),
+        (lambda: llm.generate(["a", "b"], [SamplingParams()]), "1 for 2 prompts"),
+        (lambda: llm.generate(["a"], {"max_tokens": 3}), "must be a SamplingParams"),
+        (lambda: llm.generate([3.5]), "a prompt is a text"),
+        (
+            lambda: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}),
+            "'multi_modal_data' is not supported",
+        ),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            wrong()
+    closed = LLM(str(PAIR / "target"), str(PAIR / "draft"), **SMALL)
+    closed.close()
+    with pytest.raises(EngineError, match="closed"):
+        closed.generate([[1, 2]])
+
+
+def test_a_target_without_a_tokenizer_answers_ids():
+    with LLM(str(PAIR / "target"), draft=str(PAIR / "draft"), **SMALL) as llm:
+        [output] = llm.generate([IDS[0]], SamplingParams(max_tokens=4, logprobs=True))
+        assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 4
+        assert output.prompt is None and output.outputs[0].cumulative_logprob < 0
+        assert llm.generate(["a"])[0].error.code == "no_tokenizer"
+
+
+def test_the_parameters_are_the_keys_of_a_jobs_sampling():
+    values = {"temperature": 0.5, "top_k": -1, "stop": "end", "logprobs": 0, "max_tokens": None, "seed": 3}
+    params = SamplingParams(**values)
+    assert repr(params).startswith("SamplingParams(")
+    assert set(SamplingConfig.model_fields) <= set(SamplingParams.model_fields)
+    config = params.as_config()
+    assert (config.top_k, config.stop, config.logprobs, config.max_tokens) == (0, ["end"], True, 2**31 - 1)
+    assert SamplingParams().as_config() == SamplingConfig()
+
+
+def test_the_arguments_of_an_llm_are_keys_of_a_job():
+    assert set(_KEYS) == set(EngineSettings.__annotations__)
+    config = JobConfig.model_fields["speculative"].annotation
+    assert set(config.model_fields) <= set(EngineSettings.__annotations__)

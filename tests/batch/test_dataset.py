@@ -1,0 +1,140 @@
+"""Ray Datasets of prompts to Ray Datasets of completions, lazily and as a job, on a real local Ray."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import ray
+
+import eagle_ray
+from eagle_ray import ConfigError
+from eagle_ray.batch.dataset import RequestMaker, with_input_columns
+from eagle_ray.batch.input.plan import request_columns
+from eagle_ray.config import ColumnsConfig
+from tests.conftest import PAIR, token_rows
+
+README = Path(__file__).parents[2] / "README.md"
+CONFIG = {
+    "model": {"target": str(PAIR / "target"), "draft": str(PAIR / "draft")},
+    "speculative": {"max_nodes": 8, "max_depth": 3, "top_k": 4},
+    "sampling": {"max_tokens": 6},
+    "execution": {"slots": 4, "actors": 1},
+}
+
+
+def table(rows: list[dict]) -> pa.Table:
+    return pa.Table.from_pylist(rows)
+
+
+def job_outputs(make_job, rows: list[dict]) -> dict[str, list[int]]:
+    """What a job answers, by id."""
+    from eagle_ray.batch.input.plan import plan_input, requests_of
+    from eagle_ray.batch.sequences import sequences_of
+    from eagle_ray.batch.worker import build_engine_bundle
+
+    config = make_job(rows, **{"sampling.max_tokens": 6})
+    engine = build_engine_bundle(config, threads=1).engine
+    sequences = {row["request_id"]: sequences_of(row, config, None)[0] for row in requests_of(plan_input(config))}
+    for sequence in sequences.values():
+        engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    return {name: sequence.output_ids for name, sequence in sequences.items()}
+
+
+def test_requests_keep_their_ids_and_rows_without_one_get_one_from_their_content():
+    maker = RequestMaker(request_columns(ColumnsConfig()))
+    rows = [
+        {"id": "a", "prompt": "x", "n": 1},
+        {"id": None, "prompt": "x", "n": 2},
+        {"id": None, "prompt": "x", "n": 2},
+    ]
+    first, second, third = maker(table(rows)).to_pylist()
+    assert first["request_id"] == "a" and len(second["request_id"]) == 16
+    assert second["request_id"] == third["request_id"]
+
+
+def test_a_column_with_the_name_of_an_output_column_is_refused():
+    with pytest.raises(ConfigError, match=r"output columns have the names of its text\. Rename .*'input_text'"):
+        RequestMaker(request_columns(ColumnsConfig()))(table([{"prompt": "x", "text": "y"}]))
+    with pytest.raises(ConfigError, match="frequency_penalty"):
+        RequestMaker(request_columns(ColumnsConfig()))(table([{"prompt": "x", "frequency_penalty": 1.0}]))
+
+
+def test_an_empty_block_has_no_rows(make_job):
+    from eagle_ray.batch.dataset import INPUT_ROW
+    from eagle_ray.batch.output.nested_rows import nest
+    from eagle_ray.batch.output.schema import output_schema
+
+    assert len(with_input_columns(nest(output_schema([INPUT_ROW]).empty_table()))) == 0
+
+
+def test_a_dataset_is_answered_lazily_with_its_columns_and_types(ray_session, make_job):
+    rows = [*token_rows(9), {"id": "bad", "prompt_token_ids": [10**6]}]
+    rows = [row | {"level": i, "tags": {"of": [i]}} for i, row in enumerate(rows)]
+    types = pa.schema([("id", pa.string()), ("prompt_token_ids", pa.list_(pa.int64())), ("level", pa.int8())])
+    given = pa.Table.from_pylist(rows).set_column(2, "level", pa.array(range(10), pa.int8()))
+    asked = ray.data.from_arrow([given.slice(0, 4), given.slice(4)])
+
+    def preprocess(row: dict) -> dict:
+        return {"sampling_params": {"max_tokens": 3}} if row["level"] == 0 else {"sampling_params": None}
+
+    answered = eagle_ray.generate(asked, CONFIG, preprocess=preprocess)
+    found = {row["id"]: row for row in answered.take_all()}
+    expected = job_outputs(make_job, token_rows(9))
+    assert len(found) == 10 and all(row["tags"] == {"of": [row["level"]]} for row in found.values())
+    assert found["q0"]["output_token_ids"] == expected["q0"][:3] and found["q0"]["max_tokens"] == 3
+    assert {f"q{i}": found[f"q{i}"]["output_token_ids"] for i in range(1, 9)} == {
+        f"q{i}": expected[f"q{i}"] for i in range(1, 9)
+    }
+    assert found["bad"]["error_code"] == "bad_token_id" and found["bad"]["error_message"].startswith("token id 1000000")
+    assert found["q1"]["mean_acceptance_length"] >= 1
+    assert answered.schema().base_schema.field("level").type == types.field("level").type
+
+
+def test_postprocess_makes_the_rows_and_n_samples_are_rows(ray_session):
+    asked = ray.data.from_items([{"ids": row["prompt_token_ids"]} for row in token_rows(3)])
+    config = CONFIG | {
+        "sampling": {"max_tokens": 4, "n": 2, "temperature": 1.0},
+        "input": {"columns": {"prompt_token_ids": "ids"}},
+    }
+    answered = eagle_ray.generate(asked, config, postprocess=lambda row: {"j": row["sample_index"], "ids": row["ids"]})
+    assert sorted(row["j"] for row in answered.take_all()) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_missing_model_is_refused_before_anything_starts(ray_session, tmp_path):
+    (tmp_path / "empty").mkdir()
+    config = CONFIG | {"model": {"target": str(tmp_path / "empty"), "draft": str(PAIR / "draft")}}
+    with pytest.raises(ConfigError):
+        eagle_ray.generate(ray.data.from_items([{"prompt_token_ids": [1]}]), config)
+
+
+def test_with_an_output_path_it_is_a_job_that_resumes(ray_session, tmp_path):
+    output = tmp_path / "out"
+    asked = ray.data.from_items(token_rows(12), override_num_blocks=3)
+
+    def call() -> list[dict]:
+        return eagle_ray.generate(asked, CONFIG, output_path=str(output)).take_all()
+
+    first = {row["request_id"]: row for row in call()}
+    assert len(first) == 12 and (output / "_SUCCESS").exists()
+    [victim, *_] = sorted((output / "data").glob("*.parquet"))
+    victim.unlink()
+    second = {row["request_id"]: row for row in call()}
+    assert {name: row["output_token_ids"] for name, row in second.items()} == {
+        name: row["output_token_ids"] for name, row in first.items()
+    }
+    attempts = {row["attempt"] for row in second.values()}
+    assert attempts == {1, 2}, "only what was missing is made again"
+    usage = json.loads((output / "_progress.json").read_text())["usage"]
+    assert usage["worker_s"] == usage["elapsed_s"] and usage["gpus_per_worker"] == 0
+
+
+def test_the_readmes_lines_run(ray_session, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    section = README.read_text().partition("\n## Python\n")[2].partition("\n## ")[0]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    exec(compile(code, "README.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "mine" / "_SUCCESS").exists()
