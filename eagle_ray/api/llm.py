@@ -150,7 +150,10 @@ class LLM:
 
     def close(self) -> None:
         """End the engine; calls in flight get EngineError. The models are freed with the LLM."""
+        if not self._thread.is_alive():
+            return
         self._engine.close()
+        asyncio.run_coroutine_threadsafe(_others_finished(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -199,11 +202,14 @@ class LLM:
         except Exception as error:  # tokenizers and templates run on arbitrary text
             log.exception("prompt %s: internal error", row["request_id"])
             raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
-        wanted = params.recorded_logprobs
-        if row["logprobs"] is not None:
-            wanted = wanted | {"logprobs": row["logprobs"] or wanted["prompt_logprobs"]}
+        num_tops = max(params.num_top_logprobs, params.num_top_prompt_logprobs)
         for sequence in sequences:
-            sequence.sampling = replace(sequence.sampling, **wanted)
+            sequence.sampling = replace(
+                sequence.sampling,
+                logprobs=sequence.sampling.logprobs or params.wants_prompt_logprobs,  # the engine records both or none
+                top_logprobs=max(sequence.sampling.top_logprobs, num_tops),
+                prompt_logprobs=sequence.sampling.prompt_logprobs or params.wants_prompt_logprobs,
+            )
         return sequences
 
     def _output(
@@ -211,6 +217,7 @@ class LLM:
     ) -> RequestOutput:
         text, stops = self._tokenizer, stop_strings(row, config)
         first = sequences[0]
+        wants_logprobs = params.wants_logprobs if row["logprobs"] is None else row["logprobs"]
         prompt_logprobs = None
         if first.sampling.prompt_logprobs:
             values, tops = first.prompt_logprobs, first.prompt_tops
@@ -225,7 +232,7 @@ class LLM:
                     i,
                     sequence,
                     "" if text is None else text.final_text(sequence.output_ids, stops),
-                    params.num_top_logprobs if params.wants_logprobs or row["logprobs"] else None,
+                    params.num_top_logprobs if wants_logprobs else None,
                     text,
                 )
                 for i, sequence in enumerate(sequences)
@@ -247,6 +254,11 @@ def _one_each(params: SamplingFor, num_prompts: int) -> list[RequestSampling]:
     if len(each) != num_prompts:
         raise ConfigError(f"sampling_params: {len(each)} for {num_prompts} prompts. Give one for all, or one each.")
     return each
+
+
+async def _others_finished() -> None:
+    """Wait until no other task of the loop is left, whatever they raise."""
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
 
 async def _all_or_cancel(tasks: Sequence[asyncio.Future]) -> list:

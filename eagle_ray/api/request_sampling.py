@@ -60,14 +60,8 @@ class RequestSampling(RowSampling):
         return SamplingConfig(**values)
 
     @property
-    def recorded_logprobs(self) -> dict[str, Any]:
-        """Return the engine's fields for the log-probabilities to record."""
-        of_prompt = self.prompt_logprobs is not None and self.prompt_logprobs is not False
-        return {
-            "logprobs": of_prompt or self.wants_logprobs,
-            "top_logprobs": max(self.num_top_logprobs, self.num_top_prompt_logprobs),
-            "prompt_logprobs": of_prompt,
-        }
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and self.prompt_logprobs is not False
 
     @property
     def wants_logprobs(self) -> bool:

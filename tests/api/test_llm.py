@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pandas as pd
 import pyarrow as pa
@@ -141,9 +142,27 @@ def test_wrong_use_is_named(llm):
     ]:
         with pytest.raises(ConfigError, match=words):
             wrong()
+
+
+def test_closing_ends_the_calls_in_flight():
     closed = LLM(str(PAIR / "target"), str(PAIR / "draft"), **SMALL)
+    errors = []
+
+    def call() -> None:
+        try:
+            closed.generate([[1, 2]] * 500, SamplingParams(max_tokens=400, ignore_eos=True))
+        except EngineError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not closed.counters().num_steps:
+        time.sleep(0.01)
     closed.close()
-    with pytest.raises(EngineError, match="closed"):
+    closed.close()
+    thread.join()
+    assert errors == ["the engine was closed"]
+    with pytest.raises(EngineError, match="the LLM was closed"):
         closed.generate([[1, 2]])
 
 
