@@ -14,6 +14,7 @@ from pathlib import Path
 from eagle_ray.config import ConfigError
 
 KEY = "speculative.draft_vocab"
+FILE_NAME = "draft_vocab.txt"  # in the directory of a head that was trained for these tokens
 
 
 def read_draft_vocab(name: str, size: int | None, vocab_size: int) -> list[int]:

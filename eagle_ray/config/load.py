@@ -1,4 +1,4 @@
-"""Loading of a JobConfig or ServeConfig from a YAML file, the environment and the command line.
+"""Loading of a JobConfig, ServeConfig or TrainConfig from a YAML file, the environment and the command line.
 
 Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value keeps its origin,
 so an error message states the key, the wrong value, its origin and the allowed values.
@@ -18,16 +18,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import ConfigError, JobConfig
-from eagle_ray.config.models import check_model_names, resolve_paths
+from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 
-Root = TypeVar("Root", JobConfig, ServeConfig)
+Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
 ENV_PREFIX = "EAGLE_RAY__"
 SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
 COMMANDS: dict[type[BaseModel], str] = {
     JobConfig: "run",
     ServeConfig: "serve",
+    TrainConfig: "train",
 }  # the command that reads each kind of file
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
@@ -77,6 +79,24 @@ def load_serve_config(
     config = resolve_paths(_validated(ServeConfig, settings))
     check_model_names(config)
     return config
+
+
+def load_train_config(
+    path: str | os.PathLike | None,
+    sets: Iterable[str] = (),
+    env: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+) -> TrainConfig:
+    """Return one validated training configuration. Its arguments and errors are those of ``load_config``."""
+    config = _validated(TrainConfig, _settings(path, sets, env, overrides))
+    data, model = config.data, config.model
+    if (data.path is None) != bool(data.user_turns.count):
+        raise ConfigError("data.path: give either texts (also: -i) or a number of prompts as data.user_turns.count")
+    if data.user_turns.count and data.answers.by == "given":
+        data = data.model_copy(update={"answers": data.answers.model_copy(update={"by": "target"})})
+    check_target_name(model.target)
+    paths = {name: os.path.abspath(value) for name in ("target",) if os.path.isdir(value := getattr(model, name))}
+    return config.model_copy(update={"data": data, "model": model.model_copy(update=paths)})
 
 
 def _refuse_keys(settings: list[ConfigSetting]) -> None:
