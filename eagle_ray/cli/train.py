@@ -22,14 +22,31 @@ def train(config: TrainConfig) -> str:
     """Run the whole configuration and return the message for the end. Raises ConfigError."""
     paths = _paths(config)
     if config.training.workers > 1:
-        from eagle_ray.training.data_parallel import train_on_workers
-
-        record = train_on_workers(config, paths)
+        record = _train_on_workers(config, paths)
     else:
         from eagle_ray.training.train_head import train_head
 
         record = train_head(config, paths)
     return ending(record)
+
+
+def _train_on_workers(config: TrainConfig, paths: list[str]) -> dict[str, Any]:
+    """Join or start the cluster, train on it, and leave it."""
+    from eagle_ray.batch.ray_environment import prepare_ray_environment
+
+    address = prepare_ray_environment(config.training.ray_address)
+    import ray
+
+    from eagle_ray.batch.cluster import connect
+    from eagle_ray.training.data_parallel import train_on_workers
+
+    was_connected = ray.is_initialized()
+    connect(address)
+    try:
+        return train_on_workers(config, paths)
+    finally:
+        if not was_connected:
+            ray.shutdown()
 
 
 def ending(record: dict[str, Any]) -> str:

@@ -60,11 +60,13 @@ class AnswersConfig(StrictModel):
     """Answers of the target to the prompts of data.path, made by a batch job below output.path.
 
     by: given trains on the answers in the data; target discards them and lets the target answer.
+    draft: an earlier head of this target, with which the job is faster.
     """
 
     by: Literal["given", "target"] = Field(default="given", description="given or target")
     temperature: NonNegativeFloat = Field(default=0.0, description="a number, 0 (greedy) or more")
     max_tokens: PositiveInt = Field(default=512, description="a number of tokens, 1 or more")
+    draft: Name | None = Field(default=None, description="a head's directory or hub id, or null")
     slots: Literal["auto"] | PositiveInt = Field(default="auto", description="auto or a number of sequences, 1 or more")
 
 

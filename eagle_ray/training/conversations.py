@@ -4,6 +4,8 @@
     text    a text a line, or JSONL with `text`: every token counts
     run     a run directory or its Parquet files: output_token_ids count, the prompt does not
 
+Parquet files with `ids` and `is_answer` are documents that were encoded before.
+
 Rows that cannot be used are counted by reason, not raised: of a public data set a few always are.
 """
 
@@ -32,6 +34,7 @@ SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistan
 ROLES = ("system", "user", "assistant")
 RUN_DATA = "data"  # directory of a run's Parquet files
 RUN_COLUMNS = ("prompt", "prompt_token_ids", "output_token_ids", "text", "status", "messages", "prompt_tokens")
+DOCUMENT_COLUMNS = ("ids", "is_answer")  # of documents that are encoded already
 PARQUET_ROWS = 1024  # read at a time
 EMBEDDED = {"embedded:prompts": Path(__file__).parents[1] / "assets" / "prompts.jsonl"}
 
@@ -46,7 +49,7 @@ class TextSource:
 
     def rows(self) -> Iterator[Row]:
         """Yield every row as it is in the file. Raises ConfigError for a file that cannot be read."""
-        for file in self._files():
+        for file in self.files():
             yield from _parquet_rows(file) if file.name.endswith(".parquet") else self._lines(file)
 
     def documents(self, tokenizer: Tokenizer | None) -> Iterator[Document]:
@@ -62,7 +65,8 @@ class TextSource:
             else:
                 self.skipped["too_short"] += 1
 
-    def _files(self) -> Iterator[StoragePath]:
+    def files(self) -> Iterator[StoragePath]:
+        """Yield every file, in the order of the paths. Raises ConfigError for a path without any."""
         for name in self.paths:
             files = _find(name)
             if not files:
@@ -83,6 +87,8 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
     """Return a row as a document. Raises RequestError with the reason if it cannot be used."""
     if row.get("status") not in (None, "ok"):
         raise RequestError("error_row", "the row ended in an error")
+    if row.get("ids"):
+        return Document(list(row["ids"]), list(row["is_answer"]))
     if row.get("output_token_ids"):
         return _generated(row, tokenizer)
     if tokenizer is None:
@@ -182,7 +188,9 @@ def _find(name: str) -> list[StoragePath]:
 def _parquet_rows(file: StoragePath) -> Iterator[Row]:
     with file.open() as opened:
         parquet = pq.ParquetFile(opened)
-        columns = [name for name in (*RUN_COLUMNS, "conversations") if name in parquet.schema_arrow.names]
+        columns = [
+            name for name in (*RUN_COLUMNS, *DOCUMENT_COLUMNS, "conversations") if name in parquet.schema_arrow.names
+        ]
         for batch in parquet.iter_batches(PARQUET_ROWS, columns=columns):
             yield from batch.to_pylist()
 

@@ -75,8 +75,11 @@ class TrainingWorkers(Protocol):
     rank: int
     size: int
 
-    def sum(self, tensors: list[Tensor]) -> None:
+    def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all workers."""
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by worker 0's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,10 @@ class OneWorker:
     rank: int = 0
     size: int = 1
 
-    def sum(self, tensors: list[Tensor]) -> None:
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
         pass
 
 

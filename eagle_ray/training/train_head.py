@@ -5,7 +5,7 @@
     train       step by step; checkpoints, held-out tau and a progress line on the way
     publish     the head in its published layout, training.json and report.html
 
-Each worker of a data-parallel run calls it; worker 0 writes.
+Each worker of a data-parallel run makes a HeadTraining; worker 0 writes.
 """
 
 from __future__ import annotations
@@ -48,19 +48,32 @@ SCALE_DOCUMENTS = 32  # whose features give the scale of an EAGLE-3 head's input
 CLIP = 0.5
 
 
-def train_head(config: TrainConfig, paths: Sequence[str], workers: TrainingWorkers | None = None) -> dict[str, Any]:
+def train_head(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any]:
     """Train and publish a head, or finish the run that the output directory holds. Return its record as JSON.
 
     paths: files of the data; those of the target's own answers if it wrote them. Raises ConfigError.
+    """
+    finished = prepare_output(config)
+    return HeadTraining(config, paths, OneWorker()).run() if finished is None else finished
+
+
+def prepare_output(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the record of a finished run of an equal configuration, or None after clearing the way for a new one.
+
+    Raises ConfigError if output.if_exists forbids it.
     """
     output = StoragePath.of(config.output.path)
     record = read_json_object(output / RECORD)
     if record is not None and config.output.if_exists == "fail":
         raise ConfigError(f"output.path: {output} holds a head already. Name another directory, or --overwrite")
-    if record is not None and record["identity"]["config"] == identity_of(config) and _may_resume(config):
+    if config.output.if_exists == "overwrite":
+        for file in checkpoints(output):
+            file.remove()
+        return None
+    if record is not None and record["identity"]["config"] == identity_of(config):
         log.info("already trained: %s", output.display_path)
         return record
-    return HeadTraining(config, paths, workers or OneWorker()).run()
+    return None
 
 
 class HeadTraining:
@@ -124,11 +137,6 @@ class HeadTraining:
         found = checkpoints(self.output)
         if not found:
             return None
-        if self.config.output.if_exists == "overwrite":
-            if self.workers.rank == 0:
-                for file in found:
-                    file.remove()
-            return None
         state = TrainState.load(found[-1])
         if state.identity != self.identity:
             raise ConfigError(
@@ -148,7 +156,9 @@ class HeadTraining:
     def _feature_scale(self) -> torch.Tensor:
         indices = range(min(SCALE_DOCUMENTS, len(self.data.documents)))
         batch = self.computed.read(PackedBatch.of(self.data.documents, indices, self.device))
-        return feature_scale(batch.features).cpu()
+        scale = feature_scale(batch.features).cpu()
+        self.workers.share([scale])
+        return scale
 
     def _trainer(self) -> Trainer:
         training = self.config.training
@@ -205,6 +215,7 @@ class HeadTraining:
     def _restore(self, trainer: Trainer) -> tuple[dict[str, list[Any]], int]:
         """Load the checkpoint, if there is one. Return the curves and the finished steps."""
         if self.state is None:
+            self.workers.share([parameter.data for parameter in self.recipe.head.parameters()])
             return {}, 0
         self.recipe.head.load_state_dict(self.state.head)
         for optimizer, state in zip(trainer.descent.optimizers, self.state.optimizers, strict=True):
@@ -300,10 +311,6 @@ def identity_of(config: TrainConfig) -> dict[str, Any]:
         else:
             dump.pop(section)
     return dump
-
-
-def _may_resume(config: TrainConfig) -> bool:
-    return config.output.if_exists == "resume"
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
