@@ -15,10 +15,9 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import ray
-
 from eagle_ray.batch.output.manifest import DATA
 from eagle_ray.batch.output.part_files import read_tables
+from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.run import run_to_completion
 from eagle_ray.build import load_tokenizer
 from eagle_ray.config import ConfigError, JobConfig, TrainConfig, load_config
@@ -37,6 +36,9 @@ def answer_prompts(config: TrainConfig) -> str:
 
     A Ray session that the jobs start is ended with them.
     """
+    prepare_ray_environment(config.training.ray_address)
+    import ray
+
     was_connected = ray.is_initialized()
     try:
         return _answer_prompts(config)
