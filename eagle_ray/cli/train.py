@@ -14,6 +14,7 @@ from typing import Any
 
 from eagle_ray.config import TrainConfig
 from eagle_ray.report.text import number
+from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 
@@ -53,7 +54,7 @@ def ending(record: dict[str, Any]) -> str:
     """Return what was trained, and the line that says how to use it."""
     held_out = record["curves"].get("held_out", [])
     tau = held_out[-1][1]["tau"] if held_out else None
-    output = record["config"]["output"]["path"]
+    output = StoragePath.of(record["config"]["output"]["path"]).display_path
     lines = [
         f"{record['config']['head']['method']} head of {number(record['num_parameters'])} parameters in {output} after "
         f"{number(record['num_steps'])} steps; report: {output}/report.html"

@@ -78,7 +78,8 @@ class DataConfig(StrictModel):
     max_length: a longer document is cut there.
     held_out: documents that are kept for the evaluation, the first of the shuffled data.
     feature_cache: directory of the target's features, for data that are read in several epochs. auto is
-        output.path/features if there is more than one epoch.
+        output.path/features if one process reads the data in more than one epoch. Each of several workers has a
+        cache of its own.
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
@@ -155,6 +156,7 @@ class TrainingConfig(StrictModel):
     shard_tokens: tokens of one forward pass of the head; several are accumulated.
     dtype: of the head's matrix products; weights and optimizer are fp32. auto is bfloat16 if the device has it.
     threads: threads that compute one shard each, on a CPU. auto is torch's number of threads.
+    checkpoint_every, checkpoint_every_s: steps and seconds between two checkpoints, whichever comes first.
     workers: processes of Ray Train, one GPU each if there are GPUs. 1 trains in this process, without Ray.
     """
 
@@ -168,6 +170,7 @@ class TrainingConfig(StrictModel):
     workers: PositiveInt = Field(default=1, description="a number of processes, 1 or more")
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
     checkpoint_every: PositiveInt = Field(default=200, description="a number of steps, 1 or more")
+    checkpoint_every_s: PositiveFloat = Field(default=300.0, description="a number of seconds, above 0")
     keep_checkpoints: PositiveInt = Field(default=2, description="a number of checkpoints, 1 or more")
 
 
@@ -216,6 +219,7 @@ NOT_COMPARED = (
     "logging",
     "data.feature_cache",
     "training.checkpoint_every",
+    "training.checkpoint_every_s",
     "training.keep_checkpoints",
     "training.ray_address",
 )

@@ -24,6 +24,7 @@ from eagle_ray.config.models import check_model_names, check_target_name, resolv
 from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
+Section = TypeVar("Section", bound=BaseModel)
 ENV_PREFIX = "EAGLE_RAY__"
 SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
 COMMANDS: dict[type[BaseModel], str] = {
@@ -95,8 +96,21 @@ def load_train_config(
     if data.user_turns.count and data.answers.by == "given":
         data = data.model_copy(update={"answers": data.answers.model_copy(update={"by": "target"})})
     check_target_name(model.target)
-    paths = {name: os.path.abspath(value) for name in ("target",) if os.path.isdir(value := getattr(model, name))}
-    return config.model_copy(update={"data": data, "model": model.model_copy(update=paths)})
+    data = data.model_copy(update={"answers": _with_absolute(data.answers, "draft")})
+    output = config.output
+    if "://" not in output.path:
+        output = output.model_copy(update={"path": os.path.abspath(os.path.expanduser(output.path))})
+    elif not output.path.startswith("s3://"):
+        raise ConfigError(f"output.path: unsupported storage {output.path!r}. Use a local path or s3://bucket/key.")
+    model = _with_absolute(model, "target", "chat_template")
+    return config.model_copy(update={"data": data, "model": model, "output": output})
+
+
+def _with_absolute(section: Section, *names: str) -> Section:
+    """Return the section with these keys as absolute paths, if they name files or directories that exist."""
+    values = {name: os.path.expanduser(value) for name in names if (value := getattr(section, name))}
+    found = {name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)}
+    return section.model_copy(update=found)
 
 
 def _refuse_keys(settings: list[ConfigSetting]) -> None:

@@ -99,6 +99,7 @@ class HeadTraining:
             [len(document) for document in self.data.documents], config.training.batch_tokens, config.training.seed
         )
         self.num_steps = config.training.steps or self.order.num_steps(config.training.epochs)
+        self._saved_at = time.monotonic()
         self.prompts = held_out_prompts(self.data.held_out, config.evaluation.prompts)
 
     def run(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class HeadTraining:
             curves.setdefault("steps", []).append([report.step, report.means, report.gradient_norm])
             if self._is_due(report.step, self.config.evaluation.every) and report.step < self.num_steps:
                 self._evaluate(report.step, curves)
-            if self._is_due(report.step, self.config.training.checkpoint_every):
+            if self._is_checkpoint_due(report.step):
                 self._save(report.step, trainer, curves)
             progress.show(report, curves)
 
@@ -198,7 +199,8 @@ class HeadTraining:
         """Return the cache of features if one is wanted, and the target itself otherwise."""
         choice = self.config.data.feature_cache
         is_repeated = self.num_steps > self.order.num_steps(1)
-        if choice == "off" or (choice == "auto" and not (is_repeated and self.output.is_local)):
+        pays = is_repeated and self.output.is_local and self.workers.size == 1
+        if choice == "off" or (choice == "auto" and not pays):
             return self.computed
         directory = self.output / "features" if choice == "auto" else StoragePath.of(choice)
         if self.workers.size > 1:
@@ -225,6 +227,12 @@ class HeadTraining:
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0
 
+    def _is_checkpoint_due(self, step: int) -> bool:
+        training = self.config.training
+        return self._is_due(step, training.checkpoint_every) or (
+            time.monotonic() - self._saved_at > training.checkpoint_every_s
+        )
+
     def _save(self, step: int, trainer: Trainer, curves: dict[str, list[Any]]) -> None:
         if self.workers.rank != 0:
             return
@@ -237,6 +245,7 @@ class HeadTraining:
             identity=self.identity,
         )
         state.save(self.output, self.config.training.keep_checkpoints)
+        self._saved_at = time.monotonic()
 
     def _evaluate(self, step: int, curves: dict[str, list[Any]]) -> None:
         """Measure tau on the held-out prompts and add it to the curves."""
