@@ -104,6 +104,9 @@ class Eagle3Recipe:
         head = copy.deepcopy(self.head)
         with torch.no_grad():
             head.fc.weight.mul_(self._feature_scale)
+        if self._target.covers_all:  # vLLM refuses maps between equal vocabularies
+            head.register_buffer("d2t", head.d2t, persistent=False)
+            head.register_buffer("t2d", head.t2d, persistent=False)
         save_head(head, self._raw_config, path)
 
     def _counted(self, batch: FeatureBatch, unrolled: int) -> Bool[Tensor, " P"]:

@@ -15,7 +15,7 @@ from jobs.tiny_pair.corpus import Conversation
 
 STEP_TOKENS = 3840
 MAX_LENGTH = 384
-TOKENS_PER_CONVERSATION = 100  # fewer than the mean, so that no conversation is read twice
+TOKENS_PER_CONVERSATION = 80  # fewer than the mean, so that no conversation is read twice
 
 
 def train_tiny_head(

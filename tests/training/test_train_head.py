@@ -162,6 +162,13 @@ def test_an_eagle3_head_has_the_names_that_vllm_and_sglang_read(make_config, tmp
     assert load_head(tmp_path / "head", load_config(target_directory)).token_ids.tolist() == ids.tolist()
 
 
+def test_an_eagle3_head_over_every_token_has_no_vocabulary_maps(make_config, tmp_path, target_directory):
+    """vLLM makes its map only if the sizes differ, and refuses a d2t without it."""
+    run(make_config(**{"training.steps": 1, "head.method": "eagle3", "head.draft_vocab_size": None}))
+    assert not {"d2t", "t2d"} & set(tensors(tmp_path / "head"))
+    assert load_head(tmp_path / "head", load_config(target_directory)).token_ids is None
+
+
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_medusa_and_hydra_heads_are_published_and_run(make_config, method):
     record = run(make_config(**{"head.method": method, "head.num_levels": 2, "head.draft_vocab_size": None}))
