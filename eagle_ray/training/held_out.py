@@ -23,7 +23,7 @@ from eagle_ray.training.packing import Document
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 MAX_SLOTS = 8
-MIN_PROMPT_TOKENS = 1
+MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,13 @@ class HeldOutResult:
 
 
 def held_out_prompts(documents: Sequence[Document], limit: int) -> list[list[int]]:
-    """Return the tokens before the first answer of each document, of those that have any."""
-    prompts = [document.ids[: document.is_answer.index(True)] for document in documents]
-    return [prompt for prompt in prompts if len(prompt) >= MIN_PROMPT_TOKENS][:limit]
+    """Return the tokens before the first answer of each document, or the beginning of one without a prompt."""
+    return [_prompt_of(document) for document in documents[:limit]]
+
+
+def _prompt_of(document: Document) -> list[int]:
+    length = document.is_answer.index(True)
+    return document.ids[: length or min(MAX_TEXT_PROMPT, len(document) // 2)]
 
 
 def held_out_tau(

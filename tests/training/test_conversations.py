@@ -14,6 +14,7 @@ from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answer
 from eagle_ray.training.batch_order import BatchOrder, split_evenly
 from eagle_ray.training.chat_mask import encode_conversation, user_turn_prefix
 from eagle_ray.training.conversations import TextSource, prompts_of
+from eagle_ray.training.held_out import held_out_prompts
 from eagle_ray.training.packing import Document, PackedBatch
 from eagle_ray.training.training_data import split_data
 from tests.training.conftest import write_answers
@@ -153,6 +154,11 @@ def test_held_out_documents_are_not_trained_on():
     assert len(data.held_out) == 4 and len(data.documents) == 16
     assert max(map(len, [*data.documents, *data.held_out])) == 12
     assert split_data(documents(20), 4, 12, 0) == data != split_data(documents(20), 4, 12, 1)
+
+
+def test_a_held_out_prompt_ends_before_the_answer_and_a_text_is_continued():
+    chat, text = Document([1, 2, 3, 4], [False, False, True, True]), Document(list(range(10)), [True] * 10)
+    assert held_out_prompts([chat, text], 2) == [[1, 2], [0, 1, 2, 3, 4]]
 
 
 def test_the_vocabulary_of_answers_begins_with_the_most_frequent_tokens():
