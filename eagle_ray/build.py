@@ -24,6 +24,7 @@ from torch import nn
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import draft_requirement
+from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
@@ -64,6 +65,7 @@ from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.registry import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
 from eagle_ray.slot_limits import Auto, usual_slots
+from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.start_log import StartLog
 from eagle_ray.tokenizer import Tokenizer
 
@@ -382,7 +384,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
         check_weights(speculative, _draft_path(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
-    if speculative.draft_vocab is not None:
+    if speculative.draft_vocab not in (None, ALL_TOKENS):
         _check_draft_vocab(model, speculative)
 
 
@@ -422,8 +424,9 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
 def download(name: str, part: str) -> Path:
     """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
 
-    A name is `embedded:tiny`, a local directory, or a hub id (from the local cache, or from the hub). Raises
-    ModelUnavailable if only the hub cannot be reached, ConfigError if the name is no model.
+    A name is `embedded:tiny`, `embedded:smollm2` (converted from its wheel), a local directory, or a hub id (from the
+    local cache, or from the hub). Raises ModelUnavailable if only the hub cannot be reached, ConfigError if the name is
+    no model or the wheel is missing.
     """
     return _find(name, part, IGNORE_PATTERNS)
 
@@ -434,6 +437,8 @@ def download_metadata(name: str, part: str) -> Path:
 
 
 def _find(name: str, part: str, ignored: list[str]) -> Path:
+    if (name, part) == (SMOLLM2, "target"):
+        return target_directory()
     if name.startswith(EMBEDDED):
         path = ASSETS / name.removeprefix(EMBEDDED) / part
         if not path.is_dir():

@@ -1,20 +1,45 @@
-"""What `speculative.draft_vocab` names: the tokens that a draft head may offer, the most frequent first (FR-Spec).
+"""Draft vocabulary: the tokens that a draft head may offer, the most frequent first (FR-Spec, arXiv 2502.14856).
 
-    a text file, one token id a line        jobs/count_tokens.py counts them and writes it
+    speculative.draft_vocab: FILE     one token id a line; jobs/count_tokens.py counts them and writes it
+    speculative.draft_vocab: all      every token
+    speculative.draft_vocab: null     the file draft_vocab.txt in the head's directory if there is one; otherwise the
+                                      first 32,768 ids of a vocabulary of more than 65,536, or every token
 
 A head that reads the target's lm_head then reads these rows of it alone. What is never offered is still produced, by
-the target itself.
+the target itself. Tokenizers number their tokens by the frequency of their training text, so low ids are frequent.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from eagle_ray.config import ConfigError
+from eagle_ray.config.models import ALL_TOKENS
 
 KEY = "speculative.draft_vocab"
-FILE_NAME = "draft_vocab.txt"  # in the directory of a head that was trained for these tokens
+HEAD_FILE = "draft_vocab.txt"  # in the directory of a head
+LARGE_VOCAB = 65_536
+FREQUENT = 32_768  # tokens of a large vocabulary that are offered unless a file says which
+log = logging.getLogger("eagle_ray")
+
+
+def head_vocab(head: Path, vocab_size: int) -> list[int] | None:
+    """Return the tokens that the head in this directory was published with, or None. Raises as read_draft_vocab."""
+    file = head / HEAD_FILE
+    return read_draft_vocab(str(file), None, vocab_size) if file.is_file() else None
+
+
+def frequent_ids(vocab_size: int, ends: Iterable[int]) -> list[int] | None:
+    """Return the first ids of a large vocabulary and the ends of sequences, or None if every token is offered."""
+    if vocab_size <= LARGE_VOCAB:
+        return None
+    log.info(
+        "drafts choose among the first %s of %s tokens (%s: %s for all of them, which text in other scripts may need)",
+        *(f"{FREQUENT:,}", f"{vocab_size:,}", KEY, ALL_TOKENS),
+    )
+    return [*range(FREQUENT), *sorted(token for token in ends if token >= FREQUENT)]
 
 
 def read_draft_vocab(name: str, size: int | None, vocab_size: int) -> list[int]:

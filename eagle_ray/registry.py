@@ -20,8 +20,9 @@ from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, draft_requirement
+from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import read_datastore
-from eagle_ray.draft_vocab import read_draft_vocab
+from eagle_ray.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.drafters.ensemble import EnsembleDrafter
@@ -86,6 +87,18 @@ def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner |
     return make(speculative, drafter) if make else None
 
 
+def _check_head(path: Path, target: PretrainedConfig) -> None:
+    if isinstance(meta_head(path, target), EagleHead):
+        head_vocab(path, target.vocab_size)
+
+
+def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
+    head = load_head(path, target)
+    if isinstance(head, EagleHead):
+        head.draft_vocab = head_vocab(path, target.vocab_size)
+    return head
+
+
 def _check_head_3(path: Path, target: PretrainedConfig) -> None:
     if not isinstance(meta_head(path, target), Eagle3Head):
         raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
@@ -113,13 +126,24 @@ def _drafter(
     speculative: SpeculativeConfig, target: TargetModel, head: Weights, calibration: Calibration | None
 ) -> EagleDrafter:
     """Return an EAGLE drafter. speculative.draft_vocab applies to a head that reads the target's lm_head."""
-    token_ids = None
-    if speculative.draft_vocab is not None and isinstance(head, EagleHead):
-        ids = read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
-        token_ids = torch.tensor(ids, device=target.device)
+    ids = _offered_ids(speculative, target, head) if isinstance(head, EagleHead) else None
     return EagleDrafter(
-        head, target, calibration=calibration, coupling=_coupling(speculative, target), token_ids=token_ids
+        head,
+        target,
+        calibration=calibration,
+        coupling=_coupling(speculative, target),
+        token_ids=None if ids is None else torch.tensor(ids, device=target.device),
     )
+
+
+def _offered_ids(speculative: SpeculativeConfig, target: TargetModel, head: EagleHead) -> list[int] | None:
+    """Return the tokens that the head may offer; None is all."""
+    name = speculative.draft_vocab
+    if name == ALL_TOKENS:
+        return None
+    if name is not None:
+        return read_draft_vocab(name, speculative.draft_vocab_size, target.vocab_size)
+    return head.draft_vocab or frequent_ids(target.vocab_size, target.eos_ids)
 
 
 def _calibration(speculative: SpeculativeConfig, target: TargetModel) -> Calibration | None:
@@ -165,14 +189,14 @@ def _lookahead(speculative: SpeculativeConfig, target: TargetModel, weights: Wei
 
 
 CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
-    HEAD: meta_head,
+    HEAD: _check_head,
     HEAD_3: _check_head_3,
     DRAFT_MODEL: check_draft_model,
     HYDRA: check_hydra,
     MEDUSA: check_medusa,
 }
 LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
-    HEAD: load_head,
+    HEAD: _load_head,
     HEAD_3: _load_head_3,
     DRAFT_MODEL: load_draft_model,
     HYDRA: load_hydra,

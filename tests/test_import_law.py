@@ -12,7 +12,8 @@ PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
 LEVELS = [
-    {"errors", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy", "graph_protocol"},
+    {"errors", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy", "graph_protocol"}
+    | {"gguf", "smollm2_wheel"},
     {"config", "kernels", "storage", "tokenizer", "report"},
     {"datastore", "draft_vocab", "sampling"},
     {"tree"},
@@ -21,22 +22,24 @@ LEVELS = [
     {"models"},
     {"drafters"},
     {"planner"},
-    {"engine", "registry"},
+    {"engine", "registry", "smollm2"},
     {"build"},
     {"evaluation", "batch", "serve", "training"},
     {"doctor"},
     {"cli"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+TORCH_FREE = {"errors", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
+TORCH_FREE |= {"gguf", "smollm2_wheel"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
     "transformers": {"attention", "models", "tokenizer", "registry", "doctor"},
     "triton": {"kernels"},
-    "torch": set(LEVEL) - {"errors", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"},
+    "torch": set(LEVEL) - TORCH_FREE,
     "pydantic": {"config", "serve"},
 }
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
-ENGINE_LIBRARIES = {"numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
+ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
 NO_TORCH = ["config", "report", "storage", "batch/output/schema.py", "batch/output/sink.py"]
 
 

@@ -107,10 +107,15 @@ def _post(url: str, facts: dict[str, Any], timeout_s: float) -> None:
     thread = threading.Thread(target=send, name="eagle-ray-webhook", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if thread.is_alive():
+    if thread.is_alive() or any(_is_timeout(error) for error in failed):
         raise HookError(f"no answer within {timeout_s:g} s")
     if failed:
         raise failed[0]
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Return whether urllib gave up waiting: it wraps what happened while it connects."""
+    return isinstance(error.reason if isinstance(error, URLError) else error, TimeoutError)
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -1,9 +1,9 @@
-"""The demo: the embedded pair on the bundled prompts, with EAGLE-2 and with plain decoding.
-
-Two ordinary jobs in one Ray session, with equal slots and threads; their outputs are then compared row by row.
+"""The demo: real questions answered live by EAGLE-2 and by plain decoding in turns, then the same questions as a job.
 
     >>> run_demo(StoragePath.of("runs/demo"))
     0
+
+The pair is SmolLM2-135M-Instruct with its head where the model's wheel is installed, otherwise the tiny pair.
 """
 
 from __future__ import annotations
@@ -11,90 +11,110 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.batch.output.manifest import DATA, REPORT, SUMMARY
-from eagle_ray.batch.output.part_files import read_tables
-from eagle_ray.batch.run import GROUP_BY, log, run_and_report, run_to_completion, write_report
+from eagle_ray.batch.output.manifest import REPORT, SUMMARY
+from eagle_ray.batch.run import log, run_and_report, run_to_completion
+from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.report.comparison import compare
-from eagle_ray.report.text import comparison_table
-from eagle_ray.storage.path import StoragePath, read_json, write_json
+from eagle_ray.config.models import EMBEDDED
+from eagle_ray.report.text import run_table
+from eagle_ray.smollm2_wheel import INSTALL, gguf_file
+from eagle_ray.storage.path import StoragePath
 
-# The same answers as configs/demo.yaml's, which a newcomer edits; the package works without the checkout.
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "name": "demo",
+    "model.device": "cpu",
+    "model.dtype": "float32",  # the outputs are plain decoding's to the last token; bf16 may round a near-tie otherwise
+    "execution.ray_address": "local",
+    "execution.actors": 1,
+    "execution.slots": 8,
+    "output.if_exists": "overwrite",
+    "logging.progress_every_s": 5.0,
+}
+# The same answers as configs/demo.yaml's, which a newcomer edits; the package works without the checkout.
+TINY = {
     "input.path": "embedded:prompts",
     "model.target": "embedded:tiny",
     "model.draft": "embedded:tiny",
-    "model.device": "cpu",  # in fp32: small models gain nothing from a GPU, and the outputs are plain decoding's
     "speculative.max_nodes": 12,
     "speculative.max_depth": 4,
     "speculative.top_k": 4,
     "sampling.max_tokens": 128,
-    "execution.ray_address": "local",
-    "execution.actors": 2,
-    "execution.slots": 1,  # one sequence at a time: a row's decoding time is its own
-    "output.if_exists": "overwrite",
-    "report.html": False,  # the demo writes its own, once both runs are compared
-    "logging.progress_every_s": 5.0,
 }
-BUSY = (
-    "slower than plain decoding? The two jobs ran one after the other: on a machine that is busy with other things "
-    "that says little; eagle-ray compare -c configs/demo.yaml measures in turns"
-)
+SMOLLM2 = {
+    "input.path": "embedded:questions",
+    "model.target": "embedded:smollm2",
+    "model.draft": "embedded:smollm2",
+    "speculative.max_nodes": 12,
+    "speculative.max_depth": 4,
+    "speculative.top_k": 4,
+    "sampling.max_tokens": 64,
+}
 LEGEND = (
-    "tau: tokens per pass of the target; tokens/s: of one sequence after its first token, one at a time per worker\n"
-    "95 % interval: of the speed-up, from the spread between the rows"
+    "tau: tokens per pass of the target; speed-up: both methods answered each question, one after the other, in one "
+    "process"
 )
-SHOWN = ("chat", "code")  # categories of which a completion is printed
-SHOWN_CHARACTERS = 600
+PICTURE = "One draft tree: each node's probability by the planner; * is what the target took in that one pass"
+SLOWER = (
+    "no faster than plain decoding here: a pass over several tokens costs about as much as these tokens one by one. "
+    "`eagle-ray bench cost` shows what a pass costs on this machine"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPair:
+    """settings: the pair, its questions and its draft trees. live_per_category: questions that are answered live."""
+
+    settings: dict[str, Any]
+    live_per_category: int
+    description: str
 
 
 def run_demo(output: StoragePath) -> int:
-    """Run the demo into OUTPUT and OUTPUT/baseline, print the comparison and return the exit code."""
+    """Run the demo, the job into OUTPUT, and return the exit code."""
     return run_and_report(lambda: _demo(output), "info")
 
 
-def _demo(output: StoragePath) -> str:
-    started = time.monotonic()
-    baseline = output / "baseline"
-    log.info("EAGLE-2 decoding into %s", output.display_path)
-    run_to_completion(demo_config(output, "eagle2"))
-    log.info("plain decoding into %s", baseline.display_path)
-    run_to_completion(demo_config(baseline, "none"))
-    comparison = compare(partial(read_tables, output / DATA), partial(read_tables, baseline / DATA), GROUP_BY).as_json()
-    summary = {**(read_json(output / SUMMARY) or {}), "baseline": comparison}
-    write_json(output / SUMMARY, summary)
-    write_report(output, summary)
-    table = f"{comparison_table(comparison, GROUP_BY)}\n{LEGEND}"
-    slower = [BUSY] if (comparison["total"]["speed_up"] or 1) < 1 else []
-    parts = [table, *slower, _identity(comparison), *_completions(output), _where(output)]
-    return "\n\n".join([*parts, f"{time.monotonic() - started:.0f} s in all"])
+def demo_pair() -> DemoPair:
+    """Return the real model if it is installed and this release has a head for it, otherwise the tiny pair."""
+    if SMOLLM2["model.draft"] in EMBEDDED["draft"] and gguf_file() is not None:
+        return DemoPair(SMOLLM2, 2, "SmolLM2-135M-Instruct, a real if small model, and its EAGLE-2 head")
+    return DemoPair(TINY, 2, f"the tiny pair, which knows an invented world only ({INSTALL} gets a real model)")
 
 
-def demo_config(output: StoragePath, method: str) -> JobConfig:
+def demo_config(output: StoragePath, pair: DemoPair) -> JobConfig:
     """Return the demo's settings, without environment variables."""
-    return load_config(None, env={}, overrides=SETTINGS | {"output.path": str(output), "speculative.method": method})
+    return load_config(None, env={}, overrides=SETTINGS | pair.settings | {"output.path": str(output)})
 
 
-def _identity(comparison: dict[str, Any]) -> str:
-    line = f"{comparison['identical']} of {comparison['total']['rows']} outputs are token for token plain decoding's"
-    return line + "".join(f"\n  differs: {id} sample {j}" for id, j in comparison["differing"])
+def _demo(output: StoragePath) -> str:
+    started, pair = time.monotonic(), demo_pair()
+    config = demo_config(output, pair)
+    log.info("loading %s", pair.description)
+    live = answer_live(config, _write, pair.live_per_category)
+    _write(f"\n{_live_text(live)}\n\n")
+    log.info("all questions as a job, into %s", output.display_path)
+    summary = run_to_completion(config)
+    return "\n\n".join([run_table(summary), _where(output), f"{time.monotonic() - started:.0f} s in all"])
 
 
-def _completions(output: StoragePath) -> list[str]:
-    """Return one completion of each category in SHOWN."""
-    columns = [GROUP_BY, "request_id", "status", "prompt", "text"]
-    rows = [row for table in read_tables(output / DATA, columns) for row in table.to_pylist()]
-    first = {row[GROUP_BY]: row for row in sorted(rows, key=lambda row: row["request_id"], reverse=True)}
-    shown = [first[category] for category in SHOWN if category in first and first[category]["status"] == "ok"]
-    return [f"--- {row[GROUP_BY]}: {row['request_id']}\n{_cut(row['prompt'])}{_cut(row['text'])}" for row in shown]
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+def _live_text(live: LiveResult) -> str:
+    slower = [SLOWER] if live.speed_up < 1 else []
+    picture = [f"{PICTURE}\n{live.picture}"] if live.picture else []
+    return "\n\n".join([f"{live.table}\n{LEGEND}", *slower, _identity(live), *picture])
+
+
+def _identity(live: LiveResult) -> str:
+    same = live.identity
+    line = f"{same.num_equal} of {same.num_compared} outputs are token for token plain decoding's"
+    return line + (f" ({same.num_near_ties} differ where rounding decides)" if same.num_near_ties else "")
 
 
 def _where(output: StoragePath) -> str:

@@ -80,7 +80,8 @@ class ModelConfig(StrictModel):
     """Target and draft model. draft defaults to embedded:tiny if target is embedded:tiny, and to null otherwise."""
 
     target: Name = Field(
-        default="embedded:tiny", description="embedded:tiny, a local directory or a hub id such as org/name"
+        default="embedded:tiny",
+        description="embedded:tiny, embedded:smollm2, a local directory or a hub id such as org/name",
     )
     draft: Name | None = Field(
         default=None,
@@ -116,7 +117,8 @@ class SpeculativeConfig(StrictModel):
         ``coupled: true | false`` is the older spelling of ``ranking: coupled | calibrated``.
     datastore: token ids that method rest searches.
     draft_vocab, draft_vocab_size: file of the tokens that an EAGLE-1/2 head can draft; its first draft_vocab_size ids
-        are used. The head then computes logits only for those rows of the target's lm_head.
+        are used. The head then computes logits only for those rows of the target's lm_head, which never changes an
+        output token.
     """
 
     method: Annotated[str, AfterValidator(validate_method)] = Field(
@@ -136,7 +138,8 @@ class SpeculativeConfig(StrictModel):
     )
     draft_vocab: Name | None = Field(
         default=None,
-        description="a file of one token id a line (jobs/count_tokens.py makes it), or null for all tokens",
+        description="a file of one token id a line (jobs/count_tokens.py makes it), all, or null for the head's own "
+        "draft_vocab.txt, otherwise the first 32,768 ids of a vocabulary of more than 65,536",
     )
     draft_vocab_size: PositiveInt | None = Field(
         default=None, description="a number of ids taken from the start of draft_vocab, 1 or more, or null for all"

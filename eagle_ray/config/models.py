@@ -19,9 +19,10 @@ from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig, Speculativ
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
 from eagle_ray.config.serve import ServeConfig
 
-EMBEDDED = "embedded:tiny"
+EMBEDDED = {"target": ["embedded:tiny", "embedded:smollm2"], "draft": ["embedded:tiny"]}
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
+ALL_TOKENS = "all"  # as speculative.draft_vocab
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -33,7 +34,8 @@ def resolve_paths(config: Config) -> Config:
     expanded = {name: os.path.expanduser(value) for name, value in found.items()}
     absolute = {name: str(Path(path).absolute()) for name, path in expanded.items() if os.path.exists(path)}
     speculative = config.speculative
-    files = {name: value for name in ("datastore", "draft_vocab") if (value := getattr(speculative, name)) is not None}
+    given = {name: getattr(speculative, name) for name in ("datastore", "draft_vocab")}
+    files = {name: value for name, value in given.items() if value not in (None, ALL_TOKENS)}
     files = {name: str(Path(value).expanduser().absolute()) for name, value in files.items()}
     speculative = speculative.model_copy(update=files)
     return config.model_copy(update={"model": model.model_copy(update=expanded | absolute), "speculative": speculative})
@@ -66,16 +68,19 @@ def check_target_name(name: str) -> None:
 
 
 def _check_name(part: str, name: str) -> None:
-    if name == EMBEDDED or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
+    if name in EMBEDDED[part] or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
         return
-    near = difflib.get_close_matches(name, [EMBEDDED, *_siblings(name)], 1)
+    near = difflib.get_close_matches(name, [*EMBEDDED[part], *_siblings(name)], 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
 
 
 def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
-    if speculative.draft_vocab is None and speculative.draft_vocab_size is not None:
-        raise ConfigError("speculative.draft_vocab: missing: it is the file that draft_vocab_size takes ids from")
+    if speculative.draft_vocab in (None, ALL_TOKENS) and speculative.draft_vocab_size is not None:
+        raise ConfigError(
+            "speculative.draft_vocab: must be the file that draft_vocab_size takes ids from, got "
+            f"{speculative.draft_vocab or 'null'}"
+        )
     if speculative.draft_vocab is not None and draft_requirement(speculative.method) != HEAD:
         raise ConfigError(
             "speculative.draft_vocab: of no use: it is for heads that read the target's lm_head (eagle1, eagle2, "

@@ -41,8 +41,11 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
     wanted = {"target": config.model.target}
     if draft_requirement(config.speculative.method) is not None:
         wanted["draft"] = config.model.draft
-    found = {part: directory_of(name, part) for part, name in wanted.items()}
     names = ", ".join(f"{part} {name}" for part, name in wanted.items())
+    try:
+        found = {part: directory_of(name, part) for part, name in wanted.items()}
+    except ConfigError as error:
+        return Finding("pair", f"{names}: cannot be used", wanted, problem=str(error)), None
     if missing := [wanted[part] for part, path in found.items() if path is None]:
         todo = f"`hf download` {' and '.join(missing)} here, or let the first start do it"
         return Finding("pair", f"{names}: not in this machine's cache of the hub", wanted, advice=todo), None
@@ -58,7 +61,10 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
 
 
 def directory_of(name: str, part: str) -> Path | None:
-    """Return a model's directory on this machine, or None. Does not contact the hub."""
+    """Return a model's directory on this machine, or None. Does not contact the hub.
+
+    Raises ConfigError if an embedded model is missing.
+    """
     if name.startswith(EMBEDDED) or Path(name).is_dir():
         return download(name, part)
     try:

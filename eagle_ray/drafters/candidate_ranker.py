@@ -24,7 +24,7 @@ from eagle_ray.async_copy import to_device
 from eagle_ray.drafters.calibration_feedback import Offered, Offers, TargetPath
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.coupling import LARGE_NOISE, Coupling, least_kept
+from eagle_ray.sampling.coupling import LARGE_NOISE, NUM_CUT, Coupling
 from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.expand import Frontier
@@ -174,12 +174,17 @@ class CandidateRanker:
                 temperature=sampling.temperature,
                 seed=sampling.seed,
                 positions=self.lesson.lengths + level + 1,
-                floors=least_kept(logits, sampling, torch.arange(len(logits), device=logits.device))
-                if sampling.any_cut
-                else None,
+                floors=self._floors(logits, sampling) if sampling.any_cut else None,
                 token_ids=self._token_ids,
             )
         return top_k(logits, width, push)
+
+    def _floors(self, logits: Float[Tensor, "B F D"], sampling: SamplingBatch) -> Float[Tensor, "B F"]:
+        """Return the least logit that each sequence's cuts keep."""
+        from eagle_ray.kernels.cut_floor import least_kept
+
+        cuts = sampling.top_k, sampling.top_p, sampling.min_p
+        return least_kept(logits, sampling.temperature, *cuts, NUM_CUT)
 
     def _couple(self, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
         """Update the coupling from at most MAX_FEEDBACK tokens, or one sequence's, in turn. Recomputes their logits."""

@@ -23,11 +23,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.drafters.calibration_feedback import Offered, OfferedLevel
+from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.sampler import Kind, SamplingBatch
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import Frontier
 from eagle_ray.tree.tree_mask import WORD_BITS, num_words
+
+MAX_LEVEL_NODES = 1024  # of a level that the kernel appends: it ranks them in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +175,25 @@ class PaddedDraft:
         of, num = self._all, features.shape[1]
         rows, level = slice(self.batch), self.level
         of.features[:, rows, :num].index_copy_(0, level, features[None])
+        if use_triton(level.device) and num * self.shape.children <= MAX_LEVEL_NODES:
+            self._append_fused(tokens, scores, own, calibration)
+        else:
+            self._append_nodes(tokens, scores, own, calibration)
+        level += 1
+
+    def _append_fused(self, tokens: Tensor, scores: Tensor, own: Tensor, calibration: Calibration | None) -> None:
+        from eagle_ray.kernels.draft_level import append_level
+
+        fitted = None if calibration is None else calibration.fit.parameters
+        append_level(self._all, self.width, num_words(self.shape.num_columns), tokens, scores, own, fitted)
+
+    def _append_nodes(self, tokens: Tensor, scores: Tensor, own: Tensor, calibration: Calibration | None) -> None:
+        of, rows, num, level = self._all, slice(self.batch), tokens.shape[1], self.level
         of.offered[:, rows, :num].index_copy_(0, level, tokens[None])
         of.scores[:, rows, :num].index_copy_(0, level, scores[None])
         kinds = (of.temperature[rows] > 0).long()
         log_probs = scores if calibration is None else calibration.apply(level, kinds, scores)
         self._add_nodes(tokens, log_probs, own)
-        level += 1
 
     def _add_nodes(self, tokens: Tensor, log_probs: Tensor, own: Tensor) -> None:
         of, rows, (_, num, children) = self._all, slice(self.batch), tokens.shape

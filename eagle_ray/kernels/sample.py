@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle_ray.kernels.gumbel import gumbel, log, noise_key
 from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.sort_key import ranked, token_of
+from eagle_ray.kernels.sort_key import ORDER_BITS, ranked, token_of
 from eagle_ray.kernels.topk_topp import (
     DIGIT,
     DIGITS,
@@ -38,7 +38,6 @@ from eagle_ray.kernels.topk_topp import (
 )
 
 BLOCK = 2048  # tokens of a part
-ORDER_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}  # of fp32's order, as its upper ones
 _TOP_P: tl.constexpr = tl.constexpr(TOP_P)
 
 

@@ -6,9 +6,11 @@ ranked(score, token): the higher score is larger, of equal scores the lower toke
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+ORDER_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}  # of fp32's order, as its upper ones
 _LEAST: tl.constexpr = tl.constexpr(-(2**63))
 _NAN: tl.constexpr = tl.constexpr(2**32 - 1)
 _LOW: tl.constexpr = tl.constexpr(2**32 - 1)

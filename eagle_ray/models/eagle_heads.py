@@ -6,6 +6,7 @@
 
     EagleHead    EAGLE-1 and 2: the target's last feature, the target's lm_head (EAGLE-1, section 3)
     Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
+                 EAGLE-3.1: norms before fc, and a normed output, as the config's switches say (arXiv 2605.09992)
 
 Module names are the published key names.
 """
@@ -31,6 +32,7 @@ from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata
 from eagle_ray.models.model_probe import KVSpec
 
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
+NUM_FEATURES = 3  # that an EAGLE-3 head reads if its config names no layers
 MIN_TARGET_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
 
 
@@ -84,10 +86,14 @@ class EagleHead(nn.Module):
     """EAGLE-1 and 2: one decoder layer without input norm and without final norm.
 
     bias: fc has a bias. own_embedding: the checkpoint has its own token embedding.
+
+    Attributes:
+        draft_vocab: the tokens that it was published to offer, the most frequent first; None says nothing.
     """
 
     token_ids = None
     first_column = 1
+    draft_vocab: list[int] | None = None
 
     def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
         super().__init__()
@@ -128,6 +134,11 @@ class EagleHead(nn.Module):
 class Eagle3Head(nn.Module):
     """EAGLE-3: the embedding enters through attention alone, and the residual stream is the feature.
 
+    Switches of the config (EAGLE-3.1), each off if absent:
+        norm_before_fc: input_norm, one RMSNorm over the concatenated features, comes before fc.
+        fc_norm: one RMSNorm per feature comes before fc, after input_norm if both are on.
+        norm_output: the output is normed, so the next draft step reads what the lm_head reads.
+
     Args:
         draft_vocab_size: tokens that can be drafted; config.vocab_size is the target's.
         feature_size: width of the target's concatenated features.
@@ -150,11 +161,14 @@ class Eagle3Head(nn.Module):
         config._attn_implementation = ATTENTION
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.input_norm = _input_norm(config, feature_size)
+        self.fc_norm = _fc_norm(config, feature_size, len(feature_layers or ()) or NUM_FEATURES)
         self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
         self.rotary = _rotary(config)
+        self.norm_output: bool = getattr(config, "norm_output", False)
         self._feature_layers = feature_layers
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
@@ -174,6 +188,11 @@ class Eagle3Head(nn.Module):
         return self._feature_layers or (2, num_layers // 2, num_layers - 3)
 
     def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(features)
 
     def forward(
@@ -183,10 +202,11 @@ class Eagle3Head(nn.Module):
         positions: Int[Tensor, "B T"],
         rows: AttentionMetadata | None = None,
     ) -> Float[Tensor, "B T H"]:
-        return self.midlayer(embeddings, features, self.rotary(features, positions), rows)
+        hidden = self.midlayer(embeddings, features, self.rotary(features, positions), rows)
+        return self.norm(hidden) if self.norm_output else hidden
 
     def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(hidden if self.norm_output else self.norm(hidden))
 
 
 class Eagle3Layer(nn.Module):
@@ -221,6 +241,19 @@ class Eagle3Layer(nn.Module):
         residual = normed if self.norm_before_residual else hidden
         hidden = residual + self.self_attn(both, position_embeddings=rotary, rows=rows)[0]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def _input_norm(config: LlamaConfig, feature_size: int) -> LlamaRMSNorm | None:
+    """Return the norm over all features together, if the config has one."""
+    return LlamaRMSNorm(feature_size, eps=config.rms_norm_eps) if getattr(config, "norm_before_fc", False) else None
+
+
+def _fc_norm(config: LlamaConfig, feature_size: int, num_features: int) -> nn.ModuleList | None:
+    """Return one norm per feature, if the config has them."""
+    if not getattr(config, "fc_norm", False):
+        return None
+    width = feature_size // num_features
+    return nn.ModuleList(LlamaRMSNorm(width, eps=config.rms_norm_eps) for _ in range(num_features))
 
 
 def _kv_spec(config: LlamaConfig) -> KVSpec:

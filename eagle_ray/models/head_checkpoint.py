@@ -28,6 +28,7 @@ from eagle_ray.models.head_spec import Shape, build_head, normalize_names
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
+VOCABULARY_MAPS = ("d2t", "t2d")
 Read = TypeVar("Read")
 
 
@@ -50,10 +51,14 @@ def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
 
 
 def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
-    """Write the published layout: the given config.json, and model.safetensors in bf16."""
+    """Write the published layout: the given config.json, and model.safetensors in bf16.
+
+    Vocabulary maps are left out if the head drafts every token: vLLM 0.33 refuses them then.
+    """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
-    tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items()}
+    skipped = VOCABULARY_MAPS if isinstance(head, Eagle3Head) and head.token_ids is None else ()
+    tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items() if key not in skipped}
     halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
     save_file(halves, path / SAFETENSORS, metadata={"format": "pt"})
 

@@ -58,7 +58,10 @@ def _(head: EagleHead) -> HeadForward:
 
 @head_forward.register
 def _(head: Eagle3Head) -> HeadForward:
-    """Attention over the normed embedding concatenated with the normed feature; the residual is the feature."""
+    """Attention over the normed embedding concatenated with the normed feature; the residual is the feature.
+
+    The head's last norm comes here if it has norm_output, and otherwise in its logits.
+    """
     module = head.midlayer
     if not is_llama_layer(module):
         return head_forward.dispatch(object)(head)
@@ -70,6 +73,7 @@ def _(head: Eagle3Head) -> HeadForward:
         normed = normed_sum(ops, hidden, None, module.hidden_norm)
         both = torch.cat([normed_sum(ops, embeddings, None, module.input_layernorm), normed], -1)
         residual = normed if module.norm_before_residual else hidden
-        return residual + layer(residual, both, angles(positions), layout)
+        delta = layer(residual, both, angles(positions), layout)
+        return normed_sum(ops, residual, delta, head.norm) if head.norm_output else residual + delta
 
     return run

@@ -7,6 +7,7 @@ generation. It reads the raw JSON instead of a config class with defaults: an ab
 
     EAGLE-1, 2     fc [H, 2H], layers.0.*, and embed_tokens or the target's
     EAGLE-3        fc [H, 3H of the target], midlayer.*, norm, lm_head [Dv, H], d2t, t2d
+    EAGLE-3.1      EAGLE-3 with fc_norm.0 to 2 [H of the target] or input_norm [3H of the target], if switched on
     speculators    EAGLE-3 with layers.0.* for midlayer.*, its shape under transformer_layer_config
 """
 
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
 from eagle_ray.errors import one_line
-from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
+from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS, NUM_FEATURES, Eagle3Head, EagleHead
 
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
@@ -34,7 +35,13 @@ ROPES = {  # what each way of stretching positions must say
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
-UNSUPPORTED = ("norm_output", "fc_norm", "norm_before_fc")  # switches of EAGLE-3.1 that change what a head computes
+SWITCHES = {  # of EAGLE-3.1, and the keys that set each, at the top level or under eagle_config
+    "fc_norm": ("fc_norm", "use_aux_norm"),  # the second is SGLang's older key
+    "norm_before_fc": ("norm_before_fc",),
+    "norm_output": ("norm_output",),
+}
+SWITCHED_TENSORS = {"fc_norm": "fc_norm.", "norm_before_fc": "input_norm."}
+OLDER_NAMES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 MAX_NAMED = 8  # tensors of each fault
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
 Named = TypeVar("Named")
@@ -49,7 +56,7 @@ def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pret
     """
     raw = _flatten(raw)
     _check_numbers(raw)
-    _check_switches(raw)
+    _check_switches(raw, normalize_names(shapes))
     try:
         with torch.device("meta"):
             head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, normalize_names(shapes), target)
@@ -61,19 +68,28 @@ def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pret
     return head
 
 
-def is_eagle3(names: Mapping[str, Any]) -> bool:
+def is_eagle3(names: Collection[str]) -> bool:
     return any(name.startswith(EAGLE3_KEYS) for name in names)
 
 
 def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
     """Return the entries under the names of our modules, without ignored ones."""
-    layer = "midlayer." if is_eagle3(published) else "layers.0."
     kept = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
-    return {name.replace("layers.0.", layer, 1): value for name, value in kept.items()}
+    renames = {"layers.0.": "midlayer.", **OLDER_NAMES} if is_eagle3(published) else {}
+    return {_renamed(name, renames): value for name, value in kept.items()}
+
+
+def _renamed(name: str, renames: Mapping[str, str]) -> str:
+    """Return the name with the first prefix that is in `renames` replaced."""
+    for old, new in renames.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """Return the head's Llama config from its raw config.json; it has one layer whatever num_hidden_layers says."""
+    raw = _flatten(raw)
     _check_heads(raw)
     heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
     if activation not in ACT2FN:
@@ -93,6 +109,7 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
         mlp_bias=raw.get("mlp_bias", False),
         rope_parameters=_rope(raw),
         norm_before_residual=raw.get("norm_before_residual", False),
+        **{key: True for key, is_on in _switches(raw).items() if is_on},
     )
 
 
@@ -118,15 +135,38 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
 
 
-def _check_switches(raw: Mapping[str, Any]) -> None:
-    """Refuse a head whose config enables a computation that is not implemented."""
+def _switches(raw: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the switches of EAGLE-3.1, off if absent. Raises ValueError if a value is unclear."""
     section = raw.get("eagle_config")
-    settings = {**raw, **(section if isinstance(section, dict) else {})}
-    if switched_on := [key for key in UNSUPPORTED if settings.get(key)]:
+    places = [raw, _drop_nulls(section) if isinstance(section, dict) else {}]
+    return {
+        switch: _switch(switch, [place[key] for place in places for key in keys if key in place])
+        for switch, keys in SWITCHES.items()
+    }
+
+
+def _switch(switch: str, values: list[Any]) -> bool:
+    """Return the value on which all places agree."""
+    if any(not isinstance(value, bool) for value in values):
+        raise ValueError(f"its config.json gives neither true nor false as {switch}")
+    if len(set(values)) > 1:
+        raise ValueError(f"its config.json sets {switch} to true in one place and to false in another")
+    return any(values)
+
+
+def _check_switches(raw: Mapping[str, Any], names: Collection[str]) -> None:
+    """Check that the switches go with the tensors: they are EAGLE-3's, and no norm is there without its switch."""
+    switches = _switches(raw)
+    switched_on = [key for key, is_on in switches.items() if is_on]
+    if switched_on and not is_eagle3(names):
         raise ValueError(
-            f"its config.json switches on {', '.join(switched_on)} (EAGLE-3.1), which this release cannot compute. "
-            "Use an EAGLE-1, 2 or 3 head"
+            f"its config.json switches on {', '.join(switched_on)} (EAGLE-3.1), and its tensors are those of an "
+            "EAGLE-1/2 head"
         )
+    for key, prefix in SWITCHED_TENSORS.items():
+        found = sorted(name for name in names if name.startswith(prefix))
+        if found and not switches[key]:
+            raise ValueError(f"it has {', '.join(_first_few(found))}, and its config.json does not switch on {key}")
 
 
 def _check_heads(raw: Mapping[str, Any]) -> None:
@@ -157,7 +197,7 @@ def _eagle3(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pretrai
     return Eagle3Head(
         head_config(raw),
         draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
-        feature_size=len(layers or (1, 2, 3)) * target.hidden_size,
+        feature_size=(len(layers or ()) or NUM_FEATURES) * target.hidden_size,
         own_embedding="embed_tokens.weight" in shapes or raw["hidden_size"] != target.hidden_size,
         feature_layers=layers,
     )

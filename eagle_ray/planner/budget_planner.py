@@ -62,7 +62,7 @@ class BudgetPlanner:
     Args:
         max_nodes, max_depth, top_k: upper bounds of each sequence's tree, as for UniformPlanner.
         can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the depth is decided
-            before drafting, and a drafting step syncs once, to set the number of rows.
+            before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
         sizes: the passes that there are; None is any.
     """
 
@@ -122,14 +122,14 @@ class BudgetPlanner:
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         """Return the number of rows with the best rate, filled with the most valuable nodes of the batch."""
         size = len(batch)
-        if plan.is_drafting:
-            self._observe_draft(draft, plan, batch)
         if not draft.depth:
+            if plan.is_drafting:
+                self._observe_draft(draft, plan, batch)
             return Allocation(draft.tree.valid, 1, size)
         candidates = Candidates.of(draft.tree, self._budget(draft, batch))
-        num_candidates = len(candidates.log_values)
-        rows = self._row_counts(size, num_candidates)
-        gains = candidates.expected([min(n - size, num_candidates) for n in rows])
+        rows = self._row_counts(size, len(candidates.log_values))
+        gains = self._gains(rows, candidates, draft, plan, size)
+        self._observe_draft(draft, plan, batch)  # last, since a query of the acceptance model waits for its copy
         best = int(self._profits(batch, rows, gains).argmax())
         self._rows_per_sequence = rows[best] / size
         keep = candidates.keep(rows[best])
@@ -299,6 +299,18 @@ class BudgetPlanner:
         if min(batch.remaining_tokens) <= draft.depth:
             max_depths = batch.remaining_on_device - 1
         return Budget(num_rows=0, num_nodes=1 + self._max_nodes, max_depths=max_depths)
+
+    def _gains(self, rows: list[int], candidates: Candidates, draft: Draft, plan: DraftPlan, size: int) -> list[float]:
+        """Return the accepted drafts to expect of each number of rows: by this draft's values, or by recent drafts' if
+        reading them would let the device wait.
+        """
+        sizes = [min(n - size, len(candidates.log_values)) for n in rows]
+        if self._can_sync or plan.probe:
+            return candidates.expected(sizes)
+        model, num_members = self._acceptance.model, plan.num_members(size)
+        width = max(i for i, known in enumerate(model.widths) if known <= plan.width)
+        curve = model.expected([n / num_members for n in sizes])[width, min(draft.depth, self._max_depth) - 1]
+        return (num_members * curve).tolist()
 
     def _profits(self, batch: DecodeBatch, rows: list[int], gains: list[float]) -> np.ndarray:
         """Return the tokens gained by verifying each number of rows, less the price of the seconds."""

@@ -17,7 +17,7 @@ from eagle_ray.build import build_engine, load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.draft_vocab import FILE_NAME
+from eagle_ray.draft_vocab import HEAD_FILE
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.training.packing import Document
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
@@ -74,5 +74,5 @@ def held_out_tau(
 def evaluation_tree(method: str, draft: Path, settings: EvaluationConfig) -> SpeculativeConfig:
     """Return settings that draft one tree for every sequence at every step."""
     tree = {"max_nodes": settings.max_nodes, "max_depth": settings.max_depth, "top_k": settings.top_k}
-    vocabulary = {"draft_vocab": str(draft / FILE_NAME)} if (draft / FILE_NAME).exists() else {}
+    vocabulary = {"draft_vocab": str(draft / HEAD_FILE)} if (draft / HEAD_FILE).exists() else {}
     return SpeculativeConfig(method=method, budget="uniform", ranking="published", **tree, **vocabulary)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.draft_vocab import FILE_NAME, write_draft_vocab
+from eagle_ray.draft_vocab import HEAD_FILE, write_draft_vocab
 from eagle_ray.models.head_checkpoint import SAFETENSORS
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import FrozenTarget
@@ -42,7 +42,7 @@ def write_head(recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig, di
     """Write the head's files into a local directory."""
     recipe.save(directory)
     if config.head.method == "eagle2" and not target.covers_all:
-        write_draft_vocab(directory / FILE_NAME, target.token_ids.tolist())
+        write_draft_vocab(directory / HEAD_FILE, target.token_ids.tolist())
 
 
 def publish_head(recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig, output: StoragePath) -> None:

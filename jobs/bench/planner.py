@@ -86,7 +86,7 @@ def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Simulat
     speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
     best = max(speeds, key=speeds.__getitem__)
     costs = mistaken(WORLDS[args.believed or args.world](), args.mistaken, args.noise_seed)
-    ours = priced(BudgetPlanner(*OURS, costs))
+    ours = priced(BudgetPlanner(*OURS, costs, can_sync=not args.no_sync))
     steps = ours.outcomes
     ratios = [speeds[best] / speeds["none"], ours.tokens_per_second / speeds["none"]]
     ratios.append(ours.tokens_per_second / speeds[best])
@@ -138,6 +138,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.0, help="of what is heard of a step: 0.1 is 10 %%")
     parser.add_argument("--mistaken", type=float, default=0.0, help="costs at the start are off by this: 0.1 is 10 %%")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a constant of the planner")
+    parser.add_argument("--no-sync", action="store_true", help="plan as on a GPU, without this step's values")
     parser.add_argument("--noise-seed", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)

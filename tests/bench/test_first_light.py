@@ -218,7 +218,7 @@ def test_nothing_on_its_path_needs_pydantic_or_ray(words, bare_environment):
 def test_a_dry_run(call, tmp_path, bare_environment):
     command = [*FIRST_LIGHT, call, "--smoke", "--out", str(tmp_path / "out"), "--commit", "abc"]
     environment = {**bare_environment, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=470)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     header, *found, end = Findings(tmp_path / "out", call).records()
     assert header["kind"] == "header" and header["smoke"] and header["commit"] == "abc" and end["kind"] == "end"

@@ -1,4 +1,4 @@
-"""The demo: the embedded pair, the real engine, two jobs side by side, once more over its own output."""
+"""The demo: the embedded pair, the real engine, answers in turns and the same questions as a job."""
 
 import subprocess
 from pathlib import Path
@@ -6,31 +6,34 @@ from pathlib import Path
 import duckdb
 import pyarrow.parquet as pq
 
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.cli import demo
 from eagle_ray.cli.demo import demo_config, run_demo
 from eagle_ray.config import changed_keys, load_config
-from eagle_ray.storage.path import StoragePath, read_json
+from eagle_ray.storage.path import StoragePath
 from tests.helpers.row_invariants import broken_laws
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
+def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "gguf_file", lambda: None)  # the tiny pair, whatever is installed
     output = tmp_path / "demo"
     (output / "data").mkdir(parents=True)
     (output / "notes.txt").write_text("mine")
     assert run_demo(StoragePath.of(output)) == 0
     shown = capsys.readouterr().out
-    rows = [row for part in (output, output / "baseline") for row in pq.read_table(part / "data").to_pylist()]
-    count = len(rows) // 2
-    assert count >= 24 and {row["status"] for row in rows} == {"ok"}
+    rows = pq.read_table(output / "data").to_pylist()
+    categories = {row["category"] for row in rows}
+    assert len(rows) >= 24 and {row["status"] for row in rows} == {"ok"}
     assert [broken_laws(row) for row in rows] == [[]] * len(rows)
-    assert f"{count} of {count} outputs are token for token plain decoding's" in shown
-    own = [line for line in shown.splitlines() if "(raylet)" not in line]  # Ray says things of its own in between
-    assert {line.split()[0] for line in own[1:7]} == {row["category"] for row in rows}
-    baseline = read_json(StoragePath.of(output / "_summary.json"))["baseline"]
-    assert baseline["differing"] == []
-    assert baseline["total"]["mean_acceptance_length"] > 1  # how much above it is a matter of the machine
-    assert (output / "notes.txt").read_text() == "mine"
+    assert f"{2 * len(categories)} of {2 * len(categories)} outputs are token for token plain decoding's" in shown
+    assert all(shown.count(f"--- {category}: ") == 2 for category in categories)
+    live = shown.partition("--- ")[2].partition("category ")[0]
+    texts = [row["text"].strip() for row in rows if row["text"].strip() in live]
+    assert len(texts) >= 2 * len(categories)  # what was streamed is what the job answers
+    assert "└── " in shown and " *\n" in shown
+    assert (output / "notes.txt").read_text() == "mine" and (output / "report.html").is_file()
     tried = next(line.removeprefix("try:") for line in shown.splitlines() if line.startswith("try:"))
     assert "tau" in subprocess.run(tried, shell=True, check=True, capture_output=True, text=True).stdout
     query = f"select count(distinct category) from '{output}/data/*.parquet' where text <> ''"
@@ -39,7 +42,14 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys):
 
 def test_the_demos_settings_are_those_of_its_configuration_file(tmp_path):
     file = load_config(CONFIGS / "demo.yaml", env={}).model_dump(mode="json")
-    assert changed_keys(file, demo_config(StoragePath.of(tmp_path), "eagle2").model_dump(mode="json")) == []
+    pair = demo.DemoPair(demo.TINY, 1, "")
+    assert changed_keys(file, demo_config(StoragePath.of(tmp_path), pair).model_dump(mode="json")) == []
+
+
+def test_questions_of_a_real_model_are_bundled(tmp_path):
+    config = load_config(None, env={}, overrides={"input.path": "embedded:questions", "output.path": str(tmp_path)})
+    rows = list(requests_of(plan_input(config)))
+    assert len({row["request_id"] for row in rows}) == len(rows) >= 8 and len({row["category"] for row in rows}) >= 5
 
 
 def test_an_output_that_cannot_be_made_is_exit_2():

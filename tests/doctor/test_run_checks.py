@@ -82,6 +82,7 @@ def test_the_embedded_pair_is_well(tmp_path, capsys):
         "devices",
         "ray",
         "threads",
+        "smollm2",
         "pair",
         "attention",
         "memory",

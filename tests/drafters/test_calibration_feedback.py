@@ -1,6 +1,8 @@
 """Offers: how often the target's picks teach."""
 
-from eagle_ray.drafters.calibration_feedback import UPDATE_INTERVAL, WARMUP_STEPS, is_due
+import torch
+
+from eagle_ray.drafters.calibration_feedback import UPDATE_INTERVAL, WARMUP_STEPS, is_due, update_interval
 
 
 def taught(num_levels: int, steps: range) -> int:
@@ -19,3 +21,9 @@ def test_later_one_in_a_few_does_and_fewer_where_trees_are_deep():
 
 def test_trees_of_no_level_teach_nothing():
     assert not taught(0, range(100))
+
+
+def test_a_gpu_learns_less_often():
+    interval = update_interval(torch.device("cuda"))
+    assert sum(is_due(step, 4, interval) for step in range(1000, 1000 + 10 * interval)) == 10
+    assert interval > update_interval(torch.device("cpu")) == UPDATE_INTERVAL

@@ -1,6 +1,7 @@
 """A head over some of the target's tokens: the same outputs, drafts of those tokens alone, and files that say which."""
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray.build import build_engine, check_models
+from eagle_ray import draft_vocab
+from eagle_ray.build import build_engine, build_engine_from_config, check_models
 from eagle_ray.config import ConfigError, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names, resolve_paths
-from eagle_ray.draft_vocab import read_draft_vocab, write_draft_vocab
+from eagle_ray.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
 from eagle_ray.errors import EngineError
 from eagle_ray.models.packed_linear import PackedLinear, slice_rows
 from eagle_ray.sampling.sampler import SamplingParams
@@ -58,6 +60,33 @@ def test_the_whole_vocabulary_in_another_order_drafts_the_same(tmp_path):
         assert named.stats.accepted_by_depth == whole.stats.accepted_by_depth
 
 
+def test_of_a_large_vocabulary_the_first_ids_and_the_ends_are_drafted(monkeypatch, caplog):
+    caplog.set_level("INFO", "eagle_ray")
+    monkeypatch.setattr(draft_vocab, "LARGE_VOCAB", 96)
+    monkeypatch.setattr(draft_vocab, "FREQUENT", 40)
+    target = llama(eos_token_id=[90, 3])
+    speculative = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4)
+    engine = build_engine(target, head(), speculative, 3, 128)
+    assert engine.drafter.ranking._token_ids.tolist() == [*range(40), 90]
+    assert "the first 40 of 97 tokens" in caplog.text
+    whole = build_engine(target, head(), speculative.model_copy(update={"draft_vocab": "all"}), 3, 128)
+    assert whole.drafter.ranking._token_ids is None
+    wanted, found = (run(engine, PROMPTS, PARAMS) for engine in (whole, engine))
+    assert [s.output_ids for s in found] == [s.output_ids for s in wanted]
+
+
+def test_a_heads_own_vocabulary_is_used_and_checked(tmp_path):
+    shutil.copytree(PAIR / "draft", tmp_path / "draft")
+    write_draft_vocab(tmp_path / "draft" / HEAD_FILE, [7, 5, 400])
+    config = config_of({})
+    model = config.model.model_copy(update={"draft": str(tmp_path / "draft")})
+    pair = build_engine_from_config(model, config.speculative, 2)
+    assert pair.engine.drafter.ranking._token_ids.tolist() == [7, 5, 400]
+    write_draft_vocab(tmp_path / "draft" / HEAD_FILE, [7, 5, 512])
+    with pytest.raises(ConfigError, match=r"line 3 of .*draft_vocab.txt says 512"):
+        check_models(model, config.speculative)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_of_a_packed_layer_are_rows_of_the_layer(bias):
     linear, rows, x = nn.Linear(64, 90, bias=bias), torch.tensor([7, 3, 89]), torch.randn(5, 64)
@@ -94,8 +123,9 @@ def test_methods_without_the_targets_lm_head_refuse_it(method):
 
 
 def test_a_size_without_a_file_and_a_head_of_its_own_vocabulary_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"speculative.draft_vocab: missing"):
-        check_model_names(config_of({"draft_vocab_size": 8}))
+    for name in (None, "all"):
+        with pytest.raises(ConfigError, match=r"speculative.draft_vocab: must be the file .* got (null|all)"):
+            check_model_names(config_of({"draft_vocab": name, "draft_vocab_size": 8}))
     write_draft_vocab(tmp_path / "vocab.txt", range(9))
     pair = Path(PAIR.parent / "pair_e3")
     config = config_of({"draft_vocab": str(tmp_path / "vocab.txt")}, pair)

@@ -84,14 +84,33 @@ def test_a_plain_step_copies_once():
     assert watched_step(llama_engine(3)) == ([], ["tolist"])
 
 
-def test_a_step_under_the_global_budget_asks_once_more():
-    """For the candidates' values; every few steps a second time, for what other trees would have been worth."""
+def planner_that_drafts(engine) -> BudgetPlanner:
+    """A planner past its warm-up, whose drafts pay."""
+    planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False)
+    model = planner._by_size.last.model
+    model.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
+    model.sync()
+    planner._num_offers, planner._num_drafts = NUM_PROBES, 1
+    planner._probes.charge(1.0)
+    engine.planner = planner
+    return planner
+
+
+def test_a_step_under_the_global_budget_copies_once():
+    """The number of rows comes from the drafts before, not from this one's values."""
     engine = llama_engine(3, 12, 4, 4)
-    engine.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False)
-    engine.planner._by_size.last.model.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
-    engine.planner._num_offers, engine.planner._num_drafts = NUM_PROBES, 1
-    engine.planner._probes.charge(1.0)
-    assert watched_step(engine) == ([], ["tolist"] * 2)
+    planner = planner_that_drafts(engine)
+    assert watched_step(engine) == ([], ["tolist"])
+    assert planner._num_drafts == 3
+
+
+def test_the_rows_of_a_step_are_those_that_recent_drafts_would_pay_for():
+    engine = llama_engine(3, 12, 4, 4)
+    planner, allocated = planner_that_drafts(engine), []
+    allocate = planner.allocate
+    planner.allocate = lambda *given: allocated.append(allocate(*given)) or allocated[-1]
+    watched_step(engine)
+    assert all(found.num_rows > 3 and found.expected > 0 for found in allocated)
 
 
 def test_a_step_that_the_global_planner_leaves_plain_copies_once():

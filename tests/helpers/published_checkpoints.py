@@ -53,17 +53,25 @@ def eagle_tensors(raw: dict[str, Any] = RAW, seed: int = 0) -> Tensors:
 
 
 def eagle3_tensors(raw: dict[str, Any] = E3, seed: int = 0) -> Tensors:
-    """EAGLE-3, with an unsorted choice of the target's tokens; embed_tokens where `target_hidden_size` is set."""
+    """EAGLE-3, with an unsorted choice of the target's tokens; embed_tokens where `target_hidden_size` is set.
+
+    With the norms of EAGLE-3.1 that `fc_norm` and `norm_before_fc` switch on.
+    """
     width, vocab_size = raw["hidden_size"], raw["vocab_size"]
+    target_width = raw.get("target_hidden_size", width)
     shapes = _layer("midlayer.", raw, 2 * width) | {
         "midlayer.hidden_norm.weight": (width,),
         "midlayer.input_layernorm.weight": (width,),
         "norm.weight": (width,),
-        "fc.weight": (width, 3 * raw.get("target_hidden_size", width)),
+        "fc.weight": (width, 3 * target_width),
         "lm_head.weight": (raw["draft_vocab_size"], width),
     }
     if "target_hidden_size" in raw:
         shapes["embed_tokens.weight"] = (vocab_size, width)
+    if raw.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(3)}
+    if raw.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * target_width,)
     chosen = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[: raw["draft_vocab_size"]]
     return _random(shapes, seed) | maps(chosen, vocab_size)
 

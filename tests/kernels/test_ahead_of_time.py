@@ -13,6 +13,9 @@ import json, sys
 from dataclasses import asdict
 
 import torch
+from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape
+from eagle_ray.kernels.cut_floor import least_kept
+from eagle_ray.kernels.draft_level import append_level
 from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul
 from eagle_ray.kernels.kv_commit import commit
 from eagle_ray.kernels.log_probs import log_probs_of
@@ -27,6 +30,8 @@ push = Push(torch.ones(4), 4.0, real, whole, whole, torch.zeros(4, 1), whole)
 cuts = (whole, real, real) if most else (None, None, real)
 rows, qkv, angles = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4, 48 * 128, dtype=dtype), torch.zeros(4, 64)
 cells, head = cache[0].flatten(0, 1), torch.zeros(128, dtype=dtype)
+buffers = DraftBuffers(DraftShape(4, 10, 10, 7), 64, 3, dtype, "cpu")
+level = torch.zeros(4, 10, 10, dtype=torch.int64), torch.zeros(4, 10, 10), torch.zeros(4, 10, 10)
 found = {}
 for call in (
     lambda: add_rms_norm(rows, None, rows[0], 1e-5),
@@ -39,6 +44,8 @@ for call in (
     lambda: log_probs_of(logits, whole),
     lambda: top_k(logits[:, None], 10),
     lambda: top_k(logits[:, None], 10, push),
+    lambda: least_kept(logits[:, None, :32768], real, whole, real, real, 64),
+    lambda: append_level(buffers, 10, 1, *level, torch.ones(6, 2, 3)),
     lambda: commit(cache, cache, whole[:, None], whole, whole, torch.zeros(4, 6, dtype=torch.int64)),
 ):
     found |= {name: asdict(used) for name, used in resources(call, capability).items()}
@@ -60,7 +67,7 @@ def test_what_every_step_runs_compiles_and_spills_nothing():
     found = compiled("bfloat16", 90, "few")
     assert {name.split()[0] for name in found} >= {
         *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
-        *("_add_rms_norm", "_silu_mul", "_rotate_and_write"),
+        *("_least_kept", "_append_level", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
     }
     assert not {name: used for name, used in found.items() if used["spilled"]}
 

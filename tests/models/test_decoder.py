@@ -167,8 +167,14 @@ def test_what_differs_in_more_than_weights_is_left_to_transformers():
 
 @pytest.mark.parametrize(
     "make",
-    [head, head3, lambda: head(attention_bias=True, head_dim=16), lambda: head3(norm_before_residual=True)],
-    ids=["eagle", "eagle3", "biases", "norm before residual"],
+    [
+        head,
+        head3,
+        lambda: head(attention_bias=True, head_dim=16),
+        lambda: head3(norm_before_residual=True),
+        lambda: head3(norm_output=True),
+    ],
+    ids=["eagle", "eagle3", "biases", "norm before residual", "norm output"],
 )
 @pytest.mark.parametrize("packed", [False, True])
 @torch.inference_mode()

@@ -1,11 +1,10 @@
 """The heads compute what the papers' formulas say, written out slowly here from the facts."""
 
-import math
-
 import pytest
 import torch
 
 from eagle_ray.models.head_checkpoint import load_head
+from tests.helpers.eagle_formulas import decoder_layer, rms_norm
 from tests.helpers.published_checkpoints import (
     E3,
     LLAMA3_ROPE,
@@ -64,55 +63,3 @@ def test_eagle3_is_the_formula(tmp_path, variant):
 
 def positions():
     return torch.arange(LENGTH)[None]
-
-
-def decoder_layer(raw, tensors, prefix, x, residual):
-    """Causal attention that reads x, then the gated MLP, both added to the residual."""
-    h = residual + attention(raw, tensors, prefix + "self_attn.", x)
-    y = rms_norm(raw, h, tensors[prefix + "post_attention_layernorm.weight"])
-    gate, up, down = (tensors[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
-    return h + (torch.nn.functional.silu(y @ gate) * (y @ up)) @ down
-
-
-def attention(raw, tensors, prefix, x):
-    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
-    head_dim = raw.get("head_dim", raw["hidden_size"] // heads)
-    q, k, v = (
-        (x @ tensors[f"{prefix}{name}_proj.weight"].T + tensors.get(f"{prefix}{name}_proj.bias", 0)).view(
-            LENGTH, -1, head_dim
-        )
-        for name in "qkv"
-    )
-    q, k = (rotated(raw, part) for part in (q, k))
-    outputs = []
-    for i in range(heads):
-        j = i * kv_heads // heads
-        scores = q[:, i] @ k[:, j].T / math.sqrt(head_dim)
-        scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
-        outputs.append(scores.softmax(-1) @ v[:, j])
-    return torch.cat(outputs, -1) @ tensors[prefix + "o_proj.weight"].T
-
-
-def rotated(raw, part):
-    """Pair (i, i + half) of a row at position p turned by p * frequency(i)."""
-    half = part.shape[-1] // 2
-    angles = torch.arange(LENGTH)[:, None, None] * torch.tensor([frequency(raw, i / half) for i in range(half)])
-    a, b = part[..., :half], part[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
-
-
-def frequency(raw, exponent):
-    """Llama-3's scaling keeps short waves, stretches long ones by `factor` and mixes between."""
-    base, rope = raw.get("rope_theta", 10000.0) ** -exponent, raw.get("rope_scaling")
-    if rope is None:
-        return base
-    if rope.get("type") == "linear":
-        return base / rope["factor"]
-    turns = rope["original_max_position_embeddings"] * base / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-    return kept * base + (1 - kept) * base / rope["factor"]
-
-
-def rms_norm(raw, x, weight):
-    return x / (x.pow(2).mean(-1, keepdim=True) + raw["rms_norm_eps"]).sqrt() * weight

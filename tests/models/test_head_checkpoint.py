@@ -342,6 +342,15 @@ def test_what_is_saved_loads_again(tmp_path):
             assert torch.equal(loaded[key], value.bfloat16().float() if value.is_floating_point() else value)
 
 
+def test_a_saved_head_that_drafts_every_token_has_no_vocabulary_maps(tmp_path):
+    raw = E3 | {"draft_vocab_size": E3["vocab_size"]}
+    saved = load_head(write(tmp_path / "in", eagle3_tensors(raw), raw), TARGET)
+    save_head(saved, raw, tmp_path / "out")
+    assert not {"d2t", "t2d"} & read_shapes(tmp_path / "out").keys()
+    loaded = load_head(tmp_path / "out", TARGET)
+    assert loaded.token_ids is None and loaded.t2d.all()
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -374,13 +383,3 @@ def test_an_index_that_names_no_shards_is_named(tmp_path, index):
     (path / "model.safetensors").rename(path / "model.safetensors.index.json")
     (path / "model.safetensors.index.json").write_text(index)
     assert "model.safetensors.index.json" in refused(path)
-
-
-@pytest.mark.parametrize("switch", ["norm_output", "fc_norm"])
-@pytest.mark.parametrize("section", [None, "eagle_config"])
-def test_a_switch_of_eagle_3_1_is_refused_and_never_ignored(tmp_path, switch, section):
-    def raw(is_on):
-        return E3 | ({switch: is_on} if section is None else {section: {switch: is_on}})
-
-    assert f"switches on {switch} (EAGLE-3.1)" in refused(write(tmp_path / "on", eagle3_tensors(), raw(True)))
-    load_head(write(tmp_path / "off", eagle3_tensors(), raw(False)), TARGET)

@@ -27,7 +27,8 @@ CHANGED_REMEDY = (
     "Put the file back as it was and run the same command again to resume, or run it with another output.path or "
     "--overwrite to answer the file as it is now."
 )
-EMBEDDED = {"embedded:prompts": StoragePath.of(__file__).parent.parent.parent / "assets" / "prompts.jsonl"}
+_ASSETS = StoragePath.of(__file__).parent.parent.parent / "assets"
+EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,199 @@
+"""The first part of the demo: questions answered by EAGLE-2 and by plain decoding in turns, shown as they are answered.
+
+Both run in this process over the same weights, one sequence at a time, and which one answers first alternates. So a
+machine that is busy for a while is busy for both, and the ratio means something.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.run import GROUP_BY
+from eagle_ray.batch.sequences import sequences_of
+from eagle_ray.build import load_causal_lm, load_tokenizer
+from eagle_ray.config import JobConfig
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.engine.engine import Engine
+from eagle_ray.evaluation.draft_methods import OURS, PLAIN, load_method_weights, parse_methods
+from eagle_ray.evaluation.equivalence import Equivalence, compare
+from eagle_ray.evaluation.forward_timer import ForwardTimer
+from eagle_ray.evaluation.method_comparison import Round
+from eagle_ray.evaluation.statistics import ratio_interval
+from eagle_ray.evaluation.throughput import run_to_completion
+from eagle_ray.evaluation.tree_watch import TreeWatch, WatchedTree
+from eagle_ray.report.text import render
+from eagle_ray.report.tree_picture import PictureNode, tree_picture
+from eagle_ray.sampling.near_tie import NEAR_TIE
+from eagle_ray.tokenizer import Tokenizer
+
+Write = Callable[[str], object]
+WARM_UP_TOKENS = 8
+SHOWN_CHARACTERS = 200  # of a question
+
+
+@dataclass(frozen=True, slots=True)
+class LiveResult:
+    """What the live part found.
+
+    Attributes:
+        table: speeds and tau by category.
+        picture: the draft tree of which the most was accepted; None if nothing was drafted.
+        identity: how many outputs are plain decoding's.
+        speed_up: over plain decoding, the geometric mean of the questions'.
+    """
+
+    table: str
+    picture: str | None
+    identity: Equivalence
+    speed_up: float
+
+
+class LiveQuestion:
+    """A row of the input: its category, its last message, and how to ask it as a new sequence."""
+
+    def __init__(self, row: dict[str, Any], config: JobConfig, text: Tokenizer):
+        self._row, self._config, self._text = row, config, text
+        self.category = str(row.get(GROUP_BY))
+        asked = str(json.loads(row["messages"])[-1]["content"])
+        self.shown = asked if len(asked) <= SHOWN_CHARACTERS else f"{asked[:SHOWN_CHARACTERS]} ..."
+
+    def ask(self) -> engine_sequence.Sequence:
+        return sequences_of(self._row, self._config, self._text, n=1)[0]
+
+
+def answer_live(config: JobConfig, write: Write, per_category: int | None = None) -> LiveResult:
+    """Answer the rows of the input one by one and write each answer while it is made.
+
+    per_category: only the first rows of each category. Raises ConfigError for models or rows that cannot be used.
+    """
+    text = load_tokenizer(config.model)
+    assert text is not None, "the demo's pairs have tokenizers"
+    questions = _first_of_each(
+        per_category, [LiveQuestion(row, config, text) for row in requests_of(plan_input(config))]
+    )
+    causal_lm, engines = _engines(config, questions)
+    engines[OURS].planner = watch = TreeWatch(engines[OURS].planner)
+    turns, trees = [], []
+    for turn in _turns(engines, questions, text, write):
+        turns.append(turn)
+        trees.append(watch.best(turn.answers[OURS][0]))
+    return LiveResult(_table(turns), _picture(turns, trees, text), _identity(causal_lm, turns), _speed_up(turns))
+
+
+def _first_of_each(number: int | None, questions: Sequence[LiveQuestion]) -> list[LiveQuestion]:
+    by_category: dict[str, list[LiveQuestion]] = {}
+    for question in questions:
+        by_category.setdefault(question.category, []).append(question)
+    return [question for of_one in by_category.values() for question in of_one[:number]]
+
+
+def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[nn.Module, dict[str, Engine]]:
+    """Return the target and an engine of one slot for each method."""
+    ways = parse_methods([OURS], config.model, config.speculative)
+    longest = max(len(s.prompt_ids) + s.sampling.max_tokens for s in (question.ask() for question in questions))
+    causal_lm = load_causal_lm(config.model, 1, longest)
+    weights = load_method_weights(ways, config.model, causal_lm)
+    return causal_lm, {way.name: way.engine(causal_lm, weights[way.name], 1, longest) for way in ways}
+
+
+def _turns(
+    engines: Mapping[str, Engine], questions: Sequence[LiveQuestion], text: Tokenizer, write: Write
+) -> Iterator[Round]:
+    """Yield what both did with each question."""
+    meter = ForwardTimer()
+    for engine in engines.values():
+        _warm_up(engine, questions[0], meter)
+    for i, question in enumerate(questions):
+        write(f"\n--- {question.category}: {question.shown}\n")
+        samples, answers = {}, {}
+        for name in (OURS, PLAIN) if i % 2 == 0 else (PLAIN, OURS):
+            sequence = question.ask()
+            sequence.listener = AnswerPrinter(sequence, text, write if name == OURS else _hide)
+            engines[name].target.cache.blocks.reset_prefix_cache()
+            samples[name] = run_to_completion(engines[name], [sequence], meter)
+            answers[name] = [sequence]
+        turn = Round(0.0, question.category, samples, answers)
+        write(f"\n    [{_line(turn)}]\n")
+        yield turn
+
+
+def _warm_up(engine: Engine, question: LiveQuestion, meter: ForwardTimer) -> None:
+    """The first steps pay for what is made once."""
+    sequence = question.ask()
+    sequence.sampling = replace(sequence.sampling, max_tokens=WARM_UP_TOKENS)
+    run_to_completion(engine, [sequence], meter)
+
+
+def _hide(piece: str) -> None:
+    """Take a piece of plain decoding's answer, which is decoded to text but not shown."""
+
+
+class AnswerPrinter:
+    """Writes a sequence's text as it grows."""
+
+    def __init__(self, sequence: engine_sequence.Sequence, text: Tokenizer, write: Write):
+        self._sequence, self._write = sequence, write
+        self._stream = text.decode_stream([])
+        self._num_written = 0
+
+    def __call__(self) -> None:
+        ids = self._sequence.output_ids
+        if self._sequence.finish_reason is None:
+            self._write(self._stream.grow(ids[self._num_written :]))
+            self._num_written = len(ids)
+        else:
+            self._write(self._stream.end(ids))
+
+
+def _line(turn: Round) -> str:
+    ours, plain = turn.samples[OURS], turn.samples[PLAIN]
+    same = turn.answers[OURS][0].output_ids == turn.answers[PLAIN][0].output_ids
+    return (
+        f"{ours.tokens_per_second:.0f} tokens/s at {ours.tau:.2f} tokens a pass, plain decoding "
+        f"{plain.tokens_per_second:.0f}: {_speed_up([turn]):.2f}x, "
+        f"{'the same' if same else 'NOT the same'} {ours.num_tokens} tokens"
+    )
+
+
+def _speed_up(turns: Sequence[Round]) -> float:
+    """Return the geometric mean of the questions' ratios."""
+    return ratio_interval([t.samples[OURS].tokens_per_second / t.samples[PLAIN].tokens_per_second for t in turns]).mean
+
+
+def _identity(causal_lm: nn.Module, turns: Sequence[Round]) -> Equivalence:
+    """Compare the answers of both, and find out whether a difference is one of rounding."""
+    ours, plain = ([turn.answers[name][0] for turn in turns] for name in (OURS, PLAIN))
+    prompts, wanted = [s.prompt_ids for s in plain], [s.output_ids for s in plain]
+    near_tie = NEAR_TIE[cast(torch.dtype, causal_lm.dtype)]
+    return compare(causal_lm, prompts, [s.output_ids for s in ours], wanted, near_tie=near_tie)
+
+
+def _table(turns: Sequence[Round]) -> str:
+    """Return a line per category, and a total."""
+    header = ["category", "questions", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up"]
+    lines = []
+    for task in [*dict.fromkeys(turn.task for turn in turns), None]:
+        own = [turn for turn in turns if task in (turn.task, None)]
+        ours, plain = (sum((t.samples[name] for t in own[1:]), own[0].samples[name]) for name in (OURS, PLAIN))
+        line = [task or "all", f"{len(own)}", f"{ours.num_tokens}", f"{ours.tau:.2f}", f"{ours.tokens_per_second:.1f}"]
+        lines.append([*line, f"{plain.tokens_per_second:.1f}", f"{_speed_up(own):.2f}x"])
+    return render(header, lines)
+
+
+def _picture(turns: Sequence[Round], trees: Sequence[WatchedTree | None], text: Tokenizer) -> str | None:
+    """Return the picture of the tree of which the most drafts were accepted."""
+    known = [(tree, turn.answers[OURS][0].output_ids) for turn, tree in zip(turns, trees, strict=True) if tree]
+    if not known:
+        return None
+    tree, output_ids = max(known, key=lambda pair: len(pair[0].accepted(pair[1])))
+    path = set(tree.accepted(output_ids))
+    columns = zip(tree.tokens, tree.parents, tree.values, tree.verified, strict=True)
+    nodes = [PictureNode(text.decode([t]), above, p, kept, i in path) for i, (t, above, p, kept) in enumerate(columns)]
+    return tree_picture(nodes)

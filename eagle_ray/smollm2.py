@@ -1,0 +1,167 @@
+"""embedded:smollm2: SmolLM2-135M-Instruct from its wheel, converted once into the cache directory.
+
+    >>> target_directory()
+    PosixPath('/home/me/.cache/eagle_ray/models/smollm2-1-5b3c...')
+
+The directory's name holds the converter's version and the GGUF file's hash. Processes that start together convert once:
+the first one holds a file lock, the others wait. A directory appears under its name only when it is complete and its
+answers are right. EAGLE_RAY_CACHE names another place for ~/.cache/eagle_ray.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from eagle_ray.config import ConfigError
+from eagle_ray.errors import EngineError, one_line
+from eagle_ray.gguf.gguf_file import GGUFError, GGUFFile
+from eagle_ray.gguf.llama_checkpoint import write_checkpoint
+from eagle_ray.models.loader import load_target
+from eagle_ray.planner.cost_cache import cache_home
+from eagle_ray.smollm2_wheel import INSTALL, gguf_file
+from eagle_ray.tokenizer import Tokenizer
+
+log = logging.getLogger("eagle_ray")
+
+SMOLLM2 = "embedded:smollm2"
+CONVERTER_VERSION = 1  # raise it when converted files change
+DIGEST_CHARS = 16  # of the GGUF file's SHA-256, in directory names
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris.<|im_end|>"
+CONTINUATIONS = {"1, 2, 3, 4, 5,": " 6, 7, 8, 9, 10"}
+ROUND_TRIPS = [
+    "Hello  world!\n\tdef f(x):\n    return x + 1",
+    "Zürich, 東京, naïve 🙂",
+    "<|im_start|>user\nhi<|im_end|>",
+]
+DIGITS = "2024"  # every digit is a token
+
+
+def target_directory() -> Path:
+    """Return the target's directory in transformers' layout, converting it first if it is not in the cache.
+
+    Raises ConfigError naming model.target if the wheel is missing, its file cannot be converted, or the cache
+    directory cannot be written.
+    """
+    source = gguf_file()
+    if source is None:
+        raise ConfigError(f"model.target: {SMOLLM2} is not installed. Run `{INSTALL}` on every machine of the job")
+    try:
+        return _converted(source)
+    except (GGUFError, EngineError) as error:
+        raise ConfigError(
+            f"model.target: {SMOLLM2} cannot be made from {source}: {one_line(error)}. "
+            f"Run `{INSTALL} --force-reinstall`"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"model.target: {SMOLLM2} cannot be converted into {cache_home()}: {one_line(error)}. "
+            "Set EAGLE_RAY_CACHE to a directory with 300 MB free"
+        ) from error
+
+
+def _converted(source: Path) -> Path:
+    found = source.stat()
+    digest = _digest(source, found.st_size, found.st_mtime_ns)
+    directory = cache_home() / "models" / f"smollm2-{CONVERTER_VERSION}-{digest[:DIGEST_CHARS]}"
+    if directory.is_dir():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(directory.with_name(f".{directory.name}.lock")):
+        if not directory.is_dir():
+            log.info("converting %s into %s", source, directory)
+            _convert(source, directory)
+    return directory
+
+
+@lru_cache(maxsize=4)
+def _digest(path: Path, size: int, modified_ns: int) -> str:
+    """Return the file's SHA-256. size, modified_ns: of the file, so that a changed file is read again."""
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            sha256.update(chunk)
+    return sha256.hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file. The system releases it if the process is killed."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks: several processes may convert, one result is kept
+            log.warning("%s cannot be locked: %s", path, error)
+        yield
+
+
+def _convert(source: Path, directory: Path) -> None:
+    """Write the target into a temporary directory, check it and rename it to `directory`."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
+    try:
+        write_checkpoint(GGUFFile.open(source), temporary)
+        check_target(temporary)
+        temporary.chmod(0o755)
+        _publish(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if not directory.is_dir():  # it is there if another process published it first
+            raise
+
+
+def check_target(directory: Path) -> None:
+    """Check that the converted target gives known answers. Raises EngineError if it does not."""
+    tokenizer = Tokenizer.load(directory)
+    if tokenizer is None:
+        raise EngineError(f"{directory} has no tokenizer")
+    check_tokenizer(tokenizer)
+    model = load_target(directory, torch.float32, "cpu")
+    expected = {tokenizer.render_chat([{"role": "user", "content": QUESTION}]): ANSWER} | CONTINUATIONS
+    for prompt, answer in expected.items():
+        found = _greedy_answer(model, tokenizer, prompt, answer)
+        if found != answer:
+            raise EngineError(f"the converted target continues {prompt!r} with {found!r}, not with {answer!r}")
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Check that texts survive encoding and decoding. Raises EngineError if one does not."""
+    for text in ROUND_TRIPS:
+        found = tokenizer.decode_with_special(tokenizer.encode(text))
+        if found != text:
+            raise EngineError(f"the converted tokenizer turns {text!r} into {found!r}")
+    if len(tokenizer.encode(DIGITS)) != len(DIGITS):
+        raise EngineError(f"the converted tokenizer does not split the digits of {DIGITS}")
+
+
+@torch.inference_mode()
+def _greedy_answer(model: nn.Module, tokenizer: Tokenizer, prompt: str, answer: str) -> str:
+    """Return the target's most probable token after the prompt and after each token of the answer but the last.
+
+    This is the answer itself if and only if greedy decoding begins with it, and takes one pass.
+    """
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    answer_ids = tokenizer.encode(answer, add_special_tokens=False)
+    logits = model(input_ids=torch.tensor([prompt_ids + answer_ids]), use_cache=False).logits[0]
+    predicted = logits[len(prompt_ids) - 1 : -1].argmax(-1)
+    return tokenizer.decode_with_special(predicted.tolist())

@@ -1,0 +1,145 @@
+"""Small GGUF files for tests: metadata and tensors, each quantised value by value.
+
+    write_gguf(path, toy_metadata(), {"output_norm.weight": (F32, array)})
+
+Nothing here is shared with eagle_ray.gguf, so that a mistake there is not made here too.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+BLOCK = 32
+ALIGNMENT = 32
+TOY_WORDS = ["\u0120a", "\u0120b", "ab"]  # of the toy tokenizer's vocabulary, each made by one merge
+TOY_TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+
+
+def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, np.ndarray]]) -> None:
+    """Write a file of version 3. tensors: type and float32 values by name."""
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    for key, value in metadata.items():
+        header += _string(key) + _typed(value)
+    data = b""
+    for name, (type_id, values) in tensors.items():
+        header += _string(name) + struct.pack("<I", values.ndim)
+        header += b"".join(struct.pack("<Q", size) for size in reversed(values.shape))
+        header += struct.pack("<IQ", type_id, len(data))
+        data = _padded(data + b"".join(_encode(block, type_id) for block in _blocks(values, type_id)))
+    path.write_bytes(_padded(header) + data)
+
+
+def toy_metadata(**changes: Any) -> dict[str, Any]:
+    """Return the metadata of a Llama of two layers with a byte-level tokenizer. changes: keys with _ for a dot."""
+    letters = byte_letters()
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, *TOY_WORDS]
+    return {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.context_length": 128,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.freq_base": 10000.0,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": ["\u0120 a", "\u0120 b", "a b"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TOY_TEMPLATE,
+    } | changes
+
+
+def toy_tensors(metadata: dict[str, Any], seed: int = 0) -> dict[str, tuple[int, np.ndarray]]:
+    """Return random tensors of every type for this metadata, with a tied lm_head."""
+    rng = np.random.default_rng(seed)
+    hidden, feed_forward = metadata["llama.embedding_length"], metadata["llama.feed_forward_length"]
+    vocab_size = len(metadata["tokenizer.ggml.tokens"])
+    kv_size = hidden * metadata["llama.attention.head_count_kv"] // metadata["llama.attention.head_count"]
+
+    def weight(type_id: int, *shape: int) -> tuple[int, np.ndarray]:
+        return type_id, rng.normal(0, 0.2, shape).astype(np.float32)
+
+    tensors = {"token_embd.weight": weight(Q8_0, vocab_size, hidden)}
+    for layer in range(metadata["llama.block_count"]):
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": weight(F32, hidden),
+            f"blk.{layer}.attn_q.weight": weight(Q4_1, hidden, hidden),
+            f"blk.{layer}.attn_k.weight": weight(Q4_1, kv_size, hidden),
+            f"blk.{layer}.attn_v.weight": weight(Q4_0, kv_size, hidden),
+            f"blk.{layer}.attn_output.weight": weight(F16, hidden, hidden),
+            f"blk.{layer}.ffn_norm.weight": weight(F32, hidden),
+            f"blk.{layer}.ffn_gate.weight": weight(Q4_1, feed_forward, hidden),
+            f"blk.{layer}.ffn_up.weight": weight(BF16, feed_forward, hidden),
+            f"blk.{layer}.ffn_down.weight": weight(Q4_1, hidden, feed_forward),
+        }
+    return tensors | {"output_norm.weight": weight(F32, hidden)}
+
+
+def byte_letters() -> list[str]:
+    """Return the letter that byte-level BPE writes for each byte: itself if printable, else one from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _blocks(values: np.ndarray, type_id: int) -> list[list[float]]:
+    flat = values.reshape(-1).tolist()
+    size = BLOCK if type_id in (Q4_0, Q4_1, Q8_0) else 1
+    return [flat[i : i + size] for i in range(0, len(flat), size)]
+
+
+def _encode(block: list[float], type_id: int) -> bytes:
+    if type_id == F32:
+        return struct.pack("<f", block[0])
+    if type_id == F16:
+        return struct.pack("<e", block[0])
+    if type_id == BF16:
+        return struct.pack("<f", block[0])[2:]
+    largest = max(block, key=abs)
+    if type_id == Q8_0:
+        scale = abs(largest) / 127 or 1.0
+        return struct.pack("<e32b", scale, *(round(value / scale) for value in block))
+    if type_id == Q4_0:
+        scale = largest / -8 or 1.0
+        return struct.pack("<e", scale) + _nibbles([min(15, round(value / scale) + 8) for value in block])
+    scale = (max(block) - min(block)) / 15 or 1.0
+    return struct.pack("<ee", scale, min(block)) + _nibbles([round((value - min(block)) / scale) for value in block])
+
+
+def _nibbles(numbers: list[int]) -> bytes:
+    return bytes(numbers[i] | numbers[i + 16] << 4 for i in range(16))
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _typed(value: Any) -> bytes:
+    """Return the type id and the value."""
+    if isinstance(value, list):
+        items = [_typed(item) for item in value]
+        return struct.pack("<I", 9) + items[0][:4] + struct.pack("<Q", len(items)) + b"".join(i[4:] for i in items)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    return struct.pack("<If", 6, value)
+
+
+def _padded(data: bytes) -> bytes:
+    return data + b"\0" * (-len(data) % ALIGNMENT)

@@ -1,0 +1,52 @@
+"""The least logit that the cuts keep, found by bits of its order, is the one that sorting finds."""
+
+import pytest
+import torch
+
+from eagle_ray.kernels import cut_floor as kernel
+from eagle_ray.sampling.coupling import NUM_CUT, least_kept
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from tests.kernels.device import DEVICE
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(0.7, seed=3),
+    SamplingParams(1.3, top_k=5, seed=9),
+    SamplingParams(1.0, top_p=0.8, seed=1),
+    SamplingParams(0.9, min_p=0.1, seed=7),
+    SamplingParams(1.1, top_k=20, top_p=0.6, min_p=0.05, seed=2),
+    SamplingParams(5.0, top_p=0.999, seed=5),
+    SamplingParams(1.0, top_k=500, top_p=1e-6, seed=6),
+    SamplingParams(top_k=3, top_p=0.5),
+]
+
+
+def both(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tensor]:
+    sampling, logits = SamplingBatch.of(params, DEVICE), logits.to(DEVICE)
+    cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    expected = least_kept(logits.float(), sampling, torch.arange(len(params), device=DEVICE))
+    expected[sampling.temperature == 0] = -torch.inf
+    return kernel.least_kept(logits, *cuts, NUM_CUT), expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, 64, 65, 500])
+def test_the_kernel_finds_what_sorting_finds(vocab, dtype, monkeypatch):
+    monkeypatch.setattr(kernel, "BLOCK", 128)
+    logits = 3 * torch.randn(len(PARAMS), 2, vocab, generator=torch.Generator().manual_seed(vocab))
+    found, expected = both(logits.to(dtype))
+    assert torch.equal(found, expected)
+
+
+def test_rows_that_cut_nothing_are_not_read():
+    """Numbers that would break the search, where nothing is to be found."""
+    logits = torch.full((3, 1, 40), torch.nan)
+    found, _ = both(logits, [SamplingParams(), SamplingParams(1.0, seed=1), SamplingParams(top_k=3)])
+    assert found.isneginf().all()
+
+
+def test_ties_are_kept_together():
+    logits = torch.zeros(2, 1, 100)
+    logits[0, 0, :3], logits[0, 0, 10:] = 1.0, -1.0
+    found, _ = both(logits, [SamplingParams(1.0, top_k=5, seed=1)] * 2)
+    assert found.flatten().tolist() == [0.0, -torch.inf]  # all of the second row are the best
