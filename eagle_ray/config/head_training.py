@@ -28,7 +28,8 @@ class TargetConfig(StrictModel):
     """The target that the head is for."""
 
     target: Name = Field(
-        default="embedded:tiny", description="embedded:tiny, a local directory or a hub id such as org/name"
+        default="embedded:tiny",
+        description="embedded:tiny, embedded:smollm2, a local directory or a hub id such as org/name",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"
