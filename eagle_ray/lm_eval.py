@@ -97,7 +97,7 @@ class EagleRayLM(TemplateLM):
         return self._text.info()["chat_template"] if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self._text.render_chat(chat_history, add_generation_prompt)
+        return self._text.render_chat(chat_history, add_generation_prompt, not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids. A text that begins with BOS, as chat templates write it, gets no second one."""

@@ -81,6 +81,11 @@ class Tokenizer:
                 f"than {most} (model.max_model_len is {most})",
             )
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Return the tokens that end an answer."""
+        return self._eos_ids
+
     def info(self) -> dict[str, Any]:
         """Return the tokenizer's class, its special tokens by role and the chat template in use, as JSON."""
         special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
@@ -97,10 +102,15 @@ class Tokenizer:
         found: int | None = getattr(self._tokenizer, f"{role}_token_id", None)
         return found
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """Return the text of a conversation, with special tokens as text. Raises RequestError.
 
-        add_generation_prompt: begin an answer; otherwise the last message is left open, to be continued.
+        add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last one open.
         """
         if self._chat_template is None:
             raise RequestError(
@@ -115,7 +125,7 @@ class Tokenizer:
                     chat_template=self._chat_template,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
-                    continue_final_message=not add_generation_prompt,
+                    continue_final_message=continue_final_message,
                 )
             )
         except Exception as error:  # a template is a program: over one row's messages it may raise anything

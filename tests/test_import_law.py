@@ -39,7 +39,7 @@ HEAVY = {
     "pydantic": {"config", "serve", "api"},
 }
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
-ENGINE_LIBRARIES = {"numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
+ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
 NO_TORCH = ["config", "report", "storage", "batch/output/schema.py", "batch/output/sink.py"]
 
 

@@ -62,6 +62,11 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
         _check_template(model.chat_template)
 
 
+def check_target_name(name: str) -> None:
+    """Raise ConfigError for the name of a target that cannot be one."""
+    _check_name("target", name)
+
+
 def _check_name(part: str, name: str) -> None:
     if name in EMBEDDED[part] or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
         return

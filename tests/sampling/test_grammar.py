@@ -1,0 +1,156 @@
+"""A grammar's masks along a tree are those of each path alone, and outputs that obey them are what was asked for."""
+
+import json
+import random
+import threading
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from eagle_ray.build import ASSETS
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling import grammar as module
+from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+
+FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
+VOCAB, END = 1536, 4
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return GrammarCompiler(FILE.read_text(), VOCAB, [END])
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+    return np.flatnonzero(bits).tolist()
+
+
+def written(state, seed: int, most: int = 400) -> str:
+    """Tokens that a grammar allows, at random, to the end."""
+    choose, ids = random.Random(seed), []
+    while len(ids) < most:
+        choices = allowed(state.tree_masks([0], [-1])[0])
+        token = END if END in choices and choose.random() < 0.5 else choose.choice(choices)
+        if token == END:
+            break
+        state.commit([token])
+        ids.append(token)
+    return Tokenizer.from_file(str(FILE)).decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_schema_allows_is_valid_by_the_schema(compiler, seed):
+    state = compiler.start(GrammarSpec("json_schema", json.dumps(PERSON)))
+    text = written(state, seed, 2000)
+    if state.is_complete:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert text.startswith("{")
+
+
+def test_choices_and_patterns(compiler):
+    choice = GrammarSpec("choice", json.dumps(["yes", 'a "no"']))
+    assert {written(compiler.start(choice), seed) for seed in range(12)} == {"yes", 'a "no"'}
+    assert all(len(written(compiler.start(GrammarSpec("regex", "[a-c]{3}")), seed)) == 3 for seed in range(5))
+    lark = GrammarSpec("grammar", 'start: "x" ("," "x")*')
+    assert set(written(compiler.start(lark), 1)) <= {"x", ","}
+    assert json.loads(written(compiler.start(GrammarSpec("json_object")), 3, 3000) or "{}") is not None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_of_a_tree_are_those_of_each_path_alone(compiler, seed):
+    spec, choose = GrammarSpec("json_schema", json.dumps(PERSON)), random.Random(seed)
+    prefix = ['{"', "name"]
+    tokens = Tokenizer.from_file(str(FILE)).encode("".join(prefix), add_special_tokens=False).ids
+    state = compiler.start(spec)
+    state.commit(tokens)
+    nodes, parents, paths = [0], [-1], [[]]
+    while len(nodes) < 40:
+        parent = choose.randrange(len(nodes))
+        alone = compiler.start(spec)
+        alone.commit(tokens + paths[parent])
+        choices = allowed(alone.tree_masks([0], [-1])[0])
+        token = choose.choice(choices)
+        siblings = [nodes[i] for i, at in enumerate(parents) if at == parent]
+        if token in siblings or token == END:
+            continue
+        nodes.append(token)
+        parents.append(parent)
+        paths.append([*paths[parent], token])
+    masks = state.tree_masks(nodes, parents)
+    for path, mask in zip(paths, masks, strict=True):
+        alone = compiler.start(spec)
+        alone.commit(tokens + path)
+        assert np.array_equal(mask, alone.tree_masks([0], [-1])[0])
+    assert np.array_equal(state.tree_masks([0], [-1])[0], masks[0])  # the state is where it was
+
+
+def test_nodes_that_are_not_allowed_change_nothing(compiler):
+    state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
+    before = state.tree_masks([0], [-1])[0].copy()
+    bad = next(token for token in range(VOCAB) if token not in allowed(before))
+    good = next(token for token in allowed(before) if token != END)
+    masks = state.tree_masks([0, bad, 7, good], [-1, 0, 1, 0])
+    assert (masks[1:3] == -1).all() and not (masks[3] == -1).all()
+    assert np.array_equal(state.tree_masks([0], [-1])[0], before)
+
+
+def test_forced_tokens_are_drafted_without_a_head(compiler):
+    state = compiler.start(GrammarSpec("choice", '["abcabcabc"]'))
+    forced = state.forced_tokens()
+    assert "abcabcabc".startswith(Tokenizer.from_file(str(FILE)).decode(forced)) and forced
+    state.commit(forced)
+
+
+def test_at_the_end_only_an_end_is_allowed(compiler):
+    state = compiler.start(GrammarSpec("regex", "a"))
+    state.commit(Tokenizer.from_file(str(FILE)).encode("a", add_special_tokens=False).ids)
+    assert state.is_complete and allowed(state.tree_masks([0], [-1])[0]) == [END]
+
+
+@pytest.mark.parametrize(
+    "kind, source",
+    [
+        ("json_schema", '{"type": "nothing"}'),
+        ("json_schema", "{"),
+        ("regex", "(unclosed"),
+        ("choice", "[]"),
+        ("choice", '"yes"'),
+        ("grammar", "start: missing"),
+        ("yaml", ""),
+    ],
+)
+def test_what_is_no_grammar_is_named(compiler, kind, source):
+    with pytest.raises(RequestError, match=f"^{kind}: ") as caught:
+        compiler.start(GrammarSpec(kind, source))
+    assert caught.value.code == "bad_grammar" and "\n" not in str(caught.value)
+
+
+def test_a_grammar_that_takes_too_long_is_named(compiler, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "LLMatcher", lambda *given, **rest: released.wait(60))
+    monkeypatch.setattr(module, "_source", lambda spec: "")
+    with pytest.raises(RequestError, match=r"json_schema: not compiled within 0\.05 s"):
+        compiler.start(GrammarSpec("json_schema", "new"))
+    released.set()
+
+
+def test_a_compiled_grammar_is_kept(compiler, monkeypatch):
+    spec = GrammarSpec("regex", "kept")
+    compiler.start(spec).commit([])
+    monkeypatch.setattr(module, "_source", lambda spec: pytest.fail("compiled again"))
+    compiler.start(spec)
