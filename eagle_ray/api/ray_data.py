@@ -11,25 +11,16 @@ Ray is imported by the first call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from eagle_ray.api.python_config import ConfigLike, job_config
 from eagle_ray.batch.run import configure_logging, run_to_completion
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.config import JobConfig
 
-Row = dict[str, Any]
-RowFunction = Callable[[Row], Mapping[str, Any]]
+RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 PLACEHOLDER = "dataset"
-
-
-class RayDataset(Protocol):
-    """The part of ray.data.Dataset that is used here; this module does not import Ray."""
-
-    def map(self, fn: Callable[[Row], Row]) -> Any: ...
-
-
-DatasetT = TypeVar("DatasetT", bound=RayDataset)
+DatasetT = TypeVar("DatasetT")  # a ray.data.Dataset, which this module does not import
 
 
 def generate(
@@ -56,10 +47,10 @@ def generate(
         ConfigError: a setting is wrong, a model is missing, or a column has the name of an output column.
         JobError: with output_path, the job cannot be completed.
     """
-    from eagle_ray.batch.dataset import generate_dataset  # imports Ray
+    from eagle_ray.batch.dataset import add_columns, generate_dataset  # imports Ray
     from eagle_ray.batch.dataset_job import run_dataset_job
 
-    rows: Any = dataset if preprocess is None else dataset.map(_Adding(preprocess))
+    rows: Any = dataset if preprocess is None else add_columns(dataset, preprocess)
     answered: Any
     if output_path is None:
         answered = generate_dataset(rows, _dataset_config(config, PLACEHOLDER))
@@ -95,13 +86,3 @@ def _dataset_config(config: ConfigLike, output_path: str) -> JobConfig:
         return job_config(config, paths)
     output = config.output.model_copy(update={"path": output_path})
     return config.model_copy(update={"output": output})
-
-
-class _Adding:
-    """Calls a function on a row and adds the columns that it returns."""
-
-    def __init__(self, function: RowFunction):
-        self._function = function
-
-    def __call__(self, row: Row) -> Row:
-        return row | dict(self._function(row))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -43,6 +43,7 @@ SAMPLING_PARAMS = "sampling_params"  # a column of dictionaries, as Ray Data's o
 LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))  # a row of a Dataset has no place to name
 WITHOUT_MEANING = ("row_index", "source_file", "run_id", "attempt", "config_hash")  # output columns of a job's files
 ADDED = tuple(field.name for field in OUTPUT_FIELDS if field.name not in WITHOUT_MEANING)
+RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 READ = frozenset(field.name for field in SAMPLING_FIELDS) | {"prompt"}  # input columns that the output's replace
 MANY_ROWS = 1 << 30  # how many there are is not known before they are read
 
@@ -93,6 +94,34 @@ def check_column_names(names: list[str]) -> None:
         )
 
 
+def add_columns(dataset: ray.data.Dataset, function: RowFunction) -> ray.data.Dataset:
+    """Return the Dataset with the columns that the function returns for each row, added or in place of its own."""
+    return dataset.map_batches(ColumnAdder(function), batch_format="pyarrow", batch_size=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnAdder:
+    """A task that calls a function on each row of a block. The other columns keep their types."""
+
+    function: RowFunction
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        added = [self._added(row) for row in batch.to_pylist()]
+        names = dict.fromkeys(name for row in added for name in row)
+        columns = pa.table({name: pa.array([row.get(name) for row in added]) for name in names})
+        kept = batch.select([name for name in batch.column_names if name not in columns.column_names])
+        for name, column in zip(columns.column_names, columns.columns, strict=True):
+            kept = kept.append_column(name, column)
+        return kept
+
+    def _added(self, row: dict[str, Any]) -> dict[str, Any]:
+        added = dict(self.function(row))
+        params = added.get(SAMPLING_PARAMS)
+        if params is not None and not isinstance(params, Mapping):
+            added[SAMPLING_PARAMS] = params.model_dump(exclude_unset=True)  # a SamplingParams
+        return added
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
     """A task that turns blocks of input rows into request rows. columns: where a row has its prompt and id."""
@@ -120,12 +149,10 @@ class RequestMaker:
 
 
 def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with the entries of its sampling_params, a dictionary or a SamplingParams, as values."""
+    """Return the row with the entries of its sampling_params as values."""
     params = row.get(SAMPLING_PARAMS)
     if params is None:
         return row
-    if not isinstance(params, Mapping):
-        params = params.model_dump(exclude_unset=True)
     rest = {name: value for name, value in row.items() if name != SAMPLING_PARAMS}
     return rest | {name: value for name, value in params.items() if value is not None}
 

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 import eagle_ray
-from eagle_ray import ConfigError
+from eagle_ray import ConfigError, SamplingParams
 from eagle_ray.batch.dataset import RequestMaker, with_input_columns
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
@@ -78,7 +78,7 @@ def test_a_dataset_is_answered_lazily_with_its_columns_and_types(ray_session, ma
     asked = ray.data.from_arrow([given.slice(0, 4), given.slice(4)])
 
     def preprocess(row: dict) -> dict:
-        return {"sampling_params": {"max_tokens": 3}} if row["level"] == 0 else {"sampling_params": None}
+        return {"sampling_params": SamplingParams(max_tokens=3) if row["level"] == 0 else None}
 
     answered = eagle_ray.generate(asked, CONFIG, preprocess=preprocess)
     found = {row["id"]: row for row in answered.take_all()}
