@@ -117,7 +117,8 @@ class EagleRayLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return each answer up to the first of its stop strings."""
-        prompts, params = [], []
+        prompts: list[list[int]] = []
+        params: list[RequestSampling] = []
         for request in requests:
             context, kwargs = request.args
             sampling = self._sampling(dict(kwargs))
@@ -131,10 +132,11 @@ class EagleRayLM(TemplateLM):
         return texts
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[ScoredIds], disable_tqdm: bool = True, **_: Any
+        self, requests: Sequence[ScoredIds], disable_tqdm: bool = True, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether every token of it is the likeliest one."""
-        prompts = [[*context, *continuation][-self.max_length :] for _, context, continuation in requests]
+        texts = [[*context, *continuation] for _, context, continuation in requests]
+        prompts: list[Sequence[int]] = [ids[-self.max_length :] for ids in texts]
         params = RequestSampling(max_tokens=1, prompt_logprobs=1)
         outputs = self._llm.generate(prompts, params, raise_errors=True, use_tqdm=not disable_tqdm)
         scores = [
@@ -156,7 +158,7 @@ class EagleRayLM(TemplateLM):
 
     def _sampling(self, kwargs: dict[str, Any]) -> RequestSampling:
         """Return a task's generation arguments as sampling parameters. Raises ConfigError for unknown ones."""
-        found = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
+        found: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
         max_tokens, stop = found.pop("max_gen_toks"), [text for text in found.pop("until") if text]
         rest = {name: value for name, value in found.items() if name not in NO_EFFECT}
         return RequestSampling(max_tokens=max_tokens, stop=stop, **rest)

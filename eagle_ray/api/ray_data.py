@@ -50,7 +50,9 @@ def generate(
     from eagle_ray.batch.dataset import add_columns, generate_dataset  # imports Ray
     from eagle_ray.batch.dataset_job import run_dataset_job
 
-    rows: Any = dataset if preprocess is None else add_columns(dataset, preprocess)
+    rows: Any = dataset
+    if preprocess is not None:
+        rows = add_columns(rows, preprocess)
     answered: Any
     if output_path is None:
         answered = generate_dataset(rows, _dataset_config(config, PLACEHOLDER))

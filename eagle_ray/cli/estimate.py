@@ -49,7 +49,7 @@ MIN_SAMPLED = 32  # rows
 SAMPLED_PER_SLOT = 2  # rows
 RESAMPLES = 200
 MAX_SIMULATED = 5000  # rows of a worker; with more, how the last rows drain does not matter
-PIPELINE_START_S = 8.0  # Ray Data and a worker's process, before models load: 7 to 9 s on 2 busy cores, 2026-11-25
+PIPELINE_START_S = 10.0  # Ray Data and a worker's process, before models load: 8 to 11 s on 2 busy cores, 2026-11-25
 
 
 @dataclass(frozen=True, slots=True)
