@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.output_rows import OutputRows
-from eagle_ray.batch.output.schema import output_schema, table_of
+from eagle_ray.batch.output.schema import REQUEST, output_schema, table_of
 from eagle_ray.batch.process_id import process_name
 from eagle_ray.batch.sequences import RequestRow, sequences_of
 from eagle_ray.build import EngineBundle, build_in_thread
@@ -74,19 +74,21 @@ class Worker:
         self.worker_id = process_name(os.getpid())
         self._config, self._tokenizer = config, bundle.tokenizer
         self._engine = AsyncEngine(bundle.engine)
-        self._schema = output_schema(passthrough)
+        self._schema = output_schema([])
+        self._passthrough = [field.name for field in passthrough]
         constants = _constants(config, run, bundle) | {"worker_id": self.worker_id}
-        names = [field.name for field in passthrough]
-        self._rows = OutputRows(config, bundle.tokenizer, constants, names, time.time() - time.monotonic())
+        self._rows = OutputRows(config, bundle.tokenizer, constants, time.time() - time.monotonic())
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """Return one row per sample of each request, in order. Raises EngineError once the engine is dead."""
-        request_rows = requests.to_pylist()
+        request_rows = requests.select(REQUEST.names).to_pylist()
         answers = await asyncio.gather(*(self._answer(request) for request in request_rows))
-        with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
-            return table_of([row for rows in answers for row in rows], self._schema)
-        tables = [self._table(request, rows) for request, rows in zip(request_rows, answers, strict=True)]
-        return pa.concat_tables(tables).combine_chunks()
+        table = self._tables(request_rows, answers)
+        request_of_row = [i for i, rows in enumerate(answers) for _ in rows]
+        carried = requests.select(self._passthrough).take(pa.array(request_of_row, pa.int64()))
+        for name in self._passthrough:
+            table = table.append_column(name, carried[name])
+        return table.combine_chunks()
 
     def counters(self) -> EngineCounters:
         return self._engine.counters()
@@ -103,6 +105,11 @@ class Worker:
                 return self._rows.of(request, sequences)
         except RequestError as error:
             return self._rows.of_error(request, error)
+
+    def _tables(self, requests: list[RequestRow], answers: list[list[RequestRow]]) -> pa.Table:
+        with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
+            return table_of([row for rows in answers for row in rows], self._schema)
+        return pa.concat_tables(self._table(request, rows) for request, rows in zip(requests, answers, strict=True))
 
     def _table(self, request: RequestRow, rows: list[RequestRow]) -> pa.Table:
         """Return one request's rows, or its error row if they do not fit the schema."""

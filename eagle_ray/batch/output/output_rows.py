@@ -25,18 +25,16 @@ IDENTITY = ("request_id", "row_index", "source_file")
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """What the rows of one worker share.
+    """What the rows of one worker share. Passthrough columns are not among their columns.
 
     Attributes:
         constants: columns that are equal in all its rows, such as run_id.
-        passthrough: input columns to pass through.
         clock_offset: seconds from the engine's monotonic clock to Unix time.
     """
 
     config: JobConfig
     text: Tokenizer | None
     constants: dict[str, Any]
-    passthrough: list[str]
     clock_offset: float
 
     def of(self, request: RequestRow, sequences: list[Sequence]) -> list[RequestRow]:
@@ -62,7 +60,7 @@ class OutputRows:
         return [shared | {"sample_index": j} for j in range(num_samples(request, self.config))]
 
     def _shared(self, request: RequestRow) -> RequestRow:
-        return self.constants | {name: request[name] for name in (*IDENTITY, *self.passthrough)}
+        return self.constants | {name: request[name] for name in IDENTITY}
 
     def _text(self, request: RequestRow, sequence: Sequence) -> str | None:
         return self.text and self.text.final_text(sequence.output_ids, stop_strings(request, self.config))

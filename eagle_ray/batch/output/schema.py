@@ -13,8 +13,6 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from eagle_ray.config import ConfigError
-
 SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
 VERSION_KEY = b"eagle_ray.schema_version"
 
@@ -133,12 +131,12 @@ RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
 def request_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of request blocks. Raises ConfigError if a passthrough column's name is taken."""
+    """Return the schema of request blocks. passthrough: columns with names that are not RESERVED."""
     return pa.schema([*REQUEST, *_passthrough_fields(passthrough)])
 
 
 def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of output files. Raises ConfigError if a passthrough column's name is taken."""
+    """Return the schema of output files. passthrough: columns with names that are not RESERVED."""
     return pa.schema([*OUTPUT_FIELDS, *_passthrough_fields(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
 
 
@@ -170,10 +168,6 @@ def _type_in(schema: pa.Schema, name: str) -> str:
 
 def _passthrough_fields(passthrough: Iterable[pa.Field]) -> list[pa.Field]:
     fields = [field.with_nullable(True) for field in passthrough]
-    if taken := ", ".join(repr(field.name) for field in fields if field.name in RESERVED):
-        unreserved = [field.name for field in fields if field.name not in RESERVED]
-        raise ConfigError(
-            f"input.passthrough: the input's {taken} would be carried through, but the job has columns of these names: "
-            f'rename them in the input, or carry only the others: --set "input.passthrough={unreserved or "none"}"'
-        )
+    if taken := [field.name for field in fields if field.name in RESERVED]:
+        raise ValueError(f"passthrough columns with names of the job's own columns: {taken}")
     return fields
