@@ -10,10 +10,10 @@ neither order nor batching nor resuming changes what is sampled.
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 from eagle_ray.batch.expected_rows import num_samples
+from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.row_location import location_text
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
@@ -60,14 +60,14 @@ def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
     if row["prompt_token_ids"] is not None:
         return row["prompt_token_ids"]
     if row["messages"] is not None:
-        return _require_tokenizer(tokenizer, "messages").encode_chat(json.loads(row["messages"]))
+        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(row["messages"]))
     return _require_tokenizer(tokenizer, "prompt").encode(row["prompt"])
 
 
 def prompt_text_of(row: RequestRow, tokenizer: Tokenizer | None) -> str | None:
     """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
     if row["messages"] is not None and tokenizer is not None:
-        return tokenizer.render_chat(json.loads(row["messages"]))
+        return tokenizer.render_chat(template_messages(row["messages"]))
     return row["prompt"]
 
 

@@ -10,7 +10,7 @@ no-op; it is never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from eagle_ray.batch.input.columns import describe_value
@@ -99,34 +99,14 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value is None:
         raise RequestError("prompt_missing", f"body.{name} is absent or null: give it")
     if name == "messages":
-        return {name: _with_text_contents(value)}
+        if not isinstance(value, list):
+            raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(value)}")
+        return {name: value}
     if not isinstance(value, str | list) or (
         isinstance(value, list) and any(type(token) is not int for token in value)
     ):
         raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
     return {name if isinstance(value, str) else "prompt_token_ids": value}
-
-
-def _with_text_contents(messages: Any) -> list[Any]:
-    """Return messages with text contents, also if the batch has lists of text parts."""
-    if not isinstance(messages, list):
-        raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(messages)}")
-    return [
-        message | {"content": _join_text_parts(message["content"], f"body.messages[{i}].content")}
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        else message
-        for i, message in enumerate(messages)
-    ]
-
-
-def _join_text_parts(parts: Iterable[Any], where: str) -> str:
-    texts = []
-    for i, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise _unsupported(f"{where}[{i}]", f"only parts of type text are read, got {describe_value(part)}")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.openai_batch import BATCH_NO_OP_VALUES
 from eagle_ray.batch.input.parameters import NO_OP_VALUES
 from eagle_ray.batch.input.plan import plan_input, requests_of
@@ -40,7 +41,7 @@ def test_a_line_of_each_endpoint(requests):
         line("b", COMPLETIONS, temperature=0.5, top_p=0.9, stop="x", max_tokens=7, logprobs=0, model="absent"),
         line("c", COMPLETIONS, prompt=[1, 2], logprobs=None),
     )
-    assert json.loads(chat["messages"]) == [USER]
+    assert template_messages(chat["messages"]) == [USER]
     assert [chat[name] for name in ("seed", "n", "stop", "max_tokens", "logprobs")] == [1, 2, ["x"], 5, None]
     names = ("prompt", "temperature", "top_p", "stop", "max_tokens", "logprobs")
     assert [text[name] for name in names] == ["Hi", 0.5, 0.9, ["x"], 7, True]
