@@ -156,10 +156,10 @@ def test_a_missing_file_is_named():
     assert "nowhere.yaml" in refusal(path=Path("nowhere.yaml"))
 
 
-@pytest.mark.parametrize("setting", ["input.path=gs://b/k", "output.path=gs://b/k"])
+@pytest.mark.parametrize("setting", ["input.path=ftp://b/k", "output.path=gs://b/k"])
 def test_storage_that_is_not_supported_is_refused_by_name(setting):
     key, _, path = setting.partition("=")
-    assert refusal(setting) == f"{key}: unsupported storage {path!r}. Use a local path or s3://bucket/key."
+    assert refusal(setting).startswith(f"{key}: unsupported storage {path!r}. Use a local path")
 
 
 def test_more_levels_than_nodes_and_more_nodes_than_candidates_are_legal():

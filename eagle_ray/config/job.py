@@ -61,10 +61,11 @@ class InputConfig(StrictModel):
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
-        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i)"
+        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i); local or of "
+        "s3://, gs://, hf:// or https://"
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch"] = Field(
-        default="auto", description="auto (by extension), parquet, jsonl, csv or openai_batch"
+        default="auto", description="auto (by extension and content), parquet, jsonl, csv or openai_batch"
     )
     columns: ColumnsConfig = ColumnsConfig()
     passthrough: Literal["all", "none"] | list[Name] = Field(

@@ -23,6 +23,7 @@ from eagle_ray.config.models import check_model_names, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig)
+READABLE = ("s3://", "gs://", "hf://", "http://", "https://")
 ENV_PREFIX = "EAGLE_RAY__"
 SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
 COMMANDS: dict[type[BaseModel], str] = {
@@ -277,6 +278,12 @@ def _check_report(config: JobConfig) -> None:
 def _check_storage(config: JobConfig) -> None:
     """Raise ConfigError for URLs of storage that is not supported."""
     paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
-    for key, path in [*(("input.path", p) for p in paths), ("output.path", config.output.path)]:
-        if "://" in path and not path.startswith("s3://"):
-            raise ConfigError(f"{key}: unsupported storage {path!r}. Use a local path or s3://bucket/key.")
+    for path in paths:
+        if "://" in path and not path.startswith(READABLE):
+            raise ConfigError(f"input.path: unsupported storage {path!r}. Use a local path, {', '.join(READABLE)}.")
+    path = config.output.path
+    if "://" in path and not path.startswith("s3://"):
+        raise ConfigError(
+            f"output.path: unsupported storage {path!r}. Use a local path or s3://bucket/key: an output needs "
+            "conditional writes, so that each row is written once."
+        )

@@ -20,6 +20,7 @@ import pyarrow as pa
 from eagle_ray.batch.id_digests import EMPTY, DigestBuffer, Digests, digests, duplicates, isin
 from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
 from eagle_ray.batch.input.files import InputFile, find_files
+from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
@@ -93,7 +94,7 @@ def plan_input(config: JobConfig) -> InputPlan:
     With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
     parameters which rows cannot set raise.
     """
-    files = find_files(config.input.path, config.input.format)
+    files = _files_of(config.input)
     columns = _columns(config.input.columns)
     id_buffer = DigestBuffer()
     types: dict[str, pa.DataType] = {}
@@ -116,6 +117,14 @@ def plan_input(config: JobConfig) -> InputPlan:
     _check_ids(plan, duplicates(ids))
     _check_rows(plan, config.input.on_bad_row)
     return plan
+
+
+def _files_of(config: InputConfig) -> tuple[InputFile, ...]:
+    """Return the input files. An OpenAI batch file is detected unless the configuration says how to read its lines."""
+    files = find_files(config.path, config.format)
+    if config.format != "auto" or any(config.columns.model_dump().values()):
+        return files
+    return tuple(detect_batch(file) for file in files)
 
 
 def check_not_empty(plan: InputPlan, config: JobConfig) -> None:

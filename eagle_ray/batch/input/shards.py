@@ -1,6 +1,7 @@
 """Shards: small consecutive parts of input files that can be read separately, in any format.
 
 Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and OpenAI batch files.
+A compressed file, and one that is read through fsspec, is one shard: its parts could only be read from its start.
 A malformed record is one bad row. Memory is bounded by a record or a batch.
 
     >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
@@ -135,7 +136,7 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow) -> File
     shards: list[Shard] = []
     type_of_value, mixed_type = (type_of_csv_value, CSV_TEXT) if file.format == "csv" else (type_of, JSON)
     for offset, position, row in _records(file, 0, FIRST):
-        if not shards or shards[-1].num_rows == SHARD_ROWS:
+        if not shards or (file.can_split and shards[-1].num_rows == SHARD_ROWS):
             shards.append(Shard(file, offset, position, 0))
         shards[-1] = shards[-1].truncate(shards[-1].num_rows + 1)
         if isinstance(row, dict):
@@ -176,7 +177,7 @@ def _naming_column(name: str, type_: pa.DataType, file: InputFile) -> Iterator[N
 
 def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`."""
-    with file.storage_path.open() as stream:
+    with file.open() as stream:
         yield from RECORD_READERS[file.format](stream, file.path, start, start_position)
 
 

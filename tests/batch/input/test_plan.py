@@ -17,7 +17,7 @@ from eagle_ray.config import ConfigError, load_config
 ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
 
 
-def plan(path: Path | list[Path], *sets: str) -> InputPlan:
+def plan(path: Path | str | list[Path], *sets: str) -> InputPlan:
     paths = [str(p) for p in path] if isinstance(path, list) else str(path)
     return plan_input(load_config(None, sets=sets, env={}, overrides={"input.path": paths, "output.path": "unused"}))
 
