@@ -93,7 +93,8 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | N
 
 def _input(plan: InputPlan) -> str:
     carried = ", ".join(_carried(column) for column in plan.passthrough_columns) or "nothing"
-    return f"input    {plan.num_rows} rows in {_files(plan)}\ncarried  {carried}"
+    formats = ", ".join(sorted({file.format for file in plan.files}))
+    return f"input    {plan.num_rows} rows in {_files(plan)} ({formats})\ncarried  {carried}"
 
 
 def _carried(column: PassthroughColumn) -> str:

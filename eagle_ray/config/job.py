@@ -42,12 +42,18 @@ class StrictModel(BaseModel):
 
 
 class ColumnsConfig(StrictModel):
-    """Input column for each request field. With null, the column has the name of the key."""
+    """Input column for each request field. With null, the column has the name of the key.
+
+    turns: read only if it is set. Each row has one output row per turn, and the model reads its own earlier answers.
+    """
 
     id: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
     prompt: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
     messages: Name | None = Field(default=None, description="a column name or a path such as turns[0], or null")
     prompt_token_ids: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
+    turns: Name | None = Field(
+        default=None, description="a column name or a path to a list of user messages, answered in turn, or null"
+    )
 
 
 class InputConfig(StrictModel):

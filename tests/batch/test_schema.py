@@ -15,10 +15,10 @@ from eagle_ray.batch.output.schema import (
 
 # JOBS.md, "Rows out"; the confidence and calibrated columns are its "confidence calibration counts".
 DOCUMENTED = """\
-request_id sample_index row_index source_file run_id attempt
+request_id sample_index turn_index row_index source_file run_id attempt
 status finish_reason error_code error_message
-prompt text output_token_ids token_logprobs cumulative_logprob prompt_tokens completion_tokens
-temperature top_p top_k min_p max_tokens ignore_eos seed
+prompt messages text output_token_ids token_logprobs cumulative_logprob prompt_tokens completion_tokens
+temperature top_p top_k min_p max_tokens stop ignore_eos seed
 target_model draft_model method config_hash
 num_spec_steps num_draft_tokens num_accepted_draft_tokens num_spec_tokens mean_acceptance_length draft_acceptance_rate
 acceptance_histogram

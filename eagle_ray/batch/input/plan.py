@@ -56,14 +56,19 @@ class InputPlan:
         return sum(shard.num_rows for shard in self.shards)
 
     @property
-    def has_per_row_n(self) -> bool:
-        """Return whether rows may set how many samples they get."""
-        return "n" in self.row_settings
+    def has_own_counts(self) -> bool:
+        """Return whether input rows may differ in how many output rows they have: by their samples or their turns."""
+        return "n" in self.row_settings or "turns" in self.columns.prompts
 
     @property
     def for_readers(self) -> InputPlan:
         """Return the part that readers of a shard need."""
         return replace(self, shards=(), ids=EMPTY)
+
+    @property
+    def without_passthrough(self) -> InputPlan:
+        """Return the plan of the requests alone."""
+        return replace(self, passthrough_columns=())
 
     @property
     def needed(self) -> list[str]:
@@ -176,7 +181,8 @@ def _columns(config: ColumnsConfig) -> RequestColumns:
     """Return the configured columns. Without a configured prompt column, every default prompt column of the rows is
     read.
     """
-    configured = {name: _path(name, text) for name in PROMPTS if (text := getattr(config, name)) is not None}
+    names = (*PROMPTS, "turns")
+    configured = {name: _path(name, text) for name in names if (text := getattr(config, name)) is not None}
     return RequestColumns(_path("id", config.id or "id"), configured or {name: _path(name, name) for name in PROMPTS})
 
 
@@ -199,7 +205,7 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
     if not any(path.column_in(types) for path in columns.prompts.values()):
         raise ConfigError(
             f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
-            f"input.columns.prompt, .messages or .prompt_token_ids; columns: {', '.join(types)}"
+            f"input.columns.prompt, .messages, .prompt_token_ids or .turns; columns: {', '.join(types)}"
         )
 
 

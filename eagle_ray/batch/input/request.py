@@ -84,8 +84,8 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
         both = " and ".join(repr(columns.prompts[name].text) for name in found)
         raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
     [(name, value)] = found.items()
-    parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids}[name]
-    return {name: parse(value, columns.prompts[name].text)}
+    parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids, "turns": _turns}[name]
+    return {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
 
 
 def _column_and_key(name: str, path: ColumnPath) -> str:
@@ -99,6 +99,15 @@ def _text(value: Any, column: str) -> str:
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
     return value
+
+
+def _turns(value: Any, column: str) -> list[str]:
+    value = _parse_if_json(value) if isinstance(value, str) else value
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of texts, got {describe_value(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no turn: give at least one")
+    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(value)]
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
