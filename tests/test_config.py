@@ -331,3 +331,11 @@ def test_both_spellings_of_the_ranking_at_once_are_refused():
     sets = ["speculative.ranking=published", "speculative.coupled=true", "input.path=a.jsonl", "output.path=o"]
     with pytest.raises(ConfigError, match=r"speculative\.coupled: unknown key"):
         load_config(None, sets=sets, env={})
+
+
+@pytest.mark.parametrize(("name", "way"), [("delta", "write_deltalake"), ("iceberg", "table.append")])
+def test_table_formats_are_refused_with_the_reason_and_the_way_round(name, way):
+    message = refusal(f"output.format={name}")
+    assert message.startswith(f"output.format: {name.capitalize()} tables are not written. ")
+    assert "could not be resumed" in message and way in message
+    assert refusal("output.format=csv") == "output.format: must be parquet, got 'csv' (from --set output.format=csv)"

@@ -270,6 +270,7 @@ class ExecutionConfig(EnginesConfig):
 
 class OutputConfig(StrictModel):
     path: Name = Field(description="a directory for the run (also: -o)")
+    format: Literal["parquet"] = Field(default="parquet", description="parquet")
     partition_by: Names = Field(default=[], description="a list of column names")
     store_prompt: bool = Field(default=True, description="true or false")
     store_token_ids: bool = Field(default=True, description="true or false")
@@ -366,6 +367,7 @@ _NOT_COMPARED = (
     "input.allow_empty",
     "input.on_unknown",
     "output.path",
+    "output.format",
     "output.if_exists",
     "output.compression",
 )

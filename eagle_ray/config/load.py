@@ -24,6 +24,18 @@ from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig)
 READABLE = ("s3://", "gs://", "hf://", "http://", "https://")
+_NO_TABLE = (
+    "output.format: {name} tables are not written. Their writers commit a whole run at its end, so a killed run would "
+    "lose its rows and could not be resumed. Write parquet, and add the finished run's files to a table: {call}."
+)
+TABLE_FORMATS = {
+    "delta": _NO_TABLE.format(
+        name="Delta", call="deltalake.write_deltalake(TABLE, pyarrow.dataset.dataset('RUN/data'), mode='append')"
+    ),
+    "iceberg": _NO_TABLE.format(
+        name="Iceberg", call="pyiceberg's table.append(pyarrow.parquet.read_table('RUN/data'))"
+    ),
+}
 ENV_PREFIX = "EAGLE_RAY__"
 SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
 COMMANDS: dict[type[BaseModel], str] = {
@@ -245,6 +257,8 @@ def _wrong_value(root: type[BaseModel], key: str, detail: ErrorDetails, settings
         return f"{key}: missing; it must be {allowed}"
     given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]
     value = given[-1].value if given and given[-1].key == key else detail["input"]
+    if key == "output.format" and value in TABLE_FORMATS:
+        return TABLE_FORMATS[value]
     if key in SECRET:
         return f"{key}: must be {allowed}; the value is not shown, as it may hold a secret"
     return f"{key}: must be {allowed}, got {value!r}{_origin(key, settings)}"
