@@ -60,7 +60,7 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     # identity
     _required("request_id", pa.string()),
     _required("sample_index", pa.int32()),
-    _required("turn_index", pa.int32()),
+    pa.field("turn_index", pa.int32()),
     _required("row_index", pa.int64()),
     _required("source_file", pa.string()),
     _required("run_id", pa.string()),
