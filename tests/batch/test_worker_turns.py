@@ -7,9 +7,15 @@ import json
 import pytest
 
 from eagle_ray.batch.expected_rows import expected_rows_of
+from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.output import verification
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.output.output_index import OutputIndex
+from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.batch.sequences import seed_of, turn_request
 from eagle_ray.config import JobConfig
+from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.batch.test_worker import answers
 from tests.helpers.row_invariants import broken_laws
 
@@ -88,3 +94,25 @@ def test_seeds_of_the_first_turn_are_those_of_a_single_prompt():
     assert seed_of(turn_request(own, []), 0, 0) == 7
     seeds = [seed_of(turn_request(r, [""] * turn), 0, j) for r in (row, own) for turn in range(3) for j in range(3)]
     assert len(set(seeds)) == 18
+
+
+def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job, monkeypatch):
+    config = conversation(make_job, [{"id": "a", "turns": TURNS}, {"id": "b", "turns": TURNS[:1]}])
+    plan = plan_input(config)
+    run = RunHandle(StoragePath.of(config.output.path), "run", 1, "hash")
+    rows = [row | {"worker_id": "w"} for row in answers(config)]
+    expected = expected_rows_of(plan, config)
+
+    write(run, rows[1:])  # without the first turn of a
+    assert list(OutputIndex.read(run.data).done(expected.samples_of)) == list(digests(["b"]))
+    write(run, rows)
+    assert len(OutputIndex.read(run.data).done(expected.samples_of)) == 2
+
+    monkeypatch.setattr(verification, "_in_a_worker", lambda job, chosen: verification._check(job, chosen, 1))
+    found = verification.run_checks(config, plan, run, plan.ids, {"verify_rows": 9})["verify_rows"]
+    assert found["identical"] == found["rows"] == 4 and found["differing"] == []
+
+
+def write(run: RunHandle, rows: list[dict]) -> None:
+    file = run.data / "part-001-000000.parquet"
+    file.write_atomic(parquet_bytes(table_of(rows, output_schema([])), "zstd"))
