@@ -13,6 +13,7 @@ ready after 9.1 s: read 1.2, measured 5.1
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,14 @@ from contextlib import contextmanager
 log = logging.getLogger("eagle_ray")
 LONG_S = 1.0  # a part that takes longer is told of; a small model's start stays silent
 MIN_SHOWN_S = 0.05  # shorter parts are left out of the last line
+
+
+def configure_logging(level: str) -> None:
+    """Log plain lines to stderr. A command's result goes to stdout."""
+    log.setLevel(level.upper())
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stderr))
+        log.propagate = False
 
 
 class StartLog:

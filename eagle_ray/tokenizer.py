@@ -81,6 +81,11 @@ class Tokenizer:
                 f"than {most} (model.max_model_len is {most})",
             )
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Return the tokens that end an answer."""
+        return self._eos_ids
+
     def info(self) -> dict[str, Any]:
         """Return the tokenizer's class, its special tokens by role and the chat template in use, as JSON."""
         special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
@@ -92,8 +97,11 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the text of a conversation, with special tokens as text. Raises RequestError."""
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation, with special tokens as text. Raises RequestError.
+
+        add_generation_prompt: end with the beginning of an answer.
+        """
         if self._chat_template is None:
             raise RequestError(
                 "no_chat_template",
@@ -103,7 +111,10 @@ class Tokenizer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
+                    list(messages),
+                    chat_template=self._chat_template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
                 )
             )
         except Exception as error:  # a template is a program: over one row's messages it may raise anything

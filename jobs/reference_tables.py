@@ -1,6 +1,6 @@
 """Write the tables of configuration keys and output columns from the code: python -m jobs.reference_tables
 
-    configs/KEYS.md              every key of a job and of an endpoint, its default and its allowed values
+    configs/KEYS.md              every key of a job, of an endpoint and of training, its default and its allowed values
     eagle_ray/batch/COLUMNS.md   every column of the output files, and its type
 
 tests/test_reference_tables.py fails if a file differs from the code.
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from eagle_ray.batch.output.schema import output_schema
-from eagle_ray.config import JobConfig
+from eagle_ray.config import JobConfig, TrainConfig
 from eagle_ray.config.serve import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,12 @@ def tables() -> dict[Path, str]:
 
 def keys_page() -> str:
     parts = ["# Configuration keys", MADE]
-    for title, model in (("A job (`eagle-ray run`)", JobConfig), ("An endpoint (`eagle-ray serve`)", ServeConfig)):
+    pages = (
+        ("A job (`eagle-ray run`)", JobConfig),
+        ("An endpoint (`eagle-ray serve`)", ServeConfig),
+        ("Training of a head (`eagle-ray train`)", TrainConfig),
+    )
+    for title, model in pages:
         parts.append(f"## {title}\n\n| key | default | value |\n|---|---|---|\n" + "\n".join(key_rows(model)))
     return "\n\n".join(parts) + "\n"
 

@@ -24,9 +24,11 @@ WITH_RAY = (
     "cli/test_demo.py",
     "cli/test_export.py",
     "cli/test_main.py",
+    "cli/test_own_answers.py",
     "cli/test_report_run.py",
     "serve/test_endpoint.py",
     "storage/",
+    "training/test_data_parallel.py",
 )
 WITHOUT_RAY = (
     "batch/input/",

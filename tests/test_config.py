@@ -16,6 +16,7 @@ from eagle_ray.config import (
     config_hash,
     load_config,
     load_serve_config,
+    load_train_config,
     recorded,
 )
 
@@ -276,7 +277,8 @@ def test_a_row_obeys_the_rules_of_the_job():
 
 def test_the_shipped_configurations_are_valid():
     for path in sorted(CONFIGS.glob("*.yaml")):
-        (load_serve_config if path.stem.startswith("serve") else load_config)(path, env={})
+        load = {"serve": load_serve_config, "train": load_train_config}.get(path.stem.partition("_")[0], load_config)
+        load(path, env={})
 
 
 def test_the_example_shows_every_key_at_its_default():

@@ -70,6 +70,7 @@ from eagle_ray.report.speed_up import SpeedUp
 from eagle_ray.report.summary import ReadColumns, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
+from eagle_ray.start_log import configure_logging
 from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json_object, write_json
 from eagle_ray.storage.retry_budget import extended_retries
 
@@ -364,11 +365,3 @@ def _rewrite(file: StoragePath, before: int | str, table: pa.Table, config: JobC
     else:
         run.check_current()
         file.remove()
-
-
-def configure_logging(level: str) -> None:
-    """Log plain lines to stderr. The job's result goes to stdout."""
-    log.setLevel(level.upper())
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler(sys.stderr))
-        log.propagate = False

@@ -1,4 +1,4 @@
-"""The command line: demo | run | validate | submit | status | report | compare | export | serve | bench | doctor.
+"""The command line: demo, run, validate, submit, status, report, compare, export, train, serve, bench and doctor.
 
 Parses arguments, builds the configuration, calls a command's module, and reports errors as one message and an exit
 code. torch, ray and transformers are imported only once the configuration is valid.
@@ -26,10 +26,10 @@ from eagle_ray import __version__
 from eagle_ray.batch.job_errors import EXPECTED_ERRORS, INTERRUPTED, TRANSIENT, outcome_of
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
-from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
+from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
-COMMANDS = "demo | run | validate | submit | status | report | compare | export | serve | bench | doctor"
+COMMANDS = "demo | run | validate | submit | status | report | compare | export | train | serve | bench | doctor"
 METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
 
 
@@ -132,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--overwrite", action="store_true", help="replace FILE where it is there already")
     export.set_defaults(command=_export, library="pyarrow")
 
+    train = commands.add_parser("train", help="train a draft head for a target, on chats or on its own answers")
+    _add_train_flags(train)
+    train.set_defaults(command=_train, library="torch")
+
     serve = commands.add_parser("serve", help="answer HTTP requests in OpenAI's protocol, until interrupted")
     serve.add_argument("-c", "--config", metavar="FILE", help="a YAML file such as configs/serve_demo.yaml")
     serve.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
@@ -188,6 +192,21 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ending", metavar="FILE", help=argparse.SUPPRESS)  # for keep_going's child
     parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)
     parser.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_train_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-c", "--config", metavar="FILE", help="a YAML file such as configs/train_demo.yaml")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
+    parser.add_argument("-i", "--input", metavar="IN", action="append", help="data.path: chats, texts or a run")
+    parser.add_argument("-o", "--output", metavar="HEAD", help="output.path: the head's directory")
+    parser.add_argument("--target", metavar="MODEL", help="model.target")
+    parser.add_argument("--method", choices=["eagle2", "eagle3", "medusa", "hydra"], help="head.method")
+    parser.add_argument("--steps", type=_positive, metavar="N", help="training.steps")
+    parser.add_argument("--workers", type=_positive, metavar="N", help="training.workers: processes of Ray Train")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="data.limit: only the first N documents")
+    parser.add_argument(
+        "--overwrite", dest="if_exists", action="store_const", const="overwrite", help="discard earlier checkpoints"
+    )
 
 
 def _add_methods_flags(parser: argparse.ArgumentParser) -> None:
@@ -259,7 +278,8 @@ def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
     from eagle_ray.batch.auto_restart import end_with_parent, keep_going, write_ending
     from eagle_ray.batch.on_finish import tell
-    from eagle_ray.batch.run import configure_logging, run_to_end
+    from eagle_ray.batch.run import run_to_end
+    from eagle_ray.start_log import configure_logging
 
     if args.keep_going:
         configure_logging(config.logging.level)
@@ -326,9 +346,9 @@ def _compare(args: argparse.Namespace) -> int:
 def _compare_methods(args: argparse.Namespace) -> int:
     check_address_space("torch")
     config = _config_of_pair(args)
-    from eagle_ray.batch.run import configure_logging
     from eagle_ray.cli.compare_methods import evaluate, use_threads
     from eagle_ray.report.methods_table import evaluation_text
+    from eagle_ray.start_log import configure_logging
 
     configure_logging(config.logging.level)
     use_threads(args.threads)
@@ -343,6 +363,27 @@ def _export(args: argparse.Namespace) -> int:
 
     if said := export(parse_run_path(args.run), args.to, args.output, args.partial, args.overwrite):
         print(said)
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    flags = {
+        "data.path": args.input[0] if args.input and len(args.input) == 1 else args.input,
+        "data.limit": args.limit,
+        "output.path": args.output,
+        "output.if_exists": args.if_exists,
+        "model.target": args.target,
+        "head.method": args.method,
+        "training.steps": args.steps,
+        "training.workers": args.workers,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    config = load_train_config(args.config, sets=args.sets, overrides=given)
+    from eagle_ray.cli.train import train
+    from eagle_ray.start_log import configure_logging
+
+    configure_logging(config.logging.level)
+    print(train(config))
     return 0
 
 

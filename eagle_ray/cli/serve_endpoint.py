@@ -18,9 +18,9 @@ from contextlib import contextmanager
 
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
-from eagle_ray.batch.run import configure_logging
 from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.serve.keys import ApiKeys, read_keys
+from eagle_ray.start_log import configure_logging
 
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

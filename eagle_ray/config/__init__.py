@@ -1,5 +1,6 @@
 """Configuration of jobs (``job``) and endpoints (``serve``), and its loading from all sources (``load``)."""
 
+from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import (
     ColumnsConfig,
     ConfigError,
@@ -20,7 +21,7 @@ from eagle_ray.config.job import (
     recorded,
     upgrade_config,
 )
-from eagle_ray.config.load import load_config, load_serve_config
+from eagle_ray.config.load import load_config, load_serve_config, load_train_config
 from eagle_ray.config.serve import ServeConfig, ServingConfig
 
 __all__ = [
@@ -39,11 +40,13 @@ __all__ = [
     "ServeConfig",
     "ServingConfig",
     "SpeculativeConfig",
+    "TrainConfig",
     "changed_keys",
     "check_row_sampling",
     "config_hash",
     "load_config",
     "load_serve_config",
+    "load_train_config",
     "recorded",
     "upgrade_config",
 ]

@@ -1,4 +1,4 @@
-"""Loading of a JobConfig or ServeConfig from a YAML file, the environment and the command line.
+"""Loading of a JobConfig, ServeConfig or TrainConfig from a YAML file, the environment and the command line.
 
 Precedence: YAML file < environment (``EAGLE_RAY__A__B``) < ``--set a.b=c`` < named flags. Every value keeps its origin,
 so an error message states the key, the wrong value, its origin and the allowed values.
@@ -18,11 +18,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import ConfigError, JobConfig
-from eagle_ray.config.models import check_model_names, resolve_paths
+from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 
-Root = TypeVar("Root", JobConfig, ServeConfig)
+Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
+Section = TypeVar("Section", bound=BaseModel)
 READABLE = ("s3://", "gs://", "hf://", "http://", "https://")
 _NO_TABLE = (
     "output.format: {name} tables are not written. Their writers commit a whole run at its end, so a killed run would "
@@ -41,6 +43,7 @@ SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not pri
 COMMANDS: dict[type[BaseModel], str] = {
     JobConfig: "run",
     ServeConfig: "serve",
+    TrainConfig: "train",
 }  # the command that reads each kind of file
 NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)  # PyYAML: 2024-99-99, !!bool maybe
 
@@ -90,6 +93,37 @@ def load_serve_config(
     config = resolve_paths(_validated(ServeConfig, settings))
     check_model_names(config)
     return config
+
+
+def load_train_config(
+    path: str | os.PathLike | None,
+    sets: Iterable[str] = (),
+    env: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+) -> TrainConfig:
+    """Return one validated training configuration. Its arguments and errors are those of ``load_config``."""
+    config = _validated(TrainConfig, _settings(path, sets, env, overrides))
+    data, model = config.data, config.model
+    if (data.path is None) != bool(data.user_turns.count):
+        raise ConfigError("data.path: give either texts (also: -i) or a number of prompts as data.user_turns.count")
+    if data.user_turns.count and data.answers.by == "given":
+        data = data.model_copy(update={"answers": data.answers.model_copy(update={"by": "target"})})
+    check_target_name(model.target)
+    data = data.model_copy(update={"answers": _with_absolute(data.answers, "draft")})
+    output = config.output
+    if "://" not in output.path:
+        output = output.model_copy(update={"path": os.path.abspath(os.path.expanduser(output.path))})
+    elif not output.path.startswith("s3://"):
+        raise ConfigError(f"output.path: unsupported storage {output.path!r}. Use a local path or s3://bucket/key.")
+    model = _with_absolute(model, "target", "chat_template")
+    return config.model_copy(update={"data": data, "model": model, "output": output})
+
+
+def _with_absolute(section: Section, *names: str) -> Section:
+    """Return the section with these keys as absolute paths, if they name files or directories that exist."""
+    values = {name: os.path.expanduser(value) for name in names if (value := getattr(section, name))}
+    found = {name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)}
+    return section.model_copy(update=found)
 
 
 def _refuse_keys(settings: list[ConfigSetting]) -> None:

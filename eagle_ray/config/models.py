@@ -19,7 +19,7 @@ from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig, Speculativ
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
 from eagle_ray.config.serve import ServeConfig
 
-EMBEDDED = {"target": ["embedded:tiny", "embedded:smollm2"], "draft": ["embedded:tiny"]}
+EMBEDDED = {"target": ["embedded:tiny", "embedded:smollm2"], "draft": ["embedded:tiny", "embedded:smollm2"]}
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
 ALL_TOKENS = "all"  # as speculative.draft_vocab
@@ -60,6 +60,11 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
     _check_draft_vocab(config.speculative)
     if model.chat_template not in NO_FILES:
         _check_template(model.chat_template)
+
+
+def check_target_name(name: str) -> None:
+    """Raise ConfigError for the name of a target that cannot be one."""
+    _check_name("target", name)
 
 
 def _check_name(part: str, name: str) -> None:

@@ -212,12 +212,13 @@ def sample(
 def _pick_fused(
     logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
 ) -> Int[Tensor, " R"]:
+    """Sample by the kernels: those without cuts or those with all of them, so that no other ones are compiled."""
     from eagle_ray.kernels import sample as kernel
 
-    top_k = sampling.top_k if sampling.any_top_k else None
-    top_p = sampling.top_p if sampling.any_top_p else None
-    min_p = sampling.min_p if sampling.any_min_p else None
-    return kernel.pick(logits, sampling.temperature, top_k, top_p, min_p, sampling.seed, seq, positions)
+    cuts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if sampling.any_cut:
+        cuts = sampling.top_k, sampling.top_p, sampling.min_p
+    return kernel.pick(logits, sampling.temperature, *cuts, sampling.seed, seq, positions)
 
 
 def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:

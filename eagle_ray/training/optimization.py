@@ -1,93 +1,186 @@
-"""What the target's and the head's training share: gradients from several threads, two optimizers, one schedule.
+"""One optimizer step: gradients of shards, summed over threads and workers, clipped, and applied.
 
-On a CPU a small model is trained fastest by Python threads with one torch thread each: kernels this size gain nothing
-from splitting. Sums are taken in a fixed order, so a run with the same seed and thread count repeats exactly.
+On a CPU a small model is trained fastest by Python threads with one torch thread each: kernels of this size gain
+nothing from splitting. Sums are taken in a fixed order, so a run with equal seed and thread count repeats exactly.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-WARMUP_STEPS = 40
-CONSTANT_SHARE = 0.4
-LAST_RATE = 0.02
+Shard = TypeVar("Shard")
+MUON_MOMENTUM = 0.95
+OTHER_RATE = 0.5  # learning rate of what Muon does not step, relative to its own
+CONSTANT_SHARE = 0.4  # of a plateau schedule
+LAST_RATE = 0.02  # of a plateau schedule, relative to the peak
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """One shard's loss, summed over its positions, and the sums one wants to see. `count` is their denominator."""
+    """One shard's loss and sums.
+
+    Attributes:
+        total: the shard's part of the step's mean loss: divided by the counts of all shards.
+        sums: sums to report, over the shard's positions.
+    """
 
     total: Tensor
-    count: float
-    shown: dict[str, float]
+    sums: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a finished step says of itself; `means` are the shown sums over the counted positions."""
+class Schedule:
+    """Learning rate over a run, relative to its peak.
 
-    step: int
+    kind: linear (warm-up, then down to 0), constant (warm-up only), or plateau (warm-up, constant for 40 % of the
+        run, then down to 2 %).
+    """
+
+    kind: str
     num_steps: int
-    means: dict[str, float]
-    gradient_norm: float
+    warmup_steps: int
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return 1.0
+        if self.kind == "plateau":
+            progress = step / self.num_steps
+            return 1.0 if progress < CONSTANT_SHARE else max(LAST_RATE, (1 - progress) / (1 - CONSTANT_SHARE))
+        return max(0.0, (self.num_steps - step) / max(1, self.num_steps - self.warmup_steps))
 
 
-def learning_rate_factor(step: int, num_steps: int) -> float:
-    """Warm-up, a plateau of 40 % of the run, then a straight line down to 2 %."""
-    progress = step / num_steps
-    if progress < CONSTANT_SHARE:
-        return min(1.0, (step + 1) / WARMUP_STEPS)
-    return max(LAST_RATE, 1.0 - (progress - CONSTANT_SHARE) / (1.0 - CONSTANT_SHARE))
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """Limits of a step's gradient. A limit of None is off.
+
+    value: of each number. norm: of the whole gradient.
+    """
+
+    value: float | None = None
+    norm: float | None = None
 
 
+class TrainingWorkers(Protocol):
+    """Protocol of data parallelism."""
+
+    rank: int
+    size: int
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all workers."""
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by worker 0's."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneWorker:
+    """Fulfils TrainingWorkers without communication."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+
+def muon(matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], rate: float, decay: float) -> list[Any]:
+    """Return Muon for matrices and AdamW for other parameters."""
+    muon_options = dict(weight_decay=decay, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    first = torch.optim.Muon(matrices, lr=rate, **muon_options)
+    return [first, torch.optim.AdamW(others, lr=OTHER_RATE * rate, betas=(0.9, 0.98), weight_decay=0.0)]
+
+
+def adamw(parameters: Sequence[nn.Parameter], rate: float, betas: tuple[float, float], decay: float) -> list[Any]:
+    """Return AdamW for all parameters."""
+    return [torch.optim.AdamW(parameters, lr=rate, betas=betas, weight_decay=decay)]
+
+
+@dataclass
 class GradientDescent:
-    """Steps the parameters of one model: Muon for the matrices named, AdamW for the rest, clipped by global norm."""
+    """Steps the parameters of the optimizers.
 
-    def __init__(
-        self,
-        matrices: Sequence[nn.Parameter],
-        others: Sequence[nn.Parameter],
-        *,
-        num_steps: int,
-        matrix_rate: float,
-        other_rate: float,
-        max_norm: float,
-        weight_decay: float = 0.0,
-    ):
-        self.parameters = [*matrices, *others]
-        self.optimizers = [
-            torch.optim.Muon(
-                matrices, lr=matrix_rate, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.98), weight_decay=0.0),
-        ]
-        self.base_rates = [matrix_rate, other_rate]
-        self.num_steps = num_steps
-        self.max_norm = max_norm
+    Attributes:
+        optimizers: each with one group of parameters, and its peak learning rate.
+        threads: CPU threads that compute one shard each; 1 is the calling thread.
+    """
 
-    def step(self, step: int, shards: Sequence, losses_of: Callable[..., Losses]) -> StepReport:
-        """One update from the shards' mean loss. `losses_of(shard)` runs in a thread of its own."""
-        with ThreadPoolExecutor(len(shards)) as threads:
-            results = list(threads.map(lambda shard: self.shard_gradients(shard, losses_of), shards))
-        count = sum(losses.count for losses, _ in results)
-        gradients = [sum(parts) / count for parts in zip(*(gradients for _, gradients in results), strict=True)]
-        norm = torch.sqrt(sum(gradient.square().sum() for gradient in gradients)).item()
-        self.update(step, gradients, norm)
-        shown = {name: sum(losses.shown[name] for losses, _ in results) / count for name in results[0][0].shown}
-        return StepReport(step + 1, self.num_steps, shown, norm)
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedule: Schedule
+    clipping: Clipping = Clipping()
+    threads: int = 1
+    workers: TrainingWorkers = OneWorker()
+    parameters: list[nn.Parameter] = field(init=False)
+    _peaks: list[float] = field(init=False)
 
-    def shard_gradients(self, shard, losses_of: Callable[..., Losses]) -> tuple[Losses, tuple[Tensor, ...]]:
-        torch.set_num_threads(1)
-        losses = losses_of(shard)
-        return losses, torch.autograd.grad(losses.total, self.parameters)
+    def __post_init__(self) -> None:
+        groups = [optimizer.param_groups[0] for optimizer in self.optimizers]
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        self._peaks = [group["lr"] for group in groups]
 
-    def update(self, step: int, gradients: Sequence[Tensor], norm: float) -> None:
-        scale = min(1.0, self.max_norm / (norm + 1e-6))
+    def step(self, step: int, shards: Sequence[Shard], losses_of: Callable[[Shard], Losses]) -> tuple[dict, float]:
+        """Update the parameters from the shards' losses. Return their summed sums and the gradient's norm.
+
+        losses_of: called in a thread of its own if there are several.
+        """
+        gradients, sums = self._accumulate(shards, losses_of)
+        self.workers.sum(gradients)
+        norm = float(torch.sqrt(sum(gradient.float().square().sum() for gradient in gradients)))
+        self._clip(gradients, norm)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient * scale
-        for optimizer, base_rate in zip(self.optimizers, self.base_rates, strict=True):
-            optimizer.param_groups[0]["lr"] = base_rate * learning_rate_factor(step, self.num_steps)
+            parameter.grad = gradient
+        for optimizer, peak in zip(self.optimizers, self._peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * self.schedule.factor(step)
             optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return sums, norm
+
+    def _accumulate(
+        self, shards: Sequence[Shard], losses_of: Callable[[Shard], Losses]
+    ) -> tuple[list[Tensor], dict[str, float]]:
+        """Return the summed gradients and sums, added in the order of the shards."""
+        gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+        sums: dict[str, float] = {}
+        for start in range(0, len(shards), self.threads):
+            for losses, parts in self._gradients(shards[start : start + self.threads], losses_of):
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient += part
+                for name, value in losses.sums.items():
+                    sums[name] = sums.get(name, 0.0) + value
+        return gradients, sums
+
+    def _gradients(
+        self, shards: Sequence[Shard], losses_of: Callable[[Shard], Losses]
+    ) -> list[tuple[Losses, tuple[Tensor, ...]]]:
+        def run(shard: Shard) -> tuple[Losses, tuple[Tensor, ...]]:
+            losses = losses_of(shard)
+            return losses, torch.autograd.grad(losses.total, self.parameters, allow_unused=False)
+
+        def run_in_thread(shard: Shard) -> tuple[Losses, tuple[Tensor, ...]]:
+            torch.set_num_threads(1)
+            return run(shard)
+
+        if self.threads == 1:
+            return [run(shard) for shard in shards]
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(run_in_thread, shards))
+
+    def _clip(self, gradients: list[Tensor], norm: float) -> None:
+        if self.clipping.norm is not None and norm > self.clipping.norm:
+            for gradient in gradients:
+                gradient *= self.clipping.norm / (norm + 1e-6)
+        if self.clipping.value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-self.clipping.value, self.clipping.value)

@@ -1,78 +1,113 @@
-"""Conversations packed into training rows of one length, with a weight for every token to be predicted.
+"""Documents and packed batches: token ids of several documents in one row, without padding.
 
-```
-ids      <|bos|> <|user|> question <|end|> <|assistant|> answer <|end|> <|bos|> ... <|pad|>
-weights     0      .25       .25      .25        0          1      1       0    ...    0
-```
-A document is never cut. Documents of one row see each other through attention: they start with `<|bos|>`, and the model
-learns what that means.
+    ids         <bos> <user> question <end> <assistant> answer <end> | <bos> <user> ...
+    is_answer     0     0       0       0        0         1      1  |   0      0
+    lengths     [------------------------ 7 ------------------------, ...
+
+A document is never split. Positions begin at 0 in each document, and attention stays within it, as in the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-USER_WEIGHT = 0.25
-ANSWER_WEIGHT = 1.0
-POOL_SIZE = 200
+MIN_DOCUMENT_LENGTH = 3  # tokens: the first pair of a head predicts the third
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One conversation as ids, and how much the prediction of each of them counts. Two lists of one length."""
+    """One text as token ids.
+
+    Attributes:
+        ids: its tokens.
+        is_answer: whether the loss counts the prediction of each token.
+    """
 
     ids: list[int]
-    weights: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRows:
-    """R packed rows of T tokens."""
-
-    ids: Int[Tensor, "R T"]
-    weights: Float[Tensor, "R T"]
+    is_answer: list[bool]
 
     def __len__(self) -> int:
-        return self.ids.shape[0]
+        return len(self.ids)
 
-    def shards(self, step: int, num_steps: int, num_threads: int) -> list[TrainingRows]:
-        """Return the rows of one training step, split by thread. Over all steps every row is used once, in order."""
-        size = len(self) // (num_steps * num_threads)
-        starts = [(step * num_threads + thread) * size for thread in range(num_threads)]
-        return [TrainingRows(self.ids[start : start + size], self.weights[start : start + size]) for start in starts]
-
-    @property
-    def answer_mask(self) -> Float[Tensor, "R T"]:
-        """1 where the token belongs to an answer, its `<|end|>` included."""
-        return (self.weights == ANSWER_WEIGHT).float()
+    def truncate(self, length: int) -> Document:
+        """Return the first `length` tokens."""
+        return Document(self.ids[:length], self.is_answer[:length])
 
 
-def pack(documents: Iterable[Document], row_length: int, pad_id: int) -> Iterator[Document]:
-    """Rows filled first-fit from a pool of waiting documents and padded to `row_length`. Drops longer documents."""
-    fitting = (document for document in documents if len(document.ids) <= row_length)
-    pool = list(islice(fitting, POOL_SIZE))
-    while pool:
-        row = Document([], [])
-        while (num_free := row_length - len(row.ids)) > 0:
-            index = next((i for i, document in enumerate(pool) if len(document.ids) <= num_free), None)
-            if index is None:
-                break
-            document = pool.pop(index)
-            row.ids.extend(document.ids)
-            row.weights.extend(document.weights)
-        yield Document(row.ids + [pad_id] * num_free, row.weights + [0.0] * num_free)
-        pool.extend(islice(fitting, POOL_SIZE - len(pool)))
+@dataclass(frozen=True)
+class PackedBatch:
+    """Documents one after another in R rows.
+
+    Attributes:
+        indices: number of each document in the data set.
+        lengths: tokens of each document; they sum to R.
+    """
+
+    ids: Int[Tensor, " R"]
+    is_answer: Bool[Tensor, " R"]
+    indices: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(
+        cls, documents: Sequence[Document], indices: Iterable[int], device: torch.device | str = "cpu"
+    ) -> PackedBatch:
+        """Return the documents with these indices, in this order."""
+        indices = list(indices)
+        chosen = [documents[i] for i in indices]
+        ids = torch.tensor([token for document in chosen for token in document.ids], dtype=torch.int64)
+        is_answer = torch.tensor([flag for document in chosen for flag in document.is_answer], dtype=torch.bool)
+        return cls(ids.to(device), is_answer.to(device), indices, [len(document) for document in chosen])
+
+    @cached_property
+    def pairs(self) -> PackedPairs:
+        return PackedPairs.of(self)
 
 
-def packed_rows(documents: Iterable[Document], num_rows: int, row_length: int, pad_id: int) -> TrainingRows:
-    """Pack documents into exactly `num_rows` rows. Raises ValueError if the documents fill fewer."""
-    packed = list(islice(pack(documents, row_length, pad_id), num_rows))
-    if len(packed) < num_rows:
-        raise ValueError(f"{num_rows} rows wanted, the conversations fill {len(packed)}")
-    return TrainingRows(torch.tensor([row.ids for row in packed]), torch.tensor([row.weights for row in packed]))
+@dataclass(frozen=True)
+class PackedPairs:
+    """The (next token, feature) pairs of a batch that a head reads: P = R minus one for each document.
+
+    Attributes:
+        rows: row of each pair's feature; its token is in the row after it.
+        positions: of the features, from 0 in each document.
+        remaining: rows of the pair's document after the feature's row.
+        lengths: pairs of each document.
+    """
+
+    rows: Int[Tensor, " P"]
+    positions: Int[Tensor, " P"]
+    remaining: Int[Tensor, " P"]
+    lengths: list[int]
+    is_answer: Bool[Tensor, " R"]
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> PackedPairs:
+        device, start = batch.ids.device, 0
+        rows, positions, remaining = [], [], []
+        for length in batch.lengths:
+            position = torch.arange(length - 1)
+            rows.append(start + position)
+            positions.append(position)
+            remaining.append(length - 1 - position)
+            start += length
+        parts = (torch.cat(part).to(device) for part in (rows, positions, remaining))
+        return cls(*parts, [length - 1 for length in batch.lengths], batch.is_answer)
+
+    def rows_after(self, distance: int) -> Int[Tensor, " P"]:
+        """Return the row `distance` after each feature's, or the document's last row if it ends before."""
+        return self.rows + self.remaining.clamp(max=distance)
+
+    def predicts_answer(self, distance: int) -> Bool[Tensor, " P"]:
+        """Return whether the token `distance` rows after the feature exists and belongs to an answer."""
+        return (self.remaining >= distance) & self.is_answer[self.rows_after(distance)]
+
+
+def count_answer_tokens(documents: Iterable[Document]) -> int:
+    return sum(sum(document.is_answer) for document in documents)

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
-from eagle_ray.training.packing import ANSWER_WEIGHT, USER_WEIGHT, Document, TrainingRows, packed_rows
 from jobs.tiny_pair.corpus import Conversation
 from jobs.tiny_pair.tiny_tokenizer import BOS, PAD, encode_turn
+from jobs.tiny_pair.training_rows import ANSWER_WEIGHT, USER_WEIGHT, TrainingRows, WeightedDocument, packed_rows
 
 
-def encode_document(tokenizer: Tokenizer, conversation: Conversation) -> Document:
+def encode_document(tokenizer: Tokenizer, conversation: Conversation) -> WeightedDocument:
     """Return the conversation's ids with the weight of each token's prediction in the loss."""
     ids, weights = [BOS], [0.0]
     for turn in conversation:
@@ -19,7 +19,7 @@ def encode_document(tokenizer: Tokenizer, conversation: Conversation) -> Documen
         weight, role_weight = (USER_WEIGHT, USER_WEIGHT) if turn.role == "user" else (ANSWER_WEIGHT, 0.0)
         ids += tokens
         weights += [role_weight] + [weight] * (len(tokens) - 1)
-    return Document(ids, weights)
+    return WeightedDocument(ids, weights)
 
 
 def make_rows(

@@ -1,9 +1,9 @@
-"""Train the embedded pair again, from nothing, on a CPU: tokenizer, target, EAGLE-2 head, prompts, and a table of tau.
+"""Train the embedded pair again, from nothing, on a CPU: tokenizer, target, head, prompts, and a table of tau.
 
     python -m jobs.tiny_pair.train --out runs/tiny
 
 Under an hour on two free cores. The same seed on the same machine gives the same files. `--start-at head`
-keeps the tokenizer and the target that are in DIR already.
+keeps the tokenizer and the target that are in DIR already. The head is trained by `eagle-ray train`.
 """
 
 import os
@@ -12,7 +12,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # training runs its own threads, one core e
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,24 +22,21 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle_ray.models.eagle_heads import EagleHead
-from eagle_ray.models.head_checkpoint import save_head
-from eagle_ray.models.head_spec import head_config
-from eagle_ray.training.optimization import StepReport
-from eagle_ray.training.packing import TrainingRows
-from eagle_ray.training.train_head import FrozenTarget, initialize_head, train_head
 from jobs.tiny_pair.acceptance import CHAIN, DEMO_TREE, PAPER_TREE, SMALL_TREE, tau_table
 from jobs.tiny_pair.corpus import REFINING_MIX, TRAINING_MIX, Mix, training_conversations
 from jobs.tiny_pair.documents import make_rows
+from jobs.tiny_pair.head_trainer import train_tiny_head
 from jobs.tiny_pair.prompts import read_prompts, write_prompts
 from jobs.tiny_pair.tiny_tokenizer import BOS, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, train_tokenizer
 from jobs.tiny_pair.train_target import initialize, train_target
+from jobs.tiny_pair.training_rows import TrainingRows
 
 ROW_LENGTH = 384
 ROWS_PER_STEP = 10
 NUM_THREADS = 2
 REFINING_RATE = 2.5e-3
 PROMPT_SEED = 10_000
+HEAD_STREAM = 3  # of conversations
 STAGES = ("tokenizer", "target", "refining", "head", "prompts")
 
 
@@ -109,7 +105,7 @@ def make_target(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     def save() -> None:
         copy.deepcopy(model).bfloat16().save_pretrained(directory)
 
-    on_step = progress("target", lambda means: f"nats {means['nats'] / means['answers']:.4f}", save)
+    on_step = progress("target", recipe.target_steps, lambda means: f"nats {means['nats']:.4f}", save)
     train_target(model, rows, num_steps=recipe.target_steps, num_threads=NUM_THREADS, on_step=on_step)
     save()
 
@@ -122,47 +118,31 @@ def refine_target(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None
     def save() -> None:
         copy.deepcopy(model).bfloat16().save_pretrained(directory)
 
-    on_step = progress("refining", lambda means: f"nats {means['nats'] / means['answers']:.4f}", save)
+    on_step = progress("refining", recipe.refining_steps, lambda means: f"nats {means['nats']:.4f}", save)
     train_target(
         model, rows, num_steps=recipe.refining_steps, num_threads=NUM_THREADS, rate=REFINING_RATE, on_step=on_step
     )
     save()
 
 
-def make_head(recipe: Recipe, tokenizer: Tokenizer, target_directory: Path, directory: Path) -> None:
-    """Train a head against the published target and publish it in bf16."""
-    rows = recipe.rows(tokenizer, stream=3, num_steps=recipe.head_steps)
-    model = LlamaForCausalLM.from_pretrained(target_directory, dtype=torch.bfloat16).eval().requires_grad_(False)
-    target = FrozenTarget(
-        lambda ids: model.model(input_ids=ids, use_cache=False).last_hidden_state,
-        model.model.embed_tokens.weight,
-        model.lm_head.weight,
-    )
-    config = json.loads((target_directory / "config.json").read_text())
-    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1, "bias": False}
-    torch.manual_seed(recipe.seed)
-    head = EagleHead(head_config(config), bias=False, own_embedding=False)
-    initialize_head(head, target.embedding)
-
-    def save() -> None:
-        save_head(head, config, directory)
-
-    on_step = progress("head", lambda means: f"agreement {means['agreement']:.4f} token {means['token']:.4f}", save)
-    train_head(
-        head, target, rows, seed=recipe.seed, num_steps=recipe.head_steps, num_threads=NUM_THREADS, on_step=on_step
-    )
-    save()
+def make_head(recipe: Recipe, method: str, target: Path, directory: Path) -> None:
+    """Train a head against the published target."""
+    conversations = training_conversations(recipe.seed + HEAD_STREAM, TRAINING_MIX)
+    steps = recipe.head_steps
+    train_tiny_head(target, directory, conversations, method=method, num_steps=steps, seed=recipe.seed)
 
 
-def progress(name: str, describe: Callable[[dict], str], save: Callable[[], None]) -> Callable[[StepReport], None]:
+def progress(
+    name: str, num_steps: int, describe: Callable[[dict], str], save: Callable[[], None]
+) -> Callable[[int, dict[str, float]], None]:
     """Prints every 25th step with the tokens per second so far, saves every 200th."""
     start = time.monotonic()
 
-    def on_step(report: StepReport) -> None:
-        if report.step % 25 == 0 or report.step == report.num_steps:
-            rate = report.step * ROWS_PER_STEP * ROW_LENGTH / (time.monotonic() - start)
-            print(f"{name} {report.step}/{report.num_steps} {describe(report.means)} {rate:.0f} tokens/s", flush=True)
-        if report.step % 200 == 0:
+    def on_step(step: int, means: dict[str, float]) -> None:
+        if step % 25 == 0 or step == num_steps:
+            rate = step * ROWS_PER_STEP * ROW_LENGTH / (time.monotonic() - start)
+            print(f"{name} {step}/{num_steps} {describe(means)} {rate:.0f} tokens/s", flush=True)
+        if step % 200 == 0:
             save()
 
     return on_step
@@ -175,6 +155,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target-steps", type=int, default=1500, help="3840 tokens each")
     parser.add_argument("--refining-steps", type=int, default=500, help="3840 tokens each")
     parser.add_argument("--head-steps", type=int, default=300, help="3840 tokens each")
+    parser.add_argument("--method", choices=("eagle2", "eagle3"), default="eagle2", help="of the head")
     parser.add_argument("--start-at", choices=STAGES, default=STAGES[0], help="keep what earlier stages left in --out")
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything, for a test")
     return parser.parse_args()
@@ -197,7 +178,7 @@ def main() -> None:
     if "refining" in stages:
         refine_target(recipe, tokenizer, target)
     if "head" in stages:
-        make_head(recipe, tokenizer, target, draft)
+        make_head(recipe, arguments.method, target, draft)
     write_prompts(prompts, recipe.prompts_per_category, PROMPT_SEED + arguments.seed)
     shapes = (PAPER_TREE, DEMO_TREE, SMALL_TREE, CHAIN)
     for line in tau_table(target, draft, read_prompts(prompts), shapes, recipe.answer_tokens):

@@ -69,7 +69,7 @@ def test_the_logarithms_hold_at_the_ends_of_the_uniform():
     out = torch.empty(2, 4096, device=DEVICE)
     _logs[(1,)](v.to(DEVICE), out, SIZE=4096)
     wanted = torch.stack([v.double().log(), (-v.double()).log1p()])
-    assert ((out.cpu() / wanted - 1).abs() < 3e-7).all()
+    assert ((out.cpu() / wanted - 1).abs() < 5e-7).all()  # a GPU's division alone may be off by 2.4e-7
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from itertools import islice
 import pytest
 import torch
 
-from eagle_ray.training.packing import Document, pack
 from jobs.tiny_pair.corpus import training_conversations
 from jobs.tiny_pair.corpus.grammar import exchange
 from jobs.tiny_pair.documents import encode_document, make_rows
 from jobs.tiny_pair.tiny_tokenizer import ASSISTANT, BOS, END, PAD, USER, encode_prompt, train_tokenizer
+from jobs.tiny_pair.training_rows import WeightedDocument, pack
 
 ROW_LENGTH = 200
 
@@ -33,19 +33,21 @@ def test_a_prompt_is_the_document_up_to_its_last_answer(tokenizer):
 
 
 def test_packing_keeps_every_document_whole():
-    documents = [Document([BOS, *[9] * length, END], [1.0] * (length + 2)) for length in (3, 90, 40, 7, 150, 1, 60)]
+    documents = [
+        WeightedDocument([BOS, *[9] * length, END], [1.0] * (length + 2)) for length in (3, 90, 40, 7, 150, 1, 60)
+    ]
     rows = list(pack(documents, ROW_LENGTH, PAD))
     assert all(len(row.ids) == len(row.weights) == ROW_LENGTH for row in rows)
     runs = [len(part.split(f" {END}")[0].split()) for row in rows for part in text_of(row).split(f"{BOS} ")[1:]]
     assert sorted(runs) == [1, 3, 7, 40, 60, 90, 150]
 
 
-def text_of(row: Document) -> str:
+def text_of(row: WeightedDocument) -> str:
     return " ".join(str(token) for token in row.ids if token != PAD) + " "
 
 
 def test_a_document_longer_than_a_row_is_left_out():
-    assert list(pack([Document([9] * (ROW_LENGTH + 1), [1.0] * (ROW_LENGTH + 1))], ROW_LENGTH, PAD)) == []
+    assert list(pack([WeightedDocument([9] * (ROW_LENGTH + 1), [1.0] * (ROW_LENGTH + 1))], ROW_LENGTH, PAD)) == []
 
 
 def test_rows_are_used_once_and_in_order(tokenizer):

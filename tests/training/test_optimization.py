@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from eagle_ray.training.optimization import GradientDescent, Losses, learning_rate_factor
+from eagle_ray.training.optimization import Clipping, GradientDescent, Losses, Schedule, muon
 
 
 def regression(num_threads: int, num_steps: int = 60) -> tuple[nn.Module, list[float]]:
@@ -11,18 +11,18 @@ def regression(num_threads: int, num_steps: int = 60) -> tuple[nn.Module, list[f
     torch.manual_seed(0)
     wanted = torch.randn(8, 8)
     model = nn.Linear(8, 8)
-    descent = GradientDescent(
-        [model.weight], [model.bias], num_steps=num_steps, matrix_rate=0.5, other_rate=0.02, max_norm=1.0
-    )
+    optimizers = muon([model.weight], [model.bias], 0.5, 0.0)
+    schedule = Schedule("plateau", num_steps, warmup_steps=40)
+    descent = GradientDescent(optimizers, schedule, Clipping(norm=1.0), threads=num_threads)
 
     def losses_of(points: torch.Tensor) -> Losses:
-        total = (model(points) - points @ wanted).square().mean(-1).sum()
-        return Losses(total, len(points), {"loss": total.item()})
+        total = (model(points) - points @ wanted).square().mean(-1).sum() / 32
+        return Losses(total, {"loss": total.item()})
 
     shown = []
     for step in range(num_steps):
         points = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
-        shown.append(descent.step(step, points.chunk(num_threads), losses_of).means["loss"])
+        shown.append(descent.step(step, points.chunk(num_threads), losses_of)[0]["loss"])
     return model, shown
 
 
@@ -42,8 +42,25 @@ def test_a_run_repeats_exactly():
 
 
 def test_the_rate_rises_stays_and_falls():
-    factors = [learning_rate_factor(step, 1000) for step in range(1000)]
+    factors = [Schedule("plateau", 1000, warmup_steps=40).factor(step) for step in range(1000)]
     assert factors[0] == 1 / 40
     assert factors[39] == factors[399] == 1.0
     assert factors[400:] == sorted(factors[400:], reverse=True)
     assert factors[-1] == 0.02
+
+
+def test_the_published_schedule_rises_and_falls_to_nothing():
+    factors = [Schedule("linear", 100, warmup_steps=10).factor(step) for step in range(101)]
+    assert factors[0] == 0.1 and factors[9] == factors[10] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True) and factors[100] == 0.0
+
+
+def test_gradients_are_clipped_by_value_and_by_norm():
+    model = nn.Linear(3, 1, bias=False)
+    before = model.weight.detach().clone()
+    sgd = [torch.optim.SGD(model.parameters(), lr=1.0)]
+    descent = GradientDescent(sgd, Schedule("constant", 10, 0), Clipping(value=0.5, norm=5.0))
+    slopes = torch.tensor([[0.1, 30.0, 40.0]])
+    _, norm = descent.step(0, [slopes], lambda shard: Losses((model.weight * shard).sum(), {}))
+    assert abs(norm - 50.0) < 0.01
+    torch.testing.assert_close(before - model.weight, torch.tensor([[0.01, 0.5, 0.5]]), rtol=1e-3, atol=1e-4)

@@ -1,68 +1,199 @@
-"""The head's loss: on answers only, and small for a head that predicts the target's features."""
+"""A whole run: resume bit for bit, the cache of features, the published layout, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
 
-from eagle_ray.training.optimization import StepReport
-from eagle_ray.training.packing import TrainingRows
-from eagle_ray.training.train_head import FeatureShard, FrozenTarget, head_losses, initialize_head, train_head
+from eagle_ray.build import load_causal_lm
+from eagle_ray.config import ConfigError, ModelConfig
+from eagle_ray.draft_vocab import read_draft_vocab
+from eagle_ray.errors import EngineError
+from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.models.loader import load_config
+from eagle_ray.storage.path import StoragePath
+from eagle_ray.training import train_head as train_head_module
+from eagle_ray.training.feature_cache import FeatureCache
+from eagle_ray.training.feature_source import ComputedFeatures
+from eagle_ray.training.packing import PackedBatch
+from eagle_ray.training.train_head import train_head
+from eagle_ray.training.training_data import load_data
 
-VOCAB, HIDDEN, LENGTH = 11, 8, 128  # long rows, as the published noise grows with their shortness
+
+def run(config: Any, **options: Any) -> dict[str, Any]:
+    return train_head(config, [config.data.path], **options)
 
 
-class Oracle(nn.Module):
-    """Knows the next feature: in this target a feature is a function of its token alone."""
-
-    def forward(self, embeddings, features, positions):
-        return embeddings
-
-
-class LinearHead(nn.Module):
-    """The simplest head with an `fc`: no attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        self.scale = nn.Parameter(torch.ones(HIDDEN))
-
-    def forward(self, embeddings, features, positions):
-        return self.fc(torch.cat([embeddings, features], -1)) * self.scale
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
 
 
 @pytest.fixture
-def target() -> FrozenTarget:
-    torch.manual_seed(0)
-    embedding = torch.randn(VOCAB, HIDDEN)
-    return FrozenTarget(lambda ids: embedding[ids], embedding, torch.randn(VOCAB, HIDDEN))
+def stop_after(monkeypatch):
+    """stop_after(3): the process ends after that step, as by a kill."""
+
+    def stop(step: int) -> None:
+        show = train_head_module._Progress.show
+
+        def interrupted(self, report, curves):
+            show(self, report, curves)
+            if report.step == step:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(train_head_module._Progress, "show", interrupted)
+
+    return stop
 
 
-def some_rows(count: int) -> TrainingRows:
-    """Rows whose second half is an answer."""
-    ids = torch.randint(VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(1))
-    return TrainingRows(ids, torch.full((count, LENGTH), 0.25).index_fill(1, torch.arange(LENGTH // 2, LENGTH), 1.0))
+@pytest.mark.parametrize("method", ["eagle2", "eagle3"])
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_a_resumed_run_repeats_the_numbers_bit_for_bit(make_config, tmp_path, stop_after, monkeypatch, method, kind):
+    settings = {"head.method": method, "optimizer.kind": kind, "training.threads": 2}
+    whole = run(make_config(**settings, **{"output.path": str(tmp_path / "whole")}))
+    with monkeypatch.context():
+        stop_after(5)  # the checkpoint is of step 4
+        with pytest.raises(KeyboardInterrupt):
+            run(make_config(**settings))
+    monkeypatch.undo()
+    resumed = run(make_config(**settings))
+    assert resumed["curves"] == whole["curves"]
+    one, other = tensors(tmp_path / "whole"), tensors(tmp_path / "head")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert run(make_config(**settings)) == json.loads((tmp_path / "head" / "training.json").read_text())
 
 
-def quiet(rows: TrainingRows) -> FeatureShard:
-    return FeatureShard(rows, torch.zeros(len(rows), LENGTH - 1, HIDDEN))
+def test_the_loss_falls_and_the_engine_measures_tau(make_config, tmp_path):
+    settings = {"training.steps": 40, "evaluation.every": 20, "optimizer.rate": 0.02}
+    record = run(make_config(**settings))
+    losses = [means["loss"] for _, means, _ in record["curves"]["steps"]]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert [step for step, _ in record["curves"]["held_out"]] == [20, 40]
+    assert all(result["tau"] >= 1 for _, result in record["curves"]["held_out"])
+    page = (tmp_path / "head" / "report.html").read_text()
+    assert "Held-out tau" in page and page.count("<svg") == 3 and "speculative.method=eagle2" in page
 
 
-def test_an_oracle_has_no_feature_loss_and_always_agrees(target):
-    losses = head_losses(Oracle(), target, quiet(some_rows(3)))
-    assert losses.shown["feature"] == pytest.approx(0, abs=1e-6)
-    assert losses.shown["agreement"] == losses.count
+def test_a_cached_run_equals_one_that_computes(make_config, tmp_path):
+    one = run(make_config(**{"head.method": "eagle3", "training.steps": None, "training.epochs": 2}))
+    two = run(
+        make_config(
+            **{
+                "head.method": "eagle3",
+                "training.steps": None,
+                "training.epochs": 2,
+                "data.feature_cache": "off",
+                "output.path": str(tmp_path / "computed"),
+            }
+        )
+    )
+    assert list((tmp_path / "head" / "features").glob("features-*.bin"))
+    for (_, mine, _), (_, theirs, _) in zip(one["curves"]["steps"], two["curves"]["steps"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
-def test_only_predictions_of_answer_tokens_count(target):
-    # Pair i predicts token i+2, so the answers of the second half are predicted, every one of them.
-    assert head_losses(Oracle(), target, quiet(some_rows(3))).count == 3 * LENGTH // 2
+def test_a_feature_cache_goes_on_after_a_kill_and_refuses_other_data(make_config, tmp_path, monkeypatch):
+    config = make_config()
+    data = load_data(config, None, [config.data.path])
+    causal_lm = load_causal_lm(ModelConfig(target=config.model.target, draft=None, device="cpu", dtype="float32"))
+    source = ComputedFeatures(causal_lm, (2, 4, 5), 64)
+    monkeypatch.setattr("eagle_ray.training.feature_cache.SHARD_BYTES", 20_000)
+    FeatureCache.open(tmp_path / "cache", source, data.documents[:17], {"data": 1})
+    monkeypatch.setattr(source, "read", lambda packed: pytest.fail("computed again"))
+    FeatureCache.open(tmp_path / "cache", source, data.documents[:17], {"data": 1})
+    monkeypatch.undo()
+    cache = FeatureCache.open(tmp_path / "cache", source, data.documents, {"data": 1})
+    packed = PackedBatch.of(data.documents, [30, 2, 16, 17])
+    for name in ("features", "hidden", "greedy_ids"):
+        torch.testing.assert_close(getattr(cache.read(packed), name), getattr(source.read(packed), name))
+    with pytest.raises(EngineError, match="another target or other data"):
+        FeatureCache.open(tmp_path / "cache", source, data.documents, {"data": 2})
 
 
-def test_training_teaches_a_head(target):
-    head = LinearHead()
-    torch.manual_seed(0)
-    initialize_head(head, target.embedding)
-    reports: list[StepReport] = []
-    train_head(head, target, some_rows(60), seed=0, num_steps=60, num_threads=1, rate=0.1, on_step=reports.append)
-    assert reports[-1].means["agreement"] > reports[0].means["agreement"] + 0.2
-    assert reports[-1].means["feature"] < reports[0].means["feature"] / 2
+def test_a_draft_vocabulary_is_the_most_frequent_answer_tokens(make_config, tmp_path):
+    run(make_config(**{"head.draft_vocab_size": 20, "training.steps": 1}))
+    chosen = read_draft_vocab(str(tmp_path / "head" / "draft_vocab.txt"), None, 97)
+    assert len(chosen) == 20 and len(set(chosen)) == 20
+
+
+# vLLM 0.32.0 (model_executor/models/llama_eagle.py, llama_eagle3.py; transformers_utils/configs/eagle.py):
+#   EagleLlamaForCausalLM prefixes every name with "model." and has fc without bias, layers.0 without input_layernorm;
+#   an unexpected name is an error. The embedding may be absent: it is then the target's.
+#   LlamaForCausalLMEagle3 maps "midlayer." to "layers.0.", reads draft_vocab_size, d2t and lm_head of its size; t2d is
+#   skipped. q, k and v read 2 H; fc reads 3 H and has no bias.
+# SGLang 0.5.23 (srt/models/llama_eagle.py, llama_eagle3.py): LlamaForCausalLMEagle has an fc with bias;
+#   LlamaForCausalLMEagle3 has none unless the config says bias.
+LAYER = [f"self_attn.{name}_proj.weight" for name in "qkvo"] + [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+
+
+def test_an_eagle2_head_has_the_names_that_vllm_reads(make_config, tmp_path, target_directory):
+    run(make_config(**{"training.steps": 1}))
+    raw, found = json.loads((tmp_path / "head" / "config.json").read_text()), tensors(tmp_path / "head")
+    assert raw["architectures"] == ["EagleLlamaForCausalLM"] and raw["model_type"] == "llama" and raw["bias"] is False
+    layer = [f"layers.0.{name}" for name in [*LAYER, "post_attention_layernorm.weight"]]
+    assert set(found) == {"fc.weight", *layer}
+    assert found["fc.weight"].shape == (32, 64) and found["fc.weight"].dtype == torch.bfloat16
+    load_head(tmp_path / "head", load_config(target_directory))
+
+
+def test_an_eagle2_head_for_sglang_has_a_bias_and_the_embedding(make_config, tmp_path, target_directory):
+    run(make_config(**{"training.steps": 1, "head.layout": "sglang"}))
+    raw, found = json.loads((tmp_path / "head" / "config.json").read_text()), tensors(tmp_path / "head")
+    assert raw["architectures"] == ["LlamaForCausalLMEagle"] and raw["tie_word_embeddings"] is False
+    assert found["fc.bias"].shape == (32,) and found["embed_tokens.weight"].shape == (97, 32)
+    load_head(tmp_path / "head", load_config(target_directory))
+
+
+def test_an_eagle3_head_has_the_names_that_vllm_and_sglang_read(make_config, tmp_path, target_directory):
+    run(make_config(**{"training.steps": 1, "head.method": "eagle3"}))
+    raw, found = json.loads((tmp_path / "head" / "config.json").read_text()), tensors(tmp_path / "head")
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["draft_vocab_size"] == 60
+    norms = [f"{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    layer = [f"midlayer.{name}" for name in [*LAYER, *norms]]
+    assert set(found) == {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", *layer}
+    assert found["midlayer.self_attn.q_proj.weight"].shape == (32, 64) and found["fc.weight"].shape == (32, 96)
+    ids = torch.arange(60) + found["d2t"]
+    assert found["d2t"].dtype == torch.int64 and found["t2d"].dtype == torch.bool
+    assert ids.tolist() == sorted(ids.tolist()) and found["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
+    assert load_head(tmp_path / "head", load_config(target_directory)).token_ids.tolist() == ids.tolist()
+
+
+def test_an_eagle3_head_over_every_token_has_no_vocabulary_maps(make_config, tmp_path, target_directory):
+    """vLLM makes its map only if the sizes differ, and refuses a d2t without it."""
+    run(make_config(**{"training.steps": 1, "head.method": "eagle3", "head.draft_vocab_size": None}))
+    assert not {"d2t", "t2d"} & set(tensors(tmp_path / "head"))
+    assert load_head(tmp_path / "head", load_config(target_directory)).token_ids is None
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_medusa_and_hydra_heads_are_published_and_run(make_config, method):
+    record = run(make_config(**{"head.method": method, "head.num_levels": 2, "head.draft_vocab_size": None}))
+    assert record["curves"]["held_out"][-1][1]["tau"] >= 1
+
+
+def test_checkpoints_of_other_settings_are_refused(make_config, stop_after, monkeypatch):
+    stop_after(3)
+    with pytest.raises(KeyboardInterrupt):
+        run(make_config())
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="another configuration"):
+        run(make_config(**{"training.seed": 1}))
+    run(make_config(**{"training.seed": 1, "output.if_exists": "overwrite"}))
+
+
+def test_eagle3_needs_seven_layers(make_config, tmp_path):
+    from tests.helpers.toy_models import llama
+
+    llama(num_hidden_layers=6).save_pretrained(tmp_path / "shallow")
+    with pytest.raises(ConfigError, match=r"7 layers or more.*has 6\. Use eagle2"):
+        run(make_config(**{"model.target": str(tmp_path / "shallow"), "head.method": "eagle3"}))
+
+
+def test_only_the_newest_checkpoints_are_kept(make_config, tmp_path):
+    run(make_config())
+    names = [file.name for file in (StoragePath.of(tmp_path / "head") / "checkpoints").glob("*.pt")]
+    assert names == ["step-00000004.pt", "step-00000006.pt"]

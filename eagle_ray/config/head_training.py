@@ -1,0 +1,250 @@
+"""Configuration of `eagle-ray train`: its keys and their defaults, which are those of the published recipes.
+
+>>> config = load_train_config(None, sets=["data.path=chats.jsonl", "output.path=runs/head"])      # doctest: +SKIP
+>>> config.head.method
+'eagle2'
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from eagle_ray.chat_templates import NAMES
+from eagle_ray.config.job import LoggingConfig, ModelConfig, Name, PositiveFloat, PositiveInt, Seed, StrictModel
+
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+TrainMethod = Literal["eagle2", "eagle3", "medusa", "hydra"]
+PUBLISHED_RATE = {"eagle2": 3e-5, "eagle3": 5e-5, "medusa": 1e-3, "hydra": 1e-3}
+PUBLISHED_WARMUP = {"eagle2": 2000, "eagle3": 12000, "medusa": 40, "hydra": 40}
+MUON_RATE, MUON_WARMUP = 4e-3, 40
+MAX_WARMUP_SHARE = 0.05  # of a run, for `auto`: the published numbers are those of 800,000 steps
+
+
+class TargetConfig(StrictModel):
+    """The target that the head is for."""
+
+    target: Name = Field(
+        default="embedded:tiny",
+        description="embedded:tiny, embedded:smollm2, a local directory or a hub id such as org/name",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto, float32, bfloat16 or float16"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
+    chat_template: Name = Field(
+        default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+    )
+
+    def model_config_for(self, draft: str | None, max_model_len: int | None = None) -> ModelConfig:
+        """Return the engine's model section with this target and a head."""
+        values = self.model_dump() | {"draft": draft, "max_model_len": max_model_len}
+        return ModelConfig.model_validate(values)
+
+
+class UserTurnsConfig(StrictModel):
+    """Prompts that the target itself writes from its chat template, as Magpie does (arXiv 2406.08464).
+
+    count: number of prompts; 0 reads data.path instead.
+    """
+
+    count: NonNegativeInt = Field(default=0, description="a number of prompts, 0 (off) or more")
+    temperature: PositiveFloat = Field(default=1.0, description="a number above 0")
+    top_p: Share = Field(default=0.95, description="a number above 0, at most 1")
+    max_tokens: PositiveInt = Field(default=192, description="a number of tokens, 1 or more")
+
+
+class AnswersConfig(StrictModel):
+    """Answers of the target to the prompts of data.path, made by a batch job below output.path.
+
+    by: given trains on the answers in the data; target discards them and lets the target answer.
+    draft: an earlier head of this target, with which the job is faster.
+    """
+
+    by: Literal["given", "target"] = Field(default="given", description="given or target")
+    temperature: NonNegativeFloat = Field(default=0.0, description="a number, 0 (greedy) or more")
+    max_tokens: PositiveInt = Field(default=512, description="a number of tokens, 1 or more")
+    draft: Name | None = Field(default=None, description="a head's directory or hub id, or null")
+    slots: Literal["auto"] | PositiveInt = Field(default="auto", description="auto or a number of sequences, 1 or more")
+
+
+class DataConfig(StrictModel):
+    """Texts to train on.
+
+    format: chat is JSONL with `messages` (OpenAI) or `conversations` (ShareGPT); text is one text a line, or JSONL with
+        `text`; run is a run directory or its Parquet files. auto decides by name and by the first row.
+    max_length: a longer document is cut there.
+    held_out: documents that are kept for the evaluation, the first of the shuffled data.
+    feature_cache: directory of the target's features, for data that are read in several epochs. auto is
+        output.path/features if one process reads the data in more than one epoch. Each of several workers has a
+        cache of its own.
+    """
+
+    path: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
+        default=None, description="a file, a directory, a glob, a list of them, or null with user_turns (also: -i)"
+    )
+    format: Literal["auto", "chat", "text", "run"] = Field(default="auto", description="auto, chat, text or run")
+    limit: PositiveInt | None = Field(default=None, description="a number of documents, 1 or more, or null for all")
+    max_length: Annotated[int, Field(ge=8, lt=2**20)] = Field(default=2048, description="a number of tokens, 8 or more")
+    held_out: NonNegativeInt = Field(default=16, description="a number of documents, 0 or more")
+    answers: AnswersConfig = AnswersConfig()
+    user_turns: UserTurnsConfig = UserTurnsConfig()
+    feature_cache: Name = Field(default="auto", description="auto, off or a directory")
+
+
+class HeadConfig(StrictModel):
+    """The head's method and shape.
+
+    draft_vocab_size: tokens that the head can draft, the most frequent ones of the answers. null is 32,000 for eagle3,
+        or all if the target has no more, and all tokens for eagle2. An eagle2 head gets a draft_vocab.txt.
+    intermediate_size: width of the head's MLP; null is the target's.
+    num_levels: heads of medusa and hydra.
+    layout: sglang writes an eagle2 head with SGLang's architecture name, an fc bias of zeros and the embedding.
+    """
+
+    method: TrainMethod = Field(default="eagle2", description="eagle2, eagle3, medusa or hydra (also: --method)")
+    draft_vocab_size: PositiveInt | None = Field(default=None, description="a number of tokens, 1 or more, or null")
+    intermediate_size: PositiveInt | None = Field(default=None, description="a number, 1 or more, or null")
+    num_levels: PositiveInt = Field(default=4, description="a number of heads, 1 or more")
+    layout: Literal["published", "sglang"] = Field(default="published", description="published or sglang")
+
+
+class LossConfig(StrictModel):
+    """Weights of the loss.
+
+    feature, token, noise: of eagle2. noise is the width of uniform noise on the features, for 512 tokens.
+    passes: unrolled passes of eagle3. decay: weight of each further pass of eagle3, or head of medusa and hydra.
+    """
+
+    feature: NonNegativeFloat = Field(default=1.0, description="a number, 0 or more")
+    token: NonNegativeFloat = Field(default=0.1, description="a number, 0 or more")
+    noise: NonNegativeFloat = Field(default=0.2, description="a number, 0 or more")
+    passes: PositiveInt = Field(default=7, description="a number of passes, 1 or more")
+    decay: Share = Field(default=0.8, description="a number above 0, at most 1")
+
+
+class OptimizerConfig(StrictModel):
+    """Optimizer and its schedule.
+
+    kind: adamw is the published one. muon steps matrices with Muon and the rest with AdamW at half the rate; it takes a
+        small head much further in as many steps.
+    rate: peak learning rate. auto is the published one of the method, or 4e-3 with muon.
+    warmup_steps: auto is the published number, at most a twentieth of the run.
+    schedule: auto is linear with adamw, and plateau with muon.
+    clip_value, clip_norm: auto is 0.5 for the one that the optimizer's recipe uses, and off for the other.
+    """
+
+    kind: Literal["adamw", "muon"] = Field(default="adamw", description="adamw or muon")
+    rate: Literal["auto"] | PositiveFloat = Field(default="auto", description="auto or a number above 0")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="a list of two numbers below 1", strict=False)
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="a number, 0 or more")
+    warmup_steps: Literal["auto"] | NonNegativeInt = Field(default="auto", description="auto or a number of steps")
+    schedule: Literal["auto", "linear", "constant", "plateau"] = Field(
+        default="auto", description="auto, linear, constant or plateau"
+    )
+    clip_value: Literal["auto"] | PositiveFloat | None = Field(default="auto", description="auto, a number or null")
+    clip_norm: Literal["auto"] | PositiveFloat | None = Field(default="auto", description="auto, a number or null")
+
+
+class TrainingConfig(StrictModel):
+    """Length, batches and workers of the run.
+
+    steps: optimizer steps; null is `epochs` passes over the data.
+    batch_tokens: tokens of one optimizer step, over all workers.
+    shard_tokens: tokens of one forward pass of the head; several are accumulated.
+    dtype: of the head's matrix products; weights and optimizer are fp32. auto is bfloat16 if the device has it.
+    threads: threads that compute one shard each, on a CPU. auto is torch's number of threads.
+    checkpoint_every, checkpoint_every_s: steps and seconds between two checkpoints, whichever comes first.
+    workers: processes of Ray Train, one GPU each if there are GPUs. 1 trains in this process, without Ray.
+    """
+
+    steps: PositiveInt | None = Field(default=None, description="a number of steps, 1 or more, or null (also: --steps)")
+    epochs: PositiveInt = Field(default=1, description="a number of passes over the data, 1 or more")
+    batch_tokens: PositiveInt = Field(default=8192, description="a number of tokens, 1 or more")
+    shard_tokens: PositiveInt = Field(default=2048, description="a number of tokens, 1 or more")
+    seed: Seed = Field(default=0, description="a 64-bit integer")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="auto, float32 or bfloat16")
+    threads: Literal["auto"] | PositiveInt = Field(default="auto", description="auto or a number of threads")
+    workers: PositiveInt = Field(default=1, description="a number of processes, 1 or more")
+    ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
+    checkpoint_every: PositiveInt = Field(default=200, description="a number of steps, 1 or more")
+    checkpoint_every_s: PositiveFloat = Field(default=300.0, description="a number of seconds, above 0")
+    keep_checkpoints: PositiveInt = Field(default=2, description="a number of checkpoints, 1 or more")
+
+
+class EvaluationConfig(StrictModel):
+    """tau on the held-out prompts, measured by the engine with the head as it is.
+
+    every: steps between two measurements; 0 measures at the end only.
+    """
+
+    every: NonNegativeInt = Field(default=1000, description="a number of steps, 0 or more")
+    prompts: NonNegativeInt = Field(default=16, description="a number of prompts, 0 (off) or more")
+    max_tokens: PositiveInt = Field(default=64, description="a number of tokens, 1 or more")
+    max_nodes: PositiveInt = Field(default=20, description="an integer, 1 or more")
+    max_depth: PositiveInt = Field(default=5, description="an integer, 1 or more")
+    top_k: PositiveInt = Field(default=8, description="an integer, 1 or more")
+
+
+class HeadOutputConfig(StrictModel):
+    """path: directory of the head, its checkpoints and its report.
+
+    if_exists: resume continues an unfinished run of an equal configuration.
+    """
+
+    path: Name = Field(description="a directory for the head (also: -o)")
+    if_exists: Literal["resume", "fail", "overwrite"] = Field(default="resume", description="resume, fail or overwrite")
+
+
+class TrainConfig(StrictModel):
+    name: Name = Field(default="train", description="a text that is not empty")
+    model: TargetConfig = TargetConfig()
+    data: DataConfig = DataConfig()
+    head: HeadConfig = HeadConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    output: HeadOutputConfig
+    logging: LoggingConfig = LoggingConfig()
+
+
+# A resumed run may change these keys: they affect neither the data nor the numbers of a step.
+NOT_COMPARED = (
+    "name",
+    "evaluation",
+    "output",
+    "logging",
+    "data.feature_cache",
+    "training.checkpoint_every",
+    "training.checkpoint_every_s",
+    "training.keep_checkpoints",
+    "training.ray_address",
+)
+
+
+def peak_rate(config: TrainConfig) -> float:
+    """Return the peak learning rate that optimizer.rate stands for."""
+    rate = config.optimizer.rate
+    if rate != "auto":
+        return rate
+    return MUON_RATE if config.optimizer.kind == "muon" else PUBLISHED_RATE[config.head.method]
+
+
+def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:
+    """Return the steps of warm-up that optimizer.warmup_steps stands for."""
+    steps = config.optimizer.warmup_steps
+    if steps != "auto":
+        return steps
+    published = MUON_WARMUP if config.optimizer.kind == "muon" else PUBLISHED_WARMUP[config.head.method]
+    return max(1, min(published, int(MAX_WARMUP_SHARE * num_steps)))
+
+
+def schedule_kind(config: TrainConfig) -> str:
+    """Return the schedule that optimizer.schedule stands for."""
+    if config.optimizer.schedule != "auto":
+        return config.optimizer.schedule
+    return "plateau" if config.optimizer.kind == "muon" else "linear"

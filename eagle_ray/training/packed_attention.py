@@ -1,0 +1,116 @@
+"""Attention of a head in training: over packed documents, with gradients, also over several unrolled steps.
+
+The head's own modules call `attend`, as they do in the engine, so training adds no second forward of a head.
+
+    PackedCausalAttention    each pair attends to its document's pairs up to itself
+    UnrolledAttention        EAGLE-3's training-time test (section 3.2): in pass s, pair t attends to the keys of pass
+                             0 up to t, and to its own key of each later pass
+
+             k0 k1 k2 k3 | pass 1      of pass 1, row 2: three keys of pass 0, and its own
+    row 2     x  x  x    |  x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from eagle_ray.attention.metadata import AttentionParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """What attention_function asks of a KV cache: the device of its keys."""
+
+    keys: Tensor
+
+
+class PackedCausalAttention:
+    """Causal attention within each of the packed documents.
+
+    lengths: pairs of each document.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+        self._lengths = lengths
+        self.cache = _Device(torch.empty(0, device=device))
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads P d"],
+        key: Float[Tensor, "1 kv_heads P d"],
+        value: Float[Tensor, "1 kv_heads P d"],
+        attention: AttentionParams,
+    ) -> Float[Tensor, "1 heads P d"]:
+        parts = zip(*(each.split(self._lengths, 2) for each in _same_dtype(query, key, value)), strict=True)
+        gqa = query.shape[1] != key.shape[1]
+        scale = attention.scaling
+        out = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=gqa) for part in parts]
+        return torch.cat(out, 2)
+
+
+class UnrolledAttention(PackedCausalAttention):
+    """Attention of the passes of a training-time test, which are made one after another."""
+
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+        super().__init__(lengths, device)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads P d"],
+        key: Float[Tensor, "1 kv_heads P d"],
+        value: Float[Tensor, "1 kv_heads P d"],
+        attention: AttentionParams,
+    ) -> Float[Tensor, "1 heads P d"]:
+        query, key, value = _same_dtype(query, key, value)
+        self._keys.append(key)
+        self._values.append(value)
+        if len(self._keys) == 1:
+            return super().attend(query, key, value, attention)
+        groups = query.shape[1] // key.shape[1]
+        folded = query[0].unflatten(0, (key.shape[1], groups)) * attention.scaling
+        own_keys = torch.stack([each[0] for each in self._keys[1:]])
+        own_values = torch.stack([each[0] for each in self._values[1:]])
+        ends = torch.tensor([0, *self._lengths]).cumsum(0).tolist()
+        out = [
+            _attend_unrolled(
+                folded[:, :, begin:end],
+                self._keys[0][0, :, begin:end],
+                self._values[0][0, :, begin:end],
+                own_keys[:, :, begin:end],
+                own_values[:, :, begin:end],
+            )
+            for begin, end in pairwise(ends)
+        ]
+        return torch.cat(out, 2).flatten(0, 1)[None]
+
+
+def _attend_unrolled(
+    query: Float[Tensor, "kv_heads G n d"],
+    key: Float[Tensor, "kv_heads n d"],
+    value: Float[Tensor, "kv_heads n d"],
+    own_keys: Float[Tensor, "S kv_heads n d"],
+    own_values: Float[Tensor, "S kv_heads n d"],
+) -> Float[Tensor, "kv_heads G n d"]:
+    """Return the attention of one document's rows. query: scaled; G query heads share a key/value head."""
+    kv_heads, groups, length, dim = query.shape
+    scores = torch.bmm(query.reshape(kv_heads, groups * length, dim), key.transpose(1, 2))
+    hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = scores.view(kv_heads, groups, length, length).masked_fill(hidden, float("-inf"))
+    own_scores = torch.einsum("kgnd,sknd->kgns", query, own_keys)
+    weights = torch.cat([scores, own_scores], -1).float().softmax(-1).to(value.dtype)
+    weights, own_weights = weights.split([length, len(own_keys)], -1)
+    out = torch.bmm(weights.reshape(kv_heads, groups * length, length), value)
+    return out.view_as(query) + torch.einsum("kgns,sknd->kgnd", own_weights, own_values)
+
+
+def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotation in fp32 leaves queries and keys wider than values under autocast."""
+    return query.to(value.dtype), key.to(value.dtype), value

@@ -1,0 +1,74 @@
+"""Training data of a configuration: its documents, shuffled, and the held-out ones.
+
+data = load_data(config, tokenizer)
+data.documents, data.held_out, data.digest
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from eagle_ray.config import ConfigError
+from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.training.conversations import TextSource, log_skipped
+from eagle_ray.training.packing import Document, count_answer_tokens
+
+log = logging.getLogger("eagle_ray")
+MAX_HELD_OUT_SHARE = 0.2  # of the documents
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Documents to train on, and those that are kept for the evaluation. digest: of all token ids."""
+
+    documents: list[Document]
+    held_out: list[Document]
+    digest: str
+
+
+def load_data(config: TrainConfig, tokenizer: Tokenizer | None, paths: Sequence[str]) -> TrainingData:
+    """Read and encode the files. Raises ConfigError if they hold nothing to train on."""
+    source = TextSource(paths, config.data.format)
+    found = source.documents(tokenizer)
+    documents = list(found if config.data.limit is None else islice(found, config.data.limit))
+    log_skipped(source.skipped)
+    if not documents:
+        reasons = f" ({', '.join(source.skipped)})" if source.skipped else ""
+        raise ConfigError(f"data.path: no document with an answer in {', '.join(paths)}{reasons}")
+    data = split_data(documents, config.data.held_out, config.data.max_length, config.training.seed)
+    log.info(
+        "data: %s documents, %s tokens, %s of them in answers; %d documents held out",
+        f"{len(data.documents):,}",
+        f"{sum(map(len, data.documents)):,}",
+        f"{count_answer_tokens(data.documents):,}",
+        len(data.held_out),
+    )
+    return data
+
+
+def split_data(documents: Sequence[Document], held_out: int, max_length: int, seed: int) -> TrainingData:
+    """Shuffle the documents, cut them to max_length, and keep the first ones for the evaluation."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    order = torch.randperm(len(documents), generator=generator).tolist()
+    shuffled = [documents[i].truncate(max_length) for i in order]
+    usable = [document for document in shuffled if any(document.is_answer[2:])]
+    if not usable:
+        raise ConfigError(f"data.max_length: no document has an answer within its first {max_length} tokens")
+    count = min(held_out, int(MAX_HELD_OUT_SHARE * len(usable)))
+    return TrainingData(usable[count:], usable[:count], digest_of(usable))
+
+
+def digest_of(documents: Iterable[Document]) -> str:
+    """Return 16 hex digits that hash the ids and the counted tokens of all documents, in order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(array("q", [len(document), *document.ids, *document.is_answer]).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,167 @@
+"""Readers of chats, texts and runs; the mask of a conversation's answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle_ray.config import ConfigError
+from eagle_ray.errors import RequestError
+from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answers, coverage
+from eagle_ray.training.batch_order import BatchOrder, split_evenly
+from eagle_ray.training.chat_mask import encode_conversation, user_turn_prefix
+from eagle_ray.training.conversations import TextSource, prompts_of
+from eagle_ray.training.held_out import held_out_prompts
+from eagle_ray.training.packing import Document, PackedBatch
+from eagle_ray.training.training_data import split_data
+from tests.training.conftest import write_answers
+
+TINY = Path(__file__).parents[2] / "eagle_ray" / "assets" / "tiny" / "target"
+CHAT = [
+    {"role": "user", "content": "Hello there"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    loaded = Tokenizer.load(TINY)
+    assert loaded is not None
+    return loaded
+
+
+def counted(tokenizer: Tokenizer, document: Document) -> str:
+    flags = zip(document.ids, document.is_answer, strict=True)
+    return tokenizer.decode_with_special([token for token, is_answer in flags if is_answer])
+
+
+def test_only_answers_and_their_ends_are_counted(tokenizer):
+    document = encode_conversation(tokenizer, CHAT)
+    assert counted(tokenizer, document) == "Hi.<|end|>4<|end|>"
+    assert tokenizer.decode_with_special(document.ids) == tokenizer.render_chat(CHAT, add_generation_prompt=False)
+    assert document.ids[: document.is_answer.index(True)] == tokenizer.encode_chat(CHAT[:1])
+
+
+def test_what_follows_the_end_of_an_answer_is_not_counted(tokenizer):
+    """Many templates add a line break after an answer's end, which no model writes."""
+    template = tokenizer.info()["chat_template"].replace("<|end|>", "<|end|>\n")
+    broken = Tokenizer(tokenizer._tokenizer, template, tokenizer.eos_ids)
+    assert counted(broken, encode_conversation(broken, CHAT)) == "Hi.<|end|>4<|end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+    template = "{% for message in messages %}{{ messages | length }}{{ message['content'] }}{% endfor %}"
+    rewriting = Tokenizer(tokenizer._tokenizer, template, tokenizer.eos_ids)
+    with pytest.raises(RequestError, match="renders a turn otherwise"):
+        encode_conversation(rewriting, CHAT)
+
+
+def test_a_users_words_begin_after_the_prefix(tokenizer):
+    assert user_turn_prefix(tokenizer) == "<|bos|><|user|>"
+
+
+def write(directory: Path, name: str, lines: list[object]) -> str:
+    path = directory / name
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def test_openai_and_sharegpt_rows_are_the_same_document(tokenizer, tmp_path):
+    turns = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
+    path = write(tmp_path, "chats.jsonl", [{"messages": CHAT}, {"conversations": turns, "id": 3}])
+    one, other = TextSource([path]).documents(tokenizer)
+    assert one == other == encode_conversation(tokenizer, CHAT)
+
+
+def test_every_token_of_a_text_counts(tokenizer, tmp_path):
+    texts = write(tmp_path, "a.txt", ["A line of text here", "Another line"])
+    rows = write(tmp_path, "b.jsonl", [{"text": "A line of text here"}, {"text": "Another line"}])
+    assert list(TextSource([texts]).documents(tokenizer)) == list(TextSource([rows]).documents(tokenizer))
+    assert all(document.is_answer == [True] * len(document) for document in TextSource([texts]).documents(tokenizer))
+
+
+def test_rows_that_cannot_be_used_are_counted_by_reason(tokenizer, tmp_path):
+    rows = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"other": 1}, {"messages": [{"role": "robot", "content": "x"}]}]
+    source = TextSource([write(tmp_path, "chats.jsonl", rows)])
+    assert len(list(source.documents(tokenizer))) == 1
+    assert source.skipped == {"no_answer": 1, "no_text": 1, "unknown_role": 1}
+
+
+def test_a_run_needs_no_tokenizer_if_it_holds_token_ids(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_answers(tmp_path / "data" / "part-001-000000.parquet", 5)
+    documents = list(TextSource([str(tmp_path)]).documents(None))
+    assert len(documents) == 5
+    assert all(document.is_answer[:4] == [False, False, False, True] for document in documents)
+
+
+def test_wrong_files_are_refused_by_name(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="there is no file at"):
+        list(TextSource([str(tmp_path / "none.jsonl")]).documents(tokenizer))
+    path = write(tmp_path, "chats.jsonl", [{"messages": CHAT}, "{broken"])
+    with pytest.raises(ConfigError, match=r"chats\.jsonl line 2 is not JSON"):
+        list(TextSource([path]).documents(tokenizer))
+
+
+def test_prompts_end_with_the_last_question():
+    rows = [{"messages": CHAT}, {"prompt": "Once"}, {"prompt_token_ids": [1, 2]}, {"text": "no prompt"}]
+    first, second, third = prompts_of(rows)
+    assert first["messages"] == CHAT[:3] and second["prompt"] == "Once" and third["prompt_token_ids"] == [1, 2]
+    assert len({first["id"], second["id"], third["id"]}) == 3
+
+
+def documents(count: int) -> list[Document]:
+    return [Document([7] * (4 + i), [False] + [True] * (3 + i)) for i in range(count)]
+
+
+def test_every_epoch_reads_each_document_once_in_another_order():
+    order = BatchOrder([len(document) for document in documents(20)], batch_tokens=40, seed=3)
+    steps = order.num_steps(2)
+    first = [order.batch(step) for step in range(order.num_steps(1))]
+    second = [order.batch(step) for step in range(order.num_steps(1), steps)]
+    for epoch in (first, second):
+        assert sorted(i for batch in epoch for i in batch) == list(range(20))
+        assert all(sum(4 + i for i in batch) <= 40 for batch in epoch)
+    assert first != second
+    again = BatchOrder([len(document) for document in documents(20)], batch_tokens=40, seed=3)
+    assert again.batch(steps - 1) == second[-1]
+
+
+def test_shards_of_a_step_are_about_as_large():
+    lengths = [5, 1, 9, 2, 2, 7, 4]
+    shards = split_evenly(range(7), lengths, 3)
+    assert sorted(i for shard in shards for i in shard) == list(range(7))
+    assert max(sum(lengths[i] for i in shard) for shard in shards) <= 11
+
+
+def test_pairs_stay_within_their_document():
+    batch = PackedBatch.of(
+        [Document([1, 2, 3, 4], [False, False, True, True]), Document([5, 6, 7], [True] * 3)], [0, 1]
+    )
+    pairs = batch.pairs
+    assert pairs.rows.tolist() == [0, 1, 2, 4, 5] and pairs.positions.tolist() == [0, 1, 2, 0, 1]
+    assert pairs.rows_after(2).tolist() == [2, 3, 3, 6, 6]
+    assert pairs.predicts_answer(2).tolist() == [True, True, False, True, False]
+
+
+def test_held_out_documents_are_not_trained_on():
+    data = split_data(documents(20), held_out=4, max_length=12, seed=0)
+    assert len(data.held_out) == 4 and len(data.documents) == 16
+    assert max(map(len, [*data.documents, *data.held_out])) == 12
+    assert split_data(documents(20), 4, 12, 0) == data != split_data(documents(20), 4, 12, 1)
+
+
+def test_a_held_out_prompt_ends_before_the_answer_and_a_text_is_continued():
+    chat, text = Document([1, 2, 3, 4], [False, False, True, True]), Document(list(range(10)), [True] * 10)
+    assert held_out_prompts([chat, text], 2) == [[1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_the_vocabulary_of_answers_begins_with_the_most_frequent_tokens():
+    counts = count_answers([Document([3, 4, 4, 9], [False, True, True, True])])
+    assert answer_vocabulary(counts, 2, 10) == [4, 9] and answer_vocabulary(counts, 4, 10) == [4, 9, 0, 1]
+    assert coverage(counts, [4]) == pytest.approx(2 / 3)

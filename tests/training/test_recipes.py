@@ -1,0 +1,202 @@
+"""Each recipe's loss and gradients equal a slow, obvious implementation, however the step is split."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
+from eagle_ray.training.eagle3_recipe import Eagle3Recipe, UnrolledLoss
+from eagle_ray.training.eagle_recipe import NOISE_LENGTH, EagleLoss, EagleRecipe
+from eagle_ray.training.feature_source import ComputedFeatures, FeatureBatch
+from eagle_ray.training.frozen_target import FrozenTarget
+from eagle_ray.training.head_recipe import HeadRecipe
+from eagle_ray.training.medusa_recipe import MedusaRecipe
+from eagle_ray.training.packing import Document, PackedBatch
+from tests.helpers.toy_models import LLAMA, llama
+
+LAYERS = (2, 4, 5)
+VOCAB = LLAMA["vocab_size"]
+DRAFTED = sorted(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:60].tolist())
+RAW = {**LLAMA, "intermediate_size": 24, "bias": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama(num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [9, 14, 5, 11]
+    ids = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    flags = [[i >= length // 3 for i in range(length)] for length in lengths]
+    return [Document(*pair) for pair in zip(ids, flags, strict=True)]
+
+
+def features(model, documents, layers) -> ComputedFeatures:
+    return ComputedFeatures(model, layers, max_length=32)
+
+
+def eagle(model, token_ids: list[int] | None) -> EagleRecipe:
+    torch.manual_seed(1)
+    return EagleRecipe(FrozenTarget.of(model, token_ids), RAW, EagleLoss(0.7, 0.3, 0.2), torch.float32)
+
+
+def eagle3(model) -> Eagle3Recipe:
+    torch.manual_seed(1)
+    scale = torch.rand(3 * LLAMA["hidden_size"]) + 0.5
+    raw = RAW | {"draft_vocab_size": len(DRAFTED)}
+    return Eagle3Recipe(FrozenTarget.of(model, DRAFTED), raw, scale, UnrolledLoss(4, 0.8), torch.float32)
+
+
+def gradients(recipe: HeadRecipe, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [p for p in recipe.head.parameters()]))
+
+
+def total(recipe: HeadRecipe, batches: list[FeatureBatch], seed: int = 0) -> Tensor:
+    counts = sum(recipe.counts(batch) for batch in batches)
+    return sum(recipe.losses(batch, counts, seed).total for batch in batches)
+
+
+def assert_equal(recipe: HeadRecipe, ours: Tensor, obvious: Tensor) -> None:
+    torch.testing.assert_close(ours, obvious, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(gradients(recipe, ours), gradients(recipe, obvious), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+def hidden_states(model, document: Document) -> tuple[Tensor, ...]:
+    """Return transformers' own hidden states of one document alone, the last one normed."""
+    with torch.no_grad():
+        out = model.model(input_ids=torch.tensor([document.ids]), output_hidden_states=True)
+    return (*(state[0] for state in out.hidden_states[:-1]), out.last_hidden_state[0])
+
+
+def test_features_are_those_of_each_document_alone(model, documents):
+    batch = features(model, documents, LAYERS).read(PackedBatch.of(documents, range(4)))
+    for got, hidden, greedy, document in zip(
+        batch.features.split(batch.packed.lengths),
+        batch.hidden.split(batch.packed.lengths),
+        batch.greedy_ids.split(batch.packed.lengths),
+        documents,
+        strict=True,
+    ):
+        states = hidden_states(model, document)
+        torch.testing.assert_close(got, torch.cat([states[i] for i in LAYERS], -1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-4)
+        wanted = model.lm_head(states[-1]).argmax(-1)
+        for i in range(len(document) - 1):
+            assert greedy[i] == (wanted[i] if document.is_answer[i + 1] else -1)
+
+
+@pytest.mark.parametrize("token_ids", [None, DRAFTED], ids=["all tokens", "draft vocabulary"])
+def test_eagle_equals_one_pair_at_a_time(model, documents, token_ids):
+    recipe = eagle(model, token_ids)
+    batch = features(model, documents, None).read(PackedBatch.of(documents, range(4)))
+    assert_equal(recipe, total(recipe, [batch], seed=9), obvious_eagle(recipe, model, documents, token_ids, seed=9))
+
+
+def obvious_eagle(recipe, model, documents, token_ids, seed: int) -> Tensor:
+    chosen = token_ids or list(range(VOCAB))
+    noise = torch.rand(sum(map(len, documents)) - len(documents), 32, generator=torch.Generator().manual_seed(seed))
+    feature_losses, token_losses, row = [], [], 0
+    for document in documents:
+        features, length = hidden_states(model, document)[-1], len(document)
+        noisy = features[:-1] + (noise[row : row + length - 1] - 0.5) * 0.2 * NOISE_LENGTH / length
+        row += length - 1
+        for i in range(length - 2):
+            if not document.is_answer[i + 2]:
+                continue
+            tokens = model.model.embed_tokens(torch.tensor(document.ids[1 : i + 2]))
+            output = recipe.head(tokens[None], noisy[None, : i + 1], torch.arange(i + 1)[None])[0, -1]
+            feature_losses.append(F.smooth_l1_loss(output, features[i + 1]))
+            logits = model.lm_head(features[i + 1])
+            if int(logits.argmax()) in chosen:
+                wanted = logits[chosen].softmax(-1)
+                token_losses.append(-(wanted * model.lm_head(output)[chosen].log_softmax(-1)).sum())
+    return 0.7 * torch.stack(feature_losses).mean() + 0.3 * torch.stack(token_losses).mean()
+
+
+def test_eagle3_equals_drafting_from_every_position(model, documents):
+    """The obvious way drafts from one position at a time, over the true pairs up to it and its own outputs."""
+    recipe = eagle3(model)
+    batch = features(model, documents, LAYERS).read(PackedBatch.of(documents, range(4)))
+    assert_equal(recipe, total(recipe, [batch]), obvious_eagle3(recipe, model, documents, num_passes=4))
+
+
+def obvious_eagle3(recipe, model, documents, num_passes: int) -> Tensor:
+    head, losses = recipe.head, [[] for _ in range(num_passes)]
+    for document in documents:
+        states, ids = hidden_states(model, document), torch.tensor(document.ids)
+        taps = torch.cat([states[i] for i in LAYERS], -1) * recipe._feature_scale
+        logits, embedded = model.lm_head(states[-1]), model.model.embed_tokens(ids)
+        for t in range(len(document) - 2):
+            inputs, tokens = head.project_features(taps[: t + 1]), embedded[1 : t + 2]
+            for s in range(num_passes):
+                if t + 2 + s >= len(document):
+                    break
+                positions = torch.arange(t + 1 + s)
+                output = head(tokens[None], inputs[None], positions[None])[0, -1:]
+                wanted = logits[t + 1 + s]
+                if document.is_answer[t + 2 + s] and int(wanted.argmax()) in DRAFTED:
+                    drafted = head.logits(output, None)[0].log_softmax(-1)
+                    losses[s].append(-(wanted[DRAFTED].softmax(-1) * drafted).sum())
+                inputs = torch.cat([inputs, output])
+                tokens = torch.cat([tokens, embedded[t + 2 + s : t + 3 + s]])
+    return sum(0.8**s * torch.stack(losses[s]).mean() for s in range(num_passes))
+
+
+@pytest.mark.parametrize("kind", [MedusaHeads, HydraHeads])
+def test_medusa_equals_one_position_at_a_time(model, documents, kind):
+    sizes = 3, 1, LLAMA["hidden_size"], VOCAB
+    heads = kind(*sizes, own_lm_head=True) if kind is MedusaHeads else kind(*sizes)
+    recipe = MedusaRecipe(FrozenTarget.of(model), heads, 0.8, torch.float32)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    batch = features(model, documents, None).read(PackedBatch.of(documents, range(4)))
+    losses = [[] for _ in range(3)]
+    for document in documents:
+        hidden, embedded = hidden_states(model, document)[-1], model.model.embed_tokens(torch.tensor(document.ids))
+        for level in range(3):
+            for i in range(len(document) - level - 2):
+                if document.is_answer[i + level + 2]:
+                    path = embedded[i + 1 : i + level + 2]
+                    logits = heads.logits(level, hidden[i : i + 1], path[None, None], None)[0, 0]
+                    losses[level].append(F.cross_entropy(logits, torch.tensor(document.ids[i + level + 2])))
+    obvious = sum(0.8**level * torch.stack(losses[level]).mean() for level in range(3))
+    assert_equal(recipe, total(recipe, [batch]), obvious)
+
+
+@pytest.mark.parametrize("make", [lambda model: eagle(model, DRAFTED), eagle3], ids=["eagle2", "eagle3"])
+def test_a_step_is_the_same_in_one_shard_or_several(model, documents, make):
+    recipe = make(model)
+    recipe._loss = EagleLoss(0.7, 0.3, 0.0) if isinstance(recipe, EagleRecipe) else recipe._loss
+    source = features(model, documents, None if isinstance(recipe, EagleRecipe) else LAYERS)
+    whole = [source.read(PackedBatch.of(documents, range(4)))]
+    parts = [source.read(PackedBatch.of(documents, part)) for part in ([2, 0], [3, 1])]
+    assert_equal(recipe, total(recipe, whole), total(recipe, parts))
+
+
+def test_eagle3_folds_the_scale_of_features_into_the_published_head(model, documents, tmp_path):
+    from eagle_ray.models.head_checkpoint import load_head
+
+    recipe = eagle3(model)
+    recipe.save(tmp_path)
+    published = load_head(tmp_path, model.config)
+    raw = torch.randn(5, 3 * LLAMA["hidden_size"])
+    wanted = recipe.head.project_features(raw * recipe._feature_scale)
+    torch.testing.assert_close(published.project_features(raw), wanted, rtol=0.02, atol=0.05)
+    assert published.token_ids.tolist() == DRAFTED
+
+
+def test_a_head_starts_better_than_chance(model, documents):
+    recipe = eagle(model, None)
+    batch = features(model, documents, None).read(PackedBatch.of(documents, range(4)))
+    losses = recipe.losses(batch, recipe.counts(batch), 0)
+    assert losses.sums["token_loss"] < 3 * math.log(VOCAB)
