@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from eagle_ray.batch.expected_rows import num_samples
+from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.row_location import location_text
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
@@ -23,6 +25,7 @@ from eagle_ray.tokenizer import Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
 SAMPLING_COLUMNS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos", "logprobs")
+MAX_SAMPLES = 1024  # of a row: sampling.n is at most this
 RequestRow = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
@@ -33,6 +36,28 @@ def sequences_of(
 
     text: the target's tokenizer; without one, only prompt_token_ids without `stop` can be answered.
     """
+    return _sequences(row, config, tokenizer, range(num_samples(row, config) if n is None else n))
+
+
+def sequence_of(row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None, sample_index: int) -> Sequence:
+    """Return one sample of the row. Raises as sequences_of does."""
+    [sequence] = _sequences(row, config, tokenizer, [sample_index])
+    return sequence
+
+
+def turn_request(row: RequestRow, answers: list[str | None]) -> RequestRow:
+    """Return the request of the next turn of a conversation. answers: those of all earlier turns."""
+    return row | {"turn_index": len(answers), "answers": answers}
+
+
+def turn_index_of(row: RequestRow) -> int:
+    """Return the turn of a request that turn_request made; 0 for any other."""
+    return row.get("turn_index", 0)
+
+
+def _sequences(
+    row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None, samples: Iterable[int]
+) -> list[Sequence]:
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
     prompt_ids, stops = prompt_ids_of(row, tokenizer), stop_strings(row, config)
@@ -43,7 +68,7 @@ def sequences_of(
             sampling=_sampling_params(row, config, seed_of(row, config.seed, j)),
             stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops) if stops else None,
         )
-        for j in range(num_samples(row, config) if n is None else n)
+        for j in samples
     ]
 
 
@@ -56,26 +81,42 @@ def stop_strings(row: RequestRow, config: JobConfig) -> list[str]:
     return config.sampling.stop if row["stop"] is None else row["stop"]
 
 
+def messages_of(row: RequestRow) -> str | None:
+    """Return the row's messages as JSON: those of a conversation up to the user's turn. None for other prompts."""
+    if row.get("user_turns") is None:
+        return row["messages"]
+    messages = []
+    for turn, answer in zip(row["user_turns"], [*row.get("answers", []), None], strict=False):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return json.dumps(messages, ensure_ascii=False)
+
+
 def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
     if row["prompt_token_ids"] is not None:
         return row["prompt_token_ids"]
-    if row["messages"] is not None:
-        return _require_tokenizer(tokenizer, "messages").encode_chat(json.loads(row["messages"]))
+    if (messages := messages_of(row)) is not None:
+        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages))
     return _require_tokenizer(tokenizer, "prompt").encode(row["prompt"])
 
 
 def prompt_text_of(row: RequestRow, tokenizer: Tokenizer | None) -> str | None:
     """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
-    if row["messages"] is not None and tokenizer is not None:
-        return tokenizer.render_chat(json.loads(row["messages"]))
+    if (messages := messages_of(row)) is not None and tokenizer is not None:
+        return tokenizer.render_chat(template_messages(messages))
     return row["prompt"]
 
 
 def seed_of(row: RequestRow, run_seed: int, sample_index: int) -> int:
-    """Return the key of one sample's noise: the row's own seed, or one made from the run's seed and the row's id."""
+    """Return the key of one sample's noise: from the row's own seed, or from the run's seed and the row's id.
+
+    Each turn of a conversation has a key of its own.
+    """
+    turn = turn_index_of(row)
     if row["seed"] is not None:
-        return sample_seed(row["seed"], sample_index)
-    key = f"{run_seed}\x1f{row['request_id']}\x1f{sample_index}".encode()
+        return sample_seed(row["seed"], turn * MAX_SAMPLES + sample_index)
+    key = f"{run_seed}\x1f{row['request_id']}\x1f{sample_index}{f'{chr(0x1F)}{turn}' if turn else ''}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 

@@ -42,12 +42,18 @@ class StrictModel(BaseModel):
 
 
 class ColumnsConfig(StrictModel):
-    """Input column for each request field. With null, the column has the name of the key."""
+    """Input column for each request field. With null, the column has the name of the key.
+
+    turns: read only if it is set. Each row has one output row per turn, and the model reads its own earlier answers.
+    """
 
     id: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
     prompt: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
     messages: Name | None = Field(default=None, description="a column name or a path such as turns[0], or null")
     prompt_token_ids: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
+    turns: Name | None = Field(
+        default=None, description="a column name or a path to a list of user messages, answered in turn, or null"
+    )
 
 
 class InputConfig(StrictModel):
@@ -61,10 +67,11 @@ class InputConfig(StrictModel):
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
-        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i)"
+        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i); local or of "
+        "s3://, gs://, hf:// or https://"
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch"] = Field(
-        default="auto", description="auto (by extension), parquet, jsonl, csv or openai_batch"
+        default="auto", description="auto (by extension and content), parquet, jsonl, csv or openai_batch"
     )
     columns: ColumnsConfig = ColumnsConfig()
     passthrough: Literal["all", "none"] | list[Name] = Field(
@@ -263,6 +270,7 @@ class ExecutionConfig(EnginesConfig):
 
 class OutputConfig(StrictModel):
     path: Name = Field(description="a directory for the run (also: -o)")
+    format: Literal["parquet"] = Field(default="parquet", description="parquet")
     partition_by: Names = Field(default=[], description="a list of column names")
     store_prompt: bool = Field(default=True, description="true or false")
     store_token_ids: bool = Field(default=True, description="true or false")
@@ -359,6 +367,7 @@ _NOT_COMPARED = (
     "input.allow_empty",
     "input.on_unknown",
     "output.path",
+    "output.format",
     "output.if_exists",
     "output.compression",
 )

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.openai_batch import BATCH_NO_OP_VALUES
 from eagle_ray.batch.input.parameters import NO_OP_VALUES
 from eagle_ray.batch.input.plan import plan_input, requests_of
@@ -40,7 +41,7 @@ def test_a_line_of_each_endpoint(requests):
         line("b", COMPLETIONS, temperature=0.5, top_p=0.9, stop="x", max_tokens=7, logprobs=0, model="absent"),
         line("c", COMPLETIONS, prompt=[1, 2], logprobs=None),
     )
-    assert json.loads(chat["messages"]) == [USER]
+    assert template_messages(chat["messages"]) == [USER]
     assert [chat[name] for name in ("seed", "n", "stop", "max_tokens", "logprobs")] == [1, 2, ["x"], 5, None]
     names = ("prompt", "temperature", "top_p", "stop", "max_tokens", "logprobs")
     assert [text[name] for name in names] == ["Hi", 0.5, 0.9, ["x"], 7, True]
@@ -125,3 +126,28 @@ def test_lines_that_are_none_and_ids_that_are_missing(requests):
     rows = requests('{"custom_id": "a"', "[1]", line(None), line([1]), "")
     assert [row["error_code"] for row in rows] == ["bad_json", "bad_json", None, "bad_type"]
     assert [row["request_id"] for row in rows] == [f"in.jsonl:{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, ["openai_batch", "jsonl", "jsonl"]),
+        ({"input.format": "jsonl", "input.columns.id": "custom_id", "input.columns.messages": "body.messages"}, None),
+        ({"input.columns.id": "custom_id", "input.columns.messages": "body.messages"}, None),
+    ],
+)
+def test_a_batch_file_is_detected_by_its_first_line(tmp_path, settings, wanted):
+    (tmp_path / "a.jsonl").write_text("\n" + json.dumps(line("a")))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"custom_id": "x", "body": {}, "url": "u", "prompt": "Hi"}))
+    (tmp_path / "c.jsonl").write_text("no JSON")
+    config = small_job(tmp_path, **{"input.path": str(tmp_path / "*.jsonl"), "input.on_unknown": "carry"} | settings)
+    assert [file.format for file in plan_input(config).files] == (wanted or ["jsonl"] * 3)
+
+
+def test_requests_of_a_detected_file(tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line(name)) for name in "ab"))
+    found = list(requests_of(plan_input(small_job(tmp_path))))
+    assert [(row["request_id"], row["error_code"], row["url"]) for row in found] == [
+        ("a", None, CHAT),
+        ("b", None, CHAT),
+    ]
