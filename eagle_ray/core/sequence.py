@@ -135,8 +135,9 @@ class Sequence:
 
 
 def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int) -> None:
-    """Make the state of the sequence's controls, if it has any. Raises RequestError for tokens that the target lacks and
-    for controls that forbid every token.
+    """Make the state of the sequence's controls, if it has any.
+
+    Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
     """
     controls = sequence.sampling.controls
     if controls is None:
@@ -147,10 +148,10 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
         if ids and max(ids) >= vocab_size:
             message = f"{name}: token id {max(ids)} is not in the target's vocabulary of {vocab_size}"
             raise RequestError("bad_token_id", message)
-    if controls.min_tokens and controls.allowed_token_ids is not None:
-        if not set(controls.allowed_token_ids) - ends - controls.forbidden:
-            message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow one more, or leave it out"
-            raise RequestError("invalid_sampling", message)
+    allowed = controls.allowed_token_ids
+    if controls.min_tokens and allowed is not None and not set(allowed) - ends - controls.forbidden:
+        message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
+        raise RequestError("invalid_sampling", message)
     sequence.controls = ControlState(controls, sequence.prompt_ids, ends, vocab_size)
 
 

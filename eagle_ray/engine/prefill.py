@@ -194,7 +194,7 @@ class Prefiller:
                 self._blocks.features_before(reusing),
             )
 
-    def _tensor(self, values: list[int] | list[list[int]]) -> Int[Tensor, "*N"]:
+    def _tensor(self, values: list[int] | list[list[int]]) -> Int[Tensor, "..."]:
         return to_device(values, self._device)
 
 

@@ -93,7 +93,8 @@ class Adjustments:
             logits[self.mask_rows] = logits[self.mask_rows].masked_fill(~allowed, -torch.inf)
 
 
-def _adjusted(x: Float[Tensor, "*E"], terms: Float[Tensor, "3 *E"]) -> Float[Tensor, "*E"]:
+def _adjusted(x: Float[Tensor, "..."], terms: Float[Tensor, "3 ..."]) -> Float[Tensor, "..."]:
+    """Return logits after bias, repetition penalty and counting penalties."""
     bias, factor, subtracted = terms
     x = x + bias
     return torch.where(x > 0, x / factor, x * factor) - subtracted

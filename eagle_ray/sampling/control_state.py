@@ -48,13 +48,14 @@ class ControlState:
         vocab_size: the number of the target's logits.
 
     Attributes:
+        ends: those of the vocabulary, ascending.
         entries: adjusted tokens after the committed output.
         mask: allowed_token_ids as bits, token t in bit t % 32 of word t // 32; None allows all.
     """
 
     def __init__(self, controls: Controls, prompt_ids: Sequence[int], ends: Collection[int], vocab_size: int):
         self._controls = controls
-        self._ends = sorted(end for end in ends if end < vocab_size)
+        self.ends = sorted(end for end in ends if end < vocab_size)
         self._allowed = None if controls.allowed_token_ids is None else frozenset(controls.allowed_token_ids)
         self.mask = None if self._allowed is None else pack_mask(controls.allowed_token_ids or (), vocab_size)
         words = [word for word in controls.bad_words if max(word) < vocab_size]
@@ -67,7 +68,7 @@ class ControlState:
         for word in words:
             if len(word) > 1:
                 self._words[word[-2]].append(word)
-        self._num_ruled_out = len(self._ends) + len(self._single)
+        self._num_ruled_out = len(self.ends) + len(self._single)
         self._window = max(map(len, words), default=1) - 1
         self._context = list(prompt_ids[-self._window :]) if self._window else []
         self.entries = Entries()
@@ -97,12 +98,12 @@ class ControlState:
 
         Bad words of several tokens yield if they would forbid the last of the allowed tokens.
         """
-        ends = self._ends if self._num_output + len(path) < self._controls.min_tokens else []
+        ends = self.ends if self._num_output + len(path) < self._controls.min_tokens else []
         words = self._completions(path)
-        if words and self._allowed is not None and len(self._allowed) <= len(words) + self._num_ruled_out:
-            if self._allowed <= {*words, *ends, *self._single}:
-                return list(ends)
-        return [*ends, *words]
+        if not words or self._allowed is None or len(self._allowed) > len(words) + self._num_ruled_out:
+            return [*ends, *words]
+        is_last = self._allowed <= {*words, *ends, *self._single}
+        return ends if is_last else [*ends, *words]
 
     def _completions(self, path: Sequence[int]) -> list[int]:
         """Return the tokens that would complete a bad word of several tokens."""

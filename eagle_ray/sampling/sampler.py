@@ -70,8 +70,9 @@ class SamplingParams:
         self._require("max_tokens", int, lambda x: x >= 1, "an integer, 1 or more")
         self._require("seed", int, lambda x: -(2**63) <= x < 2**64, "a 64-bit integer")
         self._require("top_logprobs", int, lambda x: x >= 0, "an integer, 0 or more")
-        if self.controls is not None and self.controls.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.controls.min_tokens}")
+        min_tokens = 0 if self.controls is None else self.controls.min_tokens
+        if min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {min_tokens}")
 
     @property
     def is_greedy(self) -> bool:

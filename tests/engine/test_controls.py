@@ -51,7 +51,9 @@ def some_controlled(count: int, max_tokens: int = 20) -> list[SamplingParams]:
         sampling = SAMPLING[i // 2 % len(SAMPLING)]
         stops = (17, 33) if i % 4 == 3 else ()
         controls = Controls.of(**values)
-        params.append(SamplingParams(max_tokens=max_tokens, seed=i, controls=controls, stop_token_ids=stops, **sampling))
+        params.append(
+            SamplingParams(max_tokens=max_tokens, seed=i, controls=controls, stop_token_ids=stops, **sampling)
+        )
     return params
 
 
@@ -59,7 +61,8 @@ def some_controlled(count: int, max_tokens: int = 20) -> list[SamplingParams]:
 def oracle():
     model, prompts, params = llama(), some_prompts(72, seed=3), some_controlled(72)
     model.set_attn_implementation("sdpa")
-    return prompts, params, [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    return prompts, params, plain
 
 
 def assert_equal(sequences: list[Sequence], plain: list) -> None:
@@ -117,7 +120,8 @@ def test_long_prompts_in_chunks_and_shared_prefixes_change_nothing(graphs):
     prompts = [header[:70] * (i % 2) + ids for i, ids in enumerate(some_prompts(18))]
     params, model = some_controlled(18, max_tokens=12), llama()
     plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
-    assert_equal(run(llama_engine(3, 12, 4, 4, prefill_tokens=17, graphs=graphs, overlap=graphs), prompts, params), plain)
+    engine = llama_engine(3, 12, 4, 4, prefill_tokens=17, graphs=graphs, overlap=graphs)
+    assert_equal(run(engine, prompts, params), plain)
 
 
 def test_outputs_obey_their_controls(oracle):
@@ -139,7 +143,12 @@ def test_a_step_without_controls_calls_nothing_of_them(monkeypatch):
     def fail(*_: object) -> None:
         raise AssertionError("a step without controls does work for them")
 
-    for owner, name in [(Adjustments, "of"), (Adjustments, "apply"), (ControlState, "__init__"), (ControlState, "sync")]:
+    for owner, name in (
+        (Adjustments, "of"),
+        (Adjustments, "apply"),
+        (ControlState, "__init__"),
+        (ControlState, "sync"),
+    ):
         monkeypatch.setattr(owner, name, fail)
     monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
     monkeypatch.setattr(controlled_sampling, "to_device", fail)
@@ -189,7 +198,7 @@ def test_neighbours_with_controls_change_nothing(oracle):
     [
         (dict(logit_bias={VOCAB: 1.0}), (), "logit_bias: token id 97 is not in the target's vocabulary of 97"),
         (dict(allowed_token_ids=[5, 200]), (), "allowed_token_ids: token id 200 is not in"),
-        (dict(allowed_token_ids=[EOS, 5], min_tokens=1), (5,), "min_tokens: allowed_token_ids holds only tokens that end"),
+        (dict(allowed_token_ids=[EOS, 5], min_tokens=1), (5,), "min_tokens: allowed_token_ids holds only"),
     ],
 )
 def test_controls_that_the_target_cannot_take_are_refused(controls, stops, message):
@@ -202,7 +211,7 @@ def test_controls_that_the_target_cannot_take_are_refused(controls, stops, messa
 def test_aborted_and_added_sequences_do_not_mix_their_counts():
     rng, model = random.Random(0), llama()
     engine = llama_engine(3, 12, 4, 4)
-    prompts, params = some_prompts(30, seed=5), some_controlled(30, max_tokens=10)
+    prompts, params = some_prompts(30, seed=5), some_controlled(30, max_tokens=14)
     sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
     waiting, done = list(sequences), []
     while waiting or engine.has_work:

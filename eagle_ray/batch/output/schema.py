@@ -20,6 +20,7 @@ VERSION_KEY = b"eagle_ray.schema_version"
 
 _INTS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float64())
+_TOPS = pa.list_(pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])))
 _TIME = pa.timestamp("us", tz="UTC")
 
 
@@ -39,6 +40,18 @@ SAMPLING_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("logprobs", pa.bool_()),
+    pa.field("top_logprobs", pa.int64()),
+    pa.field("prompt_logprobs", pa.bool_()),
+    pa.field("presence_penalty", pa.float64()),
+    pa.field("frequency_penalty", pa.float64()),
+    pa.field("repetition_penalty", pa.float64()),
+    pa.field("logit_bias", pa.map_(pa.int64(), pa.float64())),
+    pa.field("allowed_token_ids", pa.list_(pa.int64())),
+    pa.field("bad_words", pa.list_(pa.string())),
+    pa.field("min_tokens", pa.int64()),
+    pa.field("stop_token_ids", pa.list_(pa.int64())),
+    pa.field("include_stop_str_in_output", pa.bool_()),
+    pa.field("skip_special_tokens", pa.bool_()),
 )
 
 # Exactly one of prompt, messages (JSON) and prompt_token_ids is set, or error_code and error_message are.
@@ -76,6 +89,9 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("output_token_ids", _INTS),
     pa.field("token_logprobs", pa.list_(pa.float32())),
     pa.field("cumulative_logprob", pa.float64()),
+    pa.field("token_top_logprobs", _TOPS),
+    pa.field("prompt_token_logprobs", pa.list_(pa.float32())),
+    pa.field("prompt_top_logprobs", _TOPS),
     pa.field("prompt_tokens", pa.int32()),
     pa.field("completion_tokens", pa.int32()),
     # as sampled
@@ -86,6 +102,7 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("max_tokens", pa.int64()),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("seed", pa.int64()),
+    pa.field("sampling_controls", pa.string()),  # JSON of the other sampling keys that are not at their defaults
     # provenance
     pa.field("target_model", pa.string()),
     pa.field("draft_model", pa.string()),
@@ -128,7 +145,14 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
 )
 
 # Columns that a run begun by an earlier version lacks in its files. It is resumed without them.
-ADDED_COLUMNS = ("min_p", "ignore_eos")
+ADDED_COLUMNS = (
+    "min_p",
+    "ignore_eos",
+    "token_top_logprobs",
+    "prompt_token_logprobs",
+    "prompt_top_logprobs",
+    "sampling_controls",
+)
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
