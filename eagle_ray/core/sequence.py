@@ -147,7 +147,7 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
     for name, ids in named.items():
         if ids and max(ids) >= vocab_size:
             message = f"{name}: token id {max(ids)} is not in the target's vocabulary of {vocab_size}"
-            raise RequestError("bad_token_id", message)
+            raise RequestError("invalid_sampling", message)
     allowed = controls.allowed_token_ids
     if controls.min_tokens and allowed is not None and not set(allowed) - ends - controls.forbidden:
         message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
