@@ -260,13 +260,13 @@ class Verifier:
         replay: GraphRunner,
     ) -> tuple[tuple, Callable[..., VerifyStepOutput], list[PaddedInput]]:
         """Return key, function and inputs of the pass for these rows whose longest sequence fits into the context."""
-        key, forward, inputs = self._half_pass(batch, tree, keep, shape, replay)
+        sizes, forward, inputs = self._forward(batch, tree, keep, shape, replay)
         target = self._target
 
         def verify(*tensors: Tensor) -> VerifyStepOutput:
             return accept_and_commit(target, drafter, forward(*tensors), shape)
 
-        return ("verify", *key[1:]), verify, inputs
+        return ("verify", *sizes), verify, inputs
 
     def _half_pass(
         self,
@@ -277,6 +277,24 @@ class Verifier:
         replay: GraphRunner,
     ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
         """Return key, function and inputs of the pass up to the target's logits."""
+        sizes, forward, inputs = self._forward(batch, tree, keep, shape, replay)
+
+        def half(*tensors: Tensor) -> TargetPass:
+            passed = forward(*tensors)
+            own_node = passed.rows.node.clone()  # roots alone share one element, which a replay could not write
+            return replace(passed, rows=replace(passed.rows, node=own_node))
+
+        return ("forward", *sizes), half, inputs
+
+    def _forward(
+        self,
+        batch: DecodeBatch,
+        tree: DraftTree,
+        keep: Bool[Tensor, "B N"],
+        shape: StepShape,
+        replay: GraphRunner,
+    ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
+        """Return the padded sizes, a function of padded inputs that runs the target, and the inputs."""
         is_plain = not shape.max_depth
         size, bound = replay.num_trees(shape.num_rows), replay.context(batch.at.max_length)
         num_candidates = 1 if is_plain else replay.num_nodes(max(tree.num_nodes, self._trees.candidates))
@@ -288,14 +306,12 @@ class Verifier:
             at = DecodeSlots.with_max_length(slots, lengths, bound)
             sampling = SamplingBatch.bound(kind, *tensors[:split])
             tree, keep = _trees(*tensors[split:])
-            passed = target_pass(target, at, sampling, tree, keep, shape)
-            own_node = passed.rows.node.clone()  # roots alone share one element, which a replay could not write
-            return replace(passed, rows=replace(passed.rows, node=own_node))
+            return target_pass(target, at, sampling, tree, keep, shape)
 
         slots = PaddedInput(batch.at.slots, (size,), target.cache.blocks.null_slot)
         trees = [PaddedInput(batch.roots, (size,))] if is_plain else _padded(tree, keep, (size, num_candidates))
         inputs = [slots, PaddedInput(batch.at.lengths, (size,)), *chosen, *trees]
-        return ("forward", size, num_candidates, bound, kind, shape), forward, inputs
+        return (size, num_candidates, bound, kind, shape), forward, inputs
 
 
 def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:
