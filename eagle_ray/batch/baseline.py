@@ -29,6 +29,8 @@ from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.outputs import id_of_turn
+from eagle_ray.sampling.adjustments import Adjustments
+from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, gumbel_noise, process
 
@@ -138,6 +140,8 @@ class BaselineComparison:
         if position < shorter:
             ids, tokens = plain.prompt_ids + expected[:position], (expected[position], stored[position])
             logits = self._next_logits(ids)
+            if plain.controls is not None:
+                logits = controlled_logits(logits, plain, expected[:position])
             first, second = sampling_scores(logits, plain.sampling, len(ids))[list(tokens)].tolist()
             gap = first - second
             cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
@@ -160,6 +164,18 @@ class BaselineComparison:
         logits = self._target.prefill(PrefillBatch.of([0], [ids], device)).logits
         blocks.free(0)
         return logits[0].cpu()
+
+
+def controlled_logits(logits: Float[Tensor, " V"], sequence: Sequence, output_ids: list[int]) -> Float[Tensor, " V"]:
+    """Return the logits after the sequence's controls, for the token after output_ids."""
+    controls, before = sequence.sampling.controls, sequence.controls
+    if controls is None or before is None:
+        return logits
+    state = ControlState(controls, sequence.prompt_ids, before.ends, len(logits))
+    state.sync(output_ids)
+    adjusted = logits.to(torch.float32, copy=True)[None]
+    Adjustments.of([(state, [[]])]).apply(adjusted)
+    return adjusted[0]
 
 
 def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:

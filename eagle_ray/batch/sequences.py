@@ -17,15 +17,29 @@ from typing import Any
 from eagle_ray.batch.expected_rows import num_samples
 from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.row_location import location_text
-from eagle_ray.config import JobConfig
+from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, text_options
+from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
-SAMPLING_COLUMNS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos", "logprobs")
+SAMPLING_COLUMNS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+)
 MAX_SAMPLES = 1024  # of a row: sampling.n is at most this
+# Sampling columns without an output column of their own: `sampling_controls` has those that are not at their defaults.
+OTHER_COLUMNS = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES)))
 RequestRow = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
@@ -34,7 +48,7 @@ def sequences_of(
 ) -> list[Sequence]:
     """Return the row's first n samples (None: all), in order. Raises RequestError if the row cannot be answered.
 
-    text: the target's tokenizer; without one, only prompt_token_ids without `stop` can be answered.
+    text: the target's tokenizer; without one, only prompt_token_ids without `stop` and `bad_words` can be answered.
     """
     return _sequences(row, config, tokenizer, range(num_samples(row, config) if n is None else n))
 
@@ -61,12 +75,14 @@ def _sequences(
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
     prompt_ids, stops = prompt_ids_of(row, tokenizer), stop_strings(row, config)
+    values = sampling_values(row, config)
+    controls, options = controls_of(values, tokenizer), text_options(values)
     return [
         Sequence(
             request_id=f"{row['request_id']}/{j}",
             prompt_ids=prompt_ids,
-            sampling=_sampling_params(row, config, seed_of(row, config.seed, j)),
-            stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops) if stops else None,
+            sampling=_sampling_params(values, controls, seed_of(row, config.seed, j)),
+            stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops, options) if stops else None,
         )
         for j in samples
     ]
@@ -91,6 +107,28 @@ def messages_of(row: RequestRow) -> str | None:
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
     return json.dumps(messages, ensure_ascii=False)
+
+
+def sampling_values(row: RequestRow, config: JobConfig) -> dict[str, Any]:
+    """Return the row's sampling values: the job's, overridden by the row's columns; without n, stop and seed."""
+    names = (*SAMPLING_COLUMNS, *OTHER_COLUMNS)
+    overrides = {name: row[name] for name in names if row[name] is not None}
+    if "logit_bias" in overrides:
+        overrides["logit_bias"] = dict(overrides["logit_bias"])
+    return config.sampling.model_dump(include=set(names)) | overrides
+
+
+def text_options_of(row: RequestRow, config: JobConfig) -> TextOptions:
+    """Return how the row's output ids become text."""
+    return text_options(sampling_values(row, config))
+
+
+def controls_json(row: RequestRow, config: JobConfig) -> str | None:
+    """Return the row's values of OTHER_COLUMNS that are not at their defaults, as JSON; None if all are."""
+    values = sampling_values(row, config)
+    defaults = SamplingConfig()
+    own = {name: values[name] for name in OTHER_COLUMNS if values[name] != getattr(defaults, name)}
+    return json.dumps(own, ensure_ascii=False) if own else None
 
 
 def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
@@ -120,11 +158,13 @@ def seed_of(row: RequestRow, run_seed: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _sampling_params(row: RequestRow, config: JobConfig, seed: int) -> SamplingParams:
-    overrides = {name: row[name] for name in SAMPLING_COLUMNS if row[name] is not None}
-    defaults = config.sampling.model_dump(include=set(SamplingParams.__dataclass_fields__))
+def _sampling_params(values: dict[str, Any], controls: Controls | None, seed: int) -> SamplingParams:
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if values[name] and not values["logprobs"]:
+            raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
+    own = {name: values[name] for name in SAMPLING_COLUMNS}
     try:
-        return SamplingParams(**defaults | overrides, seed=seed)
+        return SamplingParams(**own, seed=seed, stop_token_ids=tuple(values["stop_token_ids"]), controls=controls)
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
 

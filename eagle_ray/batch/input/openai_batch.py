@@ -23,6 +23,7 @@ from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.storage.path import StorageError
 
 log = logging.getLogger("eagle_ray")
@@ -30,10 +31,30 @@ log = logging.getLogger("eagle_ray")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
 LINE_KEYS = {"custom_id", "method", "url", "body"}
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
-KNOWN = {"model", "logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
+KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
 # Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
 BATCH_NO_OP_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
 
@@ -156,19 +177,28 @@ def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
         )
     if lengths:
         found["max_tokens"] = lengths[0]
-    if body.get("logprobs") is not None:
-        found["logprobs"] = _logprobs(body["logprobs"], url)
-    return found
+    return found | _logprobs(body, url)
 
 
-def _logprobs(value: Any, url: str) -> bool:
-    """Chat requests use true or false, completions the number of alternatives to the token."""
-    if url == CHAT and isinstance(value, bool):
-        return value
-    if url == COMPLETIONS and type(value) is int and value == 0:
-        return True
-    wanted = "true or false" if url == CHAT else "0 (the token's own, no alternatives)"
-    raise _unsupported("body.logprobs", f"it must be {wanted}, got {describe_value(value)}")
+def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the columns logprobs and top_logprobs. Chat requests have true or false and a number of alternatives,
+    completions the number alone.
+    """
+    value, num_tops = body.get("logprobs"), body.get("top_logprobs")
+    if url == COMPLETIONS:
+        if num_tops is not None:
+            raise _unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
+        if value is None:
+            return {}
+        if type(value) is int and 0 <= value <= MAX_TOP_LOGPROBS:
+            return {"logprobs": True, "top_logprobs": value}
+        wanted = f"a number of alternatives, 0 to {MAX_TOP_LOGPROBS}"
+        raise RequestError("bad_sampling", f"body.logprobs must be {wanted}, got {describe_value(value)}")
+    if value is not None and not isinstance(value, bool):
+        raise RequestError("bad_sampling", f"body.logprobs must be true or false, got {describe_value(value)}")
+    if num_tops and not value:
+        raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
+    return {name: x for name, x in (("logprobs", value), ("top_logprobs", num_tops)) if x is not None}
 
 
 def _unsupported(parameter: str, fix: str) -> RequestError:

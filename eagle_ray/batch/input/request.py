@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from eagle_ray.batch.input.columns import ColumnPath, RequestColumns, describe_value
 from eagle_ray.batch.input.messages import parse_messages
 from eagle_ray.batch.input.row_location import RowLocation
@@ -133,14 +135,27 @@ def _parse_if_json(text: str) -> Any:
 
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = [field.name for field in SAMPLING_FIELDS]
+    found = {field.name: _sampling_value(row.get(field.name), field.type) for field in SAMPLING_FIELDS}
     try:
-        values = check_row_sampling({name: _as_int(row[name]) for name in names if row.get(name) is not None})
+        values = check_row_sampling({name: value for name, value in found.items() if value is not None})
     except ValueError as error:
         raise RequestError("bad_sampling", str(error)) from None
+    if "logit_bias" in values:
+        values["logit_bias"] = list(values["logit_bias"].items())  # as Arrow takes a map
     if "seed" in values:
         values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
     return values
+
+
+def _sampling_value(value: Any, type_: pa.DataType) -> Any:
+    """Return a column's value in its parameter's form: JSON texts, Arrow maps and structs are read as such."""
+    if pa.types.is_map(type_):
+        value = _parse_if_json(value) if isinstance(value, str) else value
+        value = dict(value) if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value) else value
+        return {k: _as_int(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    if pa.types.is_list(type_) and isinstance(value, list):
+        return [_as_int(part) for part in value]
+    return _as_int(value)
 
 
 def _as_int(value: Any) -> Any:

@@ -18,6 +18,7 @@ VERSION_KEY = b"eagle_ray.schema_version"
 
 _INTS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float64())
+_TOPS = pa.list_(pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])))
 _TIME = pa.timestamp("us", tz="UTC")
 
 
@@ -37,6 +38,18 @@ SAMPLING_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("logprobs", pa.bool_()),
+    pa.field("top_logprobs", pa.int64()),
+    pa.field("prompt_logprobs", pa.bool_()),
+    pa.field("presence_penalty", pa.float64()),
+    pa.field("frequency_penalty", pa.float64()),
+    pa.field("repetition_penalty", pa.float64()),
+    pa.field("logit_bias", pa.map_(pa.int64(), pa.float64())),
+    pa.field("allowed_token_ids", pa.list_(pa.int64())),
+    pa.field("bad_words", pa.list_(pa.string())),
+    pa.field("min_tokens", pa.int64()),
+    pa.field("stop_token_ids", pa.list_(pa.int64())),
+    pa.field("include_stop_str_in_output", pa.bool_()),
+    pa.field("skip_special_tokens", pa.bool_()),
 )
 
 # Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and error_message are.
@@ -77,6 +90,9 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("output_token_ids", _INTS),
     pa.field("token_logprobs", pa.list_(pa.float32())),
     pa.field("cumulative_logprob", pa.float64()),
+    pa.field("token_top_logprobs", _TOPS),
+    pa.field("prompt_token_logprobs", pa.list_(pa.float32())),
+    pa.field("prompt_top_logprobs", _TOPS),
     pa.field("prompt_tokens", pa.int32()),
     pa.field("completion_tokens", pa.int32()),
     # as sampled
@@ -88,6 +104,7 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("seed", pa.int64()),
+    pa.field("sampling_controls", pa.string()),  # JSON of the other sampling keys that are not at their defaults
     # provenance
     pa.field("target_model", pa.string()),
     pa.field("draft_model", pa.string()),
@@ -130,7 +147,17 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
 )
 
 # Columns that a run begun by an earlier version lacks in its files. It is resumed without them.
-ADDED_COLUMNS = ("min_p", "ignore_eos", "messages", "stop", "turn_index")
+ADDED_COLUMNS = (
+    "min_p",
+    "ignore_eos",
+    "messages",
+    "stop",
+    "turn_index",
+    "token_top_logprobs",
+    "prompt_token_logprobs",
+    "prompt_top_logprobs",
+    "sampling_controls",
+)
 ADDED_SETTINGS = ("min_p", "ignore_eos")  # settings of a row that an earlier version did not read
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
@@ -152,8 +179,10 @@ def missing_columns(stored: pa.Schema) -> list[str]:
 
 
 def unread_settings(stored: pa.Schema) -> list[str]:
-    """Return the ADDED_SETTINGS that the version that made a run's files did not read."""
-    return [name for name in missing_columns(stored) if name in ADDED_SETTINGS]
+    """Return the settings of a row that the version that made a run's files did not read."""
+    missing, names = missing_columns(stored), [field.name for field in SAMPLING_FIELDS]
+    later = names[names.index("top_logprobs") :] if "sampling_controls" in missing else []
+    return [name for name in missing if name in ADDED_SETTINGS] + later
 
 
 def schema_differences(stored: pa.Schema, wanted: pa.Schema) -> list[str]:

@@ -68,21 +68,30 @@ def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
     [
         (line(stream=True), "unsupported_parameter", "body.stream is not supported"),
         (line(tools=[{"type": "function"}]), "unsupported_parameter", "body.tools"),
-        (line(frequency_penalty=0.5), "unsupported_parameter", "body.frequency_penalty"),
+        (line(frequency_penalty=2.5), "bad_sampling", "'frequency_penalty' must be a number between -2 and 2"),
+        (line(presence_penalty="much"), "bad_sampling", "'presence_penalty' must be a number between -2 and 2"),
+        (line(best_of=2), "unsupported_parameter", "body.best_of"),
         (line(response_format={"type": "json_object"}), "unsupported_parameter", "body.response_format"),
-        (line(top_logprobs=3), "unsupported_parameter", "body.top_logprobs"),
-        (line(logprobs=1), "unsupported_parameter", "body.logprobs"),
-        (line(url=COMPLETIONS, logprobs=5), "unsupported_parameter", "body.logprobs"),
+        (line(top_logprobs=3), "bad_sampling", "body.top_logprobs: only with logprobs"),
+        (line(logprobs=True, top_logprobs=21), "bad_sampling", "'top_logprobs' must be an integer, 0 (off) to 20"),
+        (line(logprobs=1), "bad_sampling", "body.logprobs must be true or false"),
+        (line(url=COMPLETIONS, logprobs=21), "bad_sampling", "body.logprobs must be a number of alternatives, 0 to 20"),
+        (line(url=COMPLETIONS, logprobs=1, top_logprobs=1), "unsupported_parameter", "body.top_logprobs"),
         (line(url=COMPLETIONS, echo=True), "unsupported_parameter", "body.echo"),
         (line(url=COMPLETIONS, suffix="."), "unsupported_parameter", "body.suffix"),
         (line(url=COMPLETIONS, prompt=["a", "b"]), "unsupported_parameter", "body.prompt"),
         (line(url=COMPLETIONS, messages=[USER]), "unsupported_parameter", "body.messages"),
         (line(prompt="Hi"), "unsupported_parameter", "body.prompt"),
         (line(beam="wide"), "unsupported_parameter", "body.beam"),
-        (line(repetition_penalty=1.2), "unsupported_parameter", "body.repetition_penalty"),
-        (line(frequency_penalty=False), "unsupported_parameter", "body.frequency_penalty"),
-        (line(min_tokens=5), "unsupported_parameter", "body.min_tokens"),
-        (line(stop_token_ids=[3]), "unsupported_parameter", "body.stop_token_ids"),
+        (line(repetition_penalty=0), "bad_sampling", "'repetition_penalty' must be a number between 0.01 and 100"),
+        (line(frequency_penalty=False), "bad_sampling", "'frequency_penalty' must be"),
+        (line(min_tokens=-5), "bad_sampling", "'min_tokens' must be an integer, 0 (off) to max_tokens"),
+        (line(stop_token_ids=["a"]), "bad_sampling", "'stop_token_ids' must be a list of token ids"),
+        (line(logit_bias={"5": 101}), "bad_sampling", "'logit_bias' must be token ids with numbers between -100 and"),
+        (line(logit_bias={"the": 1}), "bad_sampling", "'logit_bias' must be token ids"),
+        (line(allowed_token_ids=[]), "bad_sampling", "'allowed_token_ids' must be a list of token ids, at least one"),
+        (line(bad_words=[""]), "bad_sampling", "'bad_words' must be a list of words"),
+        (line(length_penalty=1.2), "unsupported_parameter", "body.length_penalty"),
         (line(guided_json={"type": "object"}), "unsupported_parameter", "body.guided_json"),
         (line(temperature=1e308), "bad_sampling", "temperature"),
         (line(min_p=2), "bad_sampling", "min_p"),
@@ -108,6 +117,32 @@ def test_a_bad_line_names_the_parameter_and_keeps_its_id(requests, tmp_path, bad
     assert good["error_code"] is None
     assert (row["request_id"], row["error_code"]) == ("a", code)
     assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, line 2: ") and says in row["error_message"]
+
+
+def test_controls_of_the_body_are_read(requests):
+    controls = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"5": -100, "17": 2.5},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["no", "never"],
+        "min_tokens": 3,
+        "stop_token_ids": [7],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "prompt_logprobs": True,
+        "logprobs": True,
+        "top_logprobs": 4,
+    }
+    [row] = requests(line(**controls))
+    assert row["error_message"] is None
+    assert {name: row[name] for name in controls} == controls | {"logit_bias": {5: -100.0, 17: 2.5}}
+
+
+def test_completions_have_the_number_of_alternatives_in_logprobs(requests):
+    none, some = requests(line(url=COMPLETIONS, logprobs=0), line("b", url=COMPLETIONS, logprobs=5))
+    assert [(row["logprobs"], row["top_logprobs"]) for row in (none, some)] == [(True, 0), (True, 5)]
 
 
 def test_min_p_and_ignore_eos_of_the_body_are_read(requests):
