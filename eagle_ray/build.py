@@ -63,7 +63,15 @@ from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.registry import check_weights, feature_layers, fixed_planner, has_own_vocab, load_weights, make_drafter
+from eagle_ray.registry import (
+    FIXED_PLANNERS,
+    check_weights,
+    feature_layers,
+    fixed_planner,
+    has_own_vocab,
+    load_weights,
+    make_drafter,
+)
 from eagle_ray.slot_limits import Auto, usual_slots
 from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.start_log import StartLog
@@ -74,6 +82,7 @@ log = logging.getLogger("eagle_ray")
 GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
+COPIES_OF_LOGITS = 3  # of a pass: its own, the graphs' pool and a temporary one
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
@@ -226,7 +235,8 @@ def build_engine(
         _check_kv_tokens(kv_tokens, columns)
     layers = feature_layers(weights, config.num_hidden_layers)
     lengths = SequenceLengths(max_model_len, columns)
-    capacity = _capacity(causal_lm, weights, slots, kv_tokens, lengths, layers)
+    logits = _bytes_of_logits(causal_lm, speculative)
+    capacity = _capacity(causal_lm, weights, slots, kv_tokens, lengths, layers, logits)
     slots, prefill_tokens = capacity.slots, PREFILL_TOKENS[causal_lm.device.type]
     target = TargetModel(causal_lm, slots, max_model_len + columns, capacity.kv_tokens, layers)
     if target.device.type == "cpu":
@@ -269,6 +279,7 @@ def _capacity(
     kv_tokens: int | Auto | None,
     lengths: SequenceLengths,
     layers: tuple[int, ...] | None,
+    logits_per_slot: int,
 ) -> Capacity:
     """Return the slots and KV tokens for these settings and the memory of the target's device."""
     device = causal_lm.device
@@ -281,7 +292,7 @@ def _capacity(
         per_token = _bytes_of_token(causal_lm) + _bytes_of_draft_token(weights, itemsize)
         hidden = causal_lm.config.get_text_config(decoder=True).hidden_size
         queued = 0 if weights is None else QUEUE_WINDOW * hidden * len(layers or [0]) * itemsize
-        memory = DeviceMemory(total, free, of_pass, per_token, queued)
+        memory = DeviceMemory(total, free, of_pass, per_token, queued + logits_per_slot)
     try:
         capacity = plan_capacity(slots, kv_tokens, lengths, memory)
     except EngineError as error:
@@ -289,6 +300,17 @@ def _capacity(
     if memory is not None:
         log.info("%s on %.0f GB: %s", model_text(causal_lm), memory.total / 1e9, capacity)
     return capacity
+
+
+def _bytes_of_logits(causal_lm: nn.Module, speculative: SpeculativeConfig) -> int:
+    """Return the bytes of logits that each slot adds to a pass: all of its tree's if trees have a fixed size, otherwise
+    none, since one budget bounds the rows of the batch.
+    """
+    if speculative.method == "none" or (speculative.budget == "global" and speculative.method not in FIXED_PLANNERS):
+        return 0
+    config = causal_lm.config.get_text_config(decoder=True)
+    itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
+    return COPIES_OF_LOGITS * (1 + speculative.max_nodes) * config.vocab_size * itemsize
 
 
 def model_text(causal_lm: nn.Module) -> str:

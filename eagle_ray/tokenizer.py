@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,26 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
 MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How output ids become text.
+
+    Attributes:
+        stop_token_ids: tokens that end an output. The one that did is not part of the text.
+        min_tokens: output tokens whose text contains no end: stop strings count from the next token on.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop: keep the stop string, EOS or stop token that ended the output.
+    """
+
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+
+DEFAULT_TEXT = TextOptions()
 
 
 class Tokenizer:
@@ -132,9 +153,15 @@ class Tokenizer:
             reason = f"{type(error).__name__}: {error}"
             raise RequestError("bad_messages", f"the chat template refuses these messages: {reason}") from error
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens."""
-        return self._decode(ids, skip_special_tokens=True)
+    def word_ids(self, word: str) -> list[list[int]]:
+        """Return the ids of a word as the tokenizer writes it at the beginning of a text and after a space."""
+        bare = word.lstrip() or word
+        found = [self._tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+        return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids, without special tokens by default."""
+        return self._decode(ids, skip_special_tokens)
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
         """Return the text of ids with special tokens as text."""
@@ -147,20 +174,37 @@ class Tokenizer:
             )
         )
 
-    def stop_check(self, stops: Sequence[str]) -> StopCheck | None:
+    def stop_check(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> StopCheck | None:
         """Return a new check for one output, or None if there are no stop strings."""
-        return StopCheck(self, stops) if stops else None
+        return StopCheck(self, stops, options) if stops else None
 
-    def decode_stream(self, stops: Sequence[str]) -> DecodeStream:
+    def decode_stream(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> DecodeStream:
         """Return a new incremental decoder for one output."""
-        return DecodeStream(self, stops)
+        return DecodeStream(self, stops, options)
 
-    def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
-        """Return an output's text without EOS, and without the stop string that ended it and anything after it."""
-        ids = output_ids[:-1] if output_ids and output_ids[-1] in self._eos_ids else output_ids
-        text = self.decode(ids)
-        found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
-        return text[: min(found)[1]] if found else text
+    def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
+        """Return an output's text up to its end: EOS, a stop token or a stop string, which options may include."""
+        is_ended = output_ids and (output_ids[-1] in self._eos_ids or output_ids[-1] in options.stop_token_ids)
+        ids = output_ids[:-1] if is_ended and not options.include_stop else output_ids
+        text = self.decode(ids, options.skip_special_tokens)
+        num_endless = self._num_endless(ids, stops, options)
+        found = [place for stop in stops if (place := _end_of_stop(text, stop, num_endless))]
+        if not found:
+            return text
+        end, start = min(found)
+        return text[: end if options.include_stop else start]
+
+    def _num_endless(self, ids: Sequence[int], stops: Sequence[str], options: TextOptions) -> int:
+        """Return the characters at the beginning of a text that no stop string may end in."""
+        if not options.min_tokens or not stops:
+            return 0
+        return len(self.decode(ids[: options.min_tokens], options.skip_special_tokens).rstrip(REPLACEMENT_CHAR))
+
+
+def _end_of_stop(text: str, stop: str, num_endless: int) -> tuple[int, int] | None:
+    """Return end and start of the first stop string that ends past the first num_endless characters, or None."""
+    start = text.find(stop, max(0, num_endless - len(stop) + 1))
+    return None if start < 0 else (start + len(stop), start)
 
 
 class StopCheck:
@@ -169,8 +213,8 @@ class StopCheck:
     A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
     """
 
-    def __init__(self, text: Tokenizer, stops: Sequence[str]):
-        self._text, self._stops = text, stops
+    def __init__(self, text: Tokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
+        self._text, self._stops, self._options = text, stops, options
         self._window = 0  # ids before it are not decoded again
         self._read = 0  # ids before it are in _tail, or too old for any stop string
         self._seen = 0
@@ -188,11 +232,13 @@ class StopCheck:
         return None
 
     def _completes(self, ids: list[int], end: int) -> bool:
-        old = self._text.decode(ids[self._window : self._read])
-        new = self._text.decode(ids[self._window : end])
+        skip = self._options.skip_special_tokens
+        old = self._text.decode(ids[self._window : self._read], skip)
+        new = self._text.decode(ids[self._window : end], skip)
         whole = new.rstrip(REPLACEMENT_CHAR)
         text = self._tail + whole[len(old) :]
-        if any(stop in text for stop in self._stops):
+        is_complete = any(_end_of_stop(text, stop, len(self._tail)) for stop in self._stops)
+        if is_complete and end > self._options.min_tokens:
             return True
         if len(whole) == len(new) > len(old):
             self._window, self._read = self._read, end
@@ -207,8 +253,8 @@ class DecodeStream:
     No piece splits a character. Text that may be the beginning of a stop string is held back.
     """
 
-    def __init__(self, text: Tokenizer, stops: Sequence[str]):
-        self._text, self._stops = text, stops
+    def __init__(self, text: Tokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
+        self._text, self._stops, self._options = text, stops, options
         self._ids: list[int] = []
         self._window = 0  # as in StopCheck
         self._read = 0
@@ -218,8 +264,9 @@ class DecodeStream:
     def grow(self, ids: Sequence[int]) -> str:
         """Return the text that is certain after these further ids, which do not end the output."""
         self._ids += ids
-        old = self._text.decode(self._ids[self._window : self._read])
-        new = self._text.decode(self._ids[self._window :])
+        skip = self._options.skip_special_tokens
+        old = self._text.decode(self._ids[self._window : self._read], skip)
+        new = self._text.decode(self._ids[self._window :], skip)
         if new.endswith(REPLACEMENT_CHAR) or len(new) <= len(old):
             return ""
         self._window, self._read = self._read, len(self._ids)
@@ -231,7 +278,7 @@ class DecodeStream:
 
     def end(self, output_ids: Sequence[int]) -> str:
         """Return the rest, once all ids of the output are known."""
-        whole = self._text.final_text(output_ids, self._stops)
+        whole = self._text.final_text(output_ids, self._stops, self._options)
         return whole[len(self._told) :]
 
 

@@ -74,7 +74,11 @@ def default_text(field: FieldInfo) -> str:
 def columns_page() -> str:
     rows = [f"| `{field.name}` | `{field.type}` | {'yes' if field.nullable else 'no'} |" for field in output_schema([])]
     head = "| column | Arrow type | null |\n|---|---|---|\n"
-    text = "README.md of this directory says what they mean. Every other input column follows, carried through."
+    text = (
+        "README.md of this directory says what they mean. Every other input column follows with its type. One that is "
+        "named like a column below, or like a field of a request (see REQUEST in output/schema.py), gets the prefix "
+        "`input_`."
+    )
     return f"# Output columns\n\n{MADE} {text}\n\n{head}" + "\n".join(rows) + "\n"
 
 

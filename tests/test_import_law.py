@@ -16,7 +16,7 @@ LEVELS = [
     | {"gguf", "smollm2_wheel"},
     {"config", "kernels", "storage", "tokenizer", "report"},
     {"datastore", "draft_vocab", "sampling"},
-    {"tree"},
+    {"tree", "sampling_values"},
     {"kv"},
     {"attention", "core"},
     {"models"},

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, Tokenizer
+from eagle_ray.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, TextOptions, Tokenizer
 from tests.helpers.tokenizers import write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
@@ -321,3 +321,51 @@ def test_a_growing_text_holds_back_no_more_than_it_must(text):
     growing = text.decode_stream(["END", "ENOUGH"])
     assert [growing.grow(ids_of(text, part)) for part in ("a E", "N", "T", "EN")] == ["a ", "", "ENT", ""]
     assert growing.end(ids_of(text, "a ENTEN")) == "EN"
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    """A tokenizer of three words: 1 the, 2 cat, 3 sat."""
+    vocab = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "\u2581sat": 3}
+    tokenizer = FastTokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
+
+
+def test_stop_strings_count_after_the_first_min_tokens(words):
+    ids, options = [1, 2, 3, 1, 2], TextOptions(min_tokens=3)
+    check = words.stop_check([" cat"], options)
+    assert [check(ids[:end]) for end in range(1, 6)] == [None, None, None, None, 5]
+    assert words.final_text(ids, [" cat"], options) == "the cat sat the"
+    assert words.final_text(ids[:3], [" cat"], options) == "the cat sat"
+    assert words.stop_check([" cat"], TextOptions(min_tokens=1))(ids) == 2
+
+
+def test_a_stop_string_may_begin_before_min_tokens_and_end_after(words):
+    check = words.stop_check(["cat sat"], TextOptions(min_tokens=2))
+    assert [check([1, 2, 3][:end]) for end in (1, 2, 3)] == [None, None, 3]
+    assert words.final_text([1, 2, 3], ["cat sat"], TextOptions(min_tokens=2)) == "the "
+
+
+def test_what_ended_the_output_can_stay_in_its_text(words):
+    keep = TextOptions(include_stop=True, stop_token_ids=frozenset([3]))
+    assert words.final_text([1, 2, 3], ["cat"], keep) == "the cat"
+    assert words.final_text([1, 2, 3], [], keep) == "the cat sat"
+    assert words.final_text([1, 2, 3], [], TextOptions(stop_token_ids=frozenset([3]))) == "the cat"
+
+
+def test_special_tokens_can_stay_in_the_text(text):
+    ids = [*ids_of(text, "the cat"), END]
+    assert text.final_text(ids, [], TextOptions(skip_special_tokens=False)) == "the cat"
+    kept_end = text.final_text(ids, [], TextOptions(skip_special_tokens=False, include_stop=True))
+    assert kept_end == text.decode_with_special(ids) != "the cat"
+    stream = text.decode_stream([], TextOptions(skip_special_tokens=False))
+    assert stream.grow([USER]) + stream.grow(ids[:-1]) + stream.end([USER, *ids]) == text.decode_with_special(
+        [USER, *ids[:-1]]
+    )
+
+
+def test_a_word_is_spelled_at_the_beginning_and_after_a_space(text):
+    for word in ("cat", " cat"):
+        assert text.word_ids(word) == [text.encode(form, add_special_tokens=False) for form in ("cat", " cat")]
+    assert text.word_ids("\n")[0] == text.encode("\n", add_special_tokens=False)

@@ -15,7 +15,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,14 @@ from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
 from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
 from eagle_ray.api.request_sampling import RequestSampling
-from eagle_ray.batch.sequences import RequestRow, message_of, prompt_text_of, sequences_of, stop_strings
+from eagle_ray.batch.sequences import (
+    RequestRow,
+    message_of,
+    prompt_text_of,
+    sequences_of,
+    stop_strings,
+    text_options_of,
+)
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.core import sequence as engine_sequence
@@ -186,36 +192,27 @@ class LLM:
         if row["seed"] is None:
             row["seed"] = params.seed
         try:
-            sequences = self._sequences(row, params, config)
+            sequences = self._sequences(row, config)
             await _all_or_cancel([asyncio.ensure_future(self._engine.generate(sequence)) for sequence in sequences])
             return self._output(row, params, config, sequences)
         except RequestError as error:
             named = RequestError(error.code, message_of(row, error))
             return RequestOutput(row["request_id"], row["prompt"], row["prompt_token_ids"] or [], error=named)
 
-    def _sequences(self, row: RequestRow, params: RequestSampling, config: JobConfig) -> list[engine_sequence.Sequence]:
+    def _sequences(self, row: RequestRow, config: JobConfig) -> list[engine_sequence.Sequence]:
         """Return the row's sequences. Raises RequestError, for any error that one prompt's content causes."""
         try:
-            sequences = sequences_of(row, config, self._tokenizer)
+            return sequences_of(row, config, self._tokenizer)
         except RequestError:
             raise
         except Exception as error:  # tokenizers and templates run on arbitrary text
             log.exception("prompt %s: internal error", row["request_id"])
             raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
-        num_tops = max(params.num_top_logprobs, params.num_top_prompt_logprobs)
-        for sequence in sequences:
-            sequence.sampling = replace(
-                sequence.sampling,
-                logprobs=sequence.sampling.logprobs or params.wants_prompt_logprobs,  # the engine records both or none
-                top_logprobs=max(sequence.sampling.top_logprobs, num_tops),
-                prompt_logprobs=sequence.sampling.prompt_logprobs or params.wants_prompt_logprobs,
-            )
-        return sequences
 
     def _output(
         self, row: RequestRow, params: RequestSampling, config: JobConfig, sequences: list[engine_sequence.Sequence]
     ) -> RequestOutput:
-        text, stops = self._tokenizer, stop_strings(row, config)
+        text, stops, options = self._tokenizer, stop_strings(row, config), text_options_of(row, config)
         first = sequences[0]
         wants_logprobs = params.wants_logprobs if row["logprobs"] is None else row["logprobs"]
         prompt_logprobs = None
@@ -231,7 +228,7 @@ class LLM:
                 completion_of(
                     i,
                     sequence,
-                    "" if text is None else text.final_text(sequence.output_ids, stops),
+                    "" if text is None else text.final_text(sequence.output_ids, stops, options),
                     params.num_top_logprobs if wants_logprobs else None,
                     text,
                 )

@@ -44,7 +44,7 @@ def generate(
             what is missing. The rows are first written to ``<output_path>.input``.
 
     Raises:
-        ConfigError: a setting is wrong, a model is missing, or a column has the name of an output column.
+        ConfigError: a setting is wrong or a model is missing.
         JobError: with output_path, the job cannot be completed.
     """
     from eagle_ray.batch.dataset import add_columns, generate_dataset  # imports Ray

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from eagle_ray.config.job import ConfigError, PositiveInt, RowSampling, SamplingConfig
+from eagle_ray.config.job import MAX_TOP_LOGPROBS, ConfigError, PositiveInt, RowSampling, SamplingConfig
 
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
-Count = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class RequestSampling(RowSampling):
@@ -37,7 +37,9 @@ class RequestSampling(RowSampling):
 
     max_tokens: PositiveInt | None = Field(default=256, description="an integer, 1 or more, or None")  # type: ignore[assignment]
     logprobs: bool | Count | None = Field(default=None, description="True, False, None or an integer, 0 or more")  # type: ignore[assignment]
-    prompt_logprobs: bool | Count | None = Field(default=None, description="True, False, None or an integer, 0 or more")
+    prompt_logprobs: bool | Count | None = Field(  # type: ignore[assignment]
+        default=None, description="True, False, None or an integer, 0 or more"
+    )
 
     @model_validator(mode="wrap")
     @classmethod
@@ -56,7 +58,9 @@ class RequestSampling(RowSampling):
         """Return the keys of `sampling` with these values."""
         values = {name: getattr(self, name) for name in SamplingConfig.model_fields}
         values["max_tokens"] = self.max_tokens or NO_LIMIT
-        values["logprobs"] = self.wants_logprobs
+        values["logprobs"] = self.wants_logprobs or self.wants_prompt_logprobs  # the engine records both or none
+        values["top_logprobs"] = max(self.num_top_logprobs, self.num_top_prompt_logprobs)
+        values["prompt_logprobs"] = self.wants_prompt_logprobs
         return SamplingConfig(**values)
 
     @property
@@ -70,7 +74,7 @@ class RequestSampling(RowSampling):
     @property
     def num_top_logprobs(self) -> int:
         """Return how many of the likeliest tokens are recorded at each output token."""
-        return 0 if self.logprobs is True else int(self.logprobs or 0)
+        return max(self.top_logprobs, 0 if self.logprobs is True else int(self.logprobs or 0))
 
     @property
     def num_top_prompt_logprobs(self) -> int:

@@ -68,8 +68,11 @@ class PrefillMetadata(Projected):
         """rows: the chunks' own keys and values; None if they are in the cache alone."""
         if rows is None or self._has_context:
             rows = tuple(flat.index_select(0, self._seen) for flat in self.cache.layer(attention.layer))
+        together = None
         if supports_varlen(query, rows[1].shape[2], attention):
-            return varlen_attention(query, *rows, self._packed, attention)
+            together = varlen_attention(query, *rows, self._packed, attention)
+        if together is not None:
+            return together
         parts = zip(query.split(self.lengths), *(x.split(self._num_seen) for x in rows), strict=True)
         return torch.cat([_one_by_one(*part, attention) for part in parts])
 

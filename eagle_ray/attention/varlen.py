@@ -10,6 +10,7 @@ torch's flash attention wants blocks of 256 positions, ours have 32. Source: tor
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -21,9 +22,11 @@ from torch import Tensor
 from eagle_ray.async_copy import to_device
 from eagle_ray.attention.metadata import AttentionParams
 
+log = logging.getLogger("eagle_ray")
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
 OPTIONS = {"enable_gqa": True, "num_splits": 1}  # one split: a sequence's numbers do not depend on the batch
+_failure: list[str] = []  # what torch refused, if it did
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,9 @@ class PackedLengths:
 
 def supports_varlen(query: Float[Tensor, "R heads d"], value_dim: int, attention: AttentionParams) -> bool:
     """Return whether this layer's rows can attend in one launch."""
-    if query.device.type != "cuda" or query.dtype not in DTYPES or not query.shape[2] == value_dim <= LARGEST_DIM:
+    if _failure or query.device.type != "cuda" or query.dtype not in DTYPES:
+        return False
+    if not query.shape[2] == value_dim <= LARGEST_DIM:
         return False
     return attention.softcap is None and attention.sinks is None and _options(attention.window) is not None
 
@@ -60,12 +65,23 @@ def varlen_attention(
     values: Float[Tensor, "T kv_heads d"],
     packed: PackedLengths,
     attention: AttentionParams,
-) -> Float[Tensor, "R heads d"]:
-    """Return causal attention of each sequence's rows to its own positions."""
+) -> Float[Tensor, "R heads d"] | None:
+    """Return causal attention of each sequence's rows to its own positions, or None if this torch refuses it.
+
+    torch's releases differ in what they take: a head size, fewer key heads. From the first refusal on prompts attend
+    one by one, which is logged once.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     ends = packed.row_ends, packed.key_ends, packed.max_rows, packed.max_keys
-    return varlen_attn(query, keys, values, *ends, scale=attention.scaling, **_options(attention.window))
+    try:
+        return varlen_attn(query, keys, values, *ends, scale=attention.scaling, **_options(attention.window))
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
+            raise
+        _failure.append((str(error).strip() or type(error).__name__).splitlines()[0])
+        log.warning("prompts attend one by one from now on, not in one launch: %s", _failure[0])
+        return None
 
 
 @cache

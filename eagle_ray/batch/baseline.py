@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.batch.sequences import RequestRow, sequences_of
+from eagle_ray.batch.sequences import RequestRow, sequence_of, turn_index_of
 from eagle_ray.batch.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
@@ -28,6 +28,9 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.report.outputs import id_of_turn
+from eagle_ray.sampling.adjustments import Adjustments
+from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, gumbel_noise, process
 
@@ -120,7 +123,7 @@ class BaselineComparison:
         return sequences
 
     def _sequence(self, row: ChosenRow) -> Sequence:
-        return sequences_of(row.request, self._config, self._tokenizer)[row.sample_index]
+        return sequence_of(row.request, self._config, self._tokenizer, row.sample_index)
 
     def _first_difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
         """Return the first token in which the stored output is not plain decoding's; None for equal outputs.
@@ -137,11 +140,13 @@ class BaselineComparison:
         if position < shorter:
             ids, tokens = plain.prompt_ids + expected[:position], (expected[position], stored[position])
             logits = self._next_logits(ids)
+            if plain.controls is not None:
+                logits = controlled_logits(logits, plain, expected[:position])
             first, second = sampling_scores(logits, plain.sampling, len(ids))[list(tokens)].tolist()
             gap = first - second
             cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
         return {
-            "request_id": row.request["request_id"],
+            "request_id": id_of_turn(row.request["request_id"], turn_index_of(row.request)),
             "sample_index": row.sample_index,
             "position": position,
             "token": stored[position] if position < len(stored) else None,
@@ -159,6 +164,18 @@ class BaselineComparison:
         logits = self._target.prefill(PrefillBatch.of([0], [ids], device)).logits
         blocks.free(0)
         return logits[0].cpu()
+
+
+def controlled_logits(logits: Float[Tensor, " V"], sequence: Sequence, output_ids: list[int]) -> Float[Tensor, " V"]:
+    """Return the logits after the sequence's controls, for the token after output_ids."""
+    controls, before = sequence.sampling.controls, sequence.controls
+    if controls is None or before is None:
+        return logits
+    state = ControlState(controls, sequence.prompt_ids, before.ends, len(logits))
+    state.sync(output_ids)
+    adjusted = logits.to(torch.float32, copy=True)[None]
+    Adjustments.of([(state, [[]])]).apply(adjusted)
+    return adjusted[0]
 
 
 def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:

@@ -22,6 +22,7 @@ from eagle_ray.batch.crash_tracker import CrashRecord, max_group_size
 from eagle_ray.batch.input.row_location import location_text
 
 WORKER_DIED = "worker_died"
+LOCATION = ("source_file", "row_index", "source_line")
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
 
 
@@ -117,7 +118,7 @@ def _as_error_rows(batch: pa.Table, records: dict[str, CrashRecord]) -> pa.Table
     final = {id: record for id, record in records.items() if record.is_final}
     if not final:
         return batch
-    rows = batch.to_pylist()
+    rows = batch.select(["request_id", *LOCATION, "error_code", "error_message"]).to_pylist()
     for row in rows:
         if row["request_id"] in final:
             record = final[row["request_id"]]
@@ -126,7 +127,11 @@ def _as_error_rows(batch: pa.Table, records: dict[str, CrashRecord]) -> pa.Table
                 f"{location_text(row)}: {record.num_crashes} workers died while they answered it "
                 f"({record.reason}): {FIX}"
             )
-    return pa.Table.from_pylist(rows, batch.schema)
+    for name in ("error_code", "error_message"):
+        field = batch.schema.field(name)
+        values = pa.array([row[name] for row in rows], field.type)
+        batch = batch.set_column(batch.schema.get_field_index(name), field, values)
+    return batch
 
 
 def _select_rows(batch: pa.Table, ids: list[str]) -> pa.Table:

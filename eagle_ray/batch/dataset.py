@@ -26,6 +26,7 @@ from eagle_ray.batch.actor import EngineActor, as_config_error
 from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
 from eagle_ray.batch.input.columns import RequestColumns
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
+from eagle_ray.batch.input.passthrough import output_names
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.batch.input.request import parse_row
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
@@ -60,14 +61,12 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
 
     Rows are a job's: prompt, messages or prompt_token_ids as input.columns names them, an id, and sampling values of
     their own, also as a dictionary sampling_params. A row without an id gets one from its content, so that seeds
-    depend on neither order nor blocks. A row that cannot be answered has status error. Raises ConfigError if a column
-    of the input has the name of an output column, if the models cannot be used, or if the cluster lacks the GPUs.
+    depend on neither order nor blocks. A row that cannot be answered has status error. An input column with the name of
+    an output column gets the prefix ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the
+    cluster lacks the GPUs.
     """
     from eagle_ray.build import check_models  # torch
 
-    schema = dataset.schema(fetch_if_missing=False)
-    if schema is not None:
-        check_column_names(schema.names)
     check_models(config.model, config.speculative)
     execution = config.execution
     workers = plan_workers(execution, config.model.device, nodes(), MANY_ROWS, threads_wanted(os.environ))
@@ -82,16 +81,6 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     )
     nested = map_engine(requests, batch_size, workers, actor_args, DatasetActor)
     return nested.map_batches(with_input_columns, batch_format="pyarrow", batch_size=None, udf_modifying_row_count=True)
-
-
-def check_column_names(names: list[str]) -> None:
-    """Raise ConfigError for input columns whose names output columns have."""
-    if taken := [name for name in names if name in ADDED and name not in READ]:
-        renamed = ", ".join(f"{name!r}: 'input_{name}'" for name in taken)
-        raise ConfigError(
-            f"dataset: output columns have the names of its {', '.join(taken)}. Rename them: "
-            f"dataset.rename_columns({{{renamed}}})"
-        )
 
 
 def add_columns(dataset: ray.data.Dataset, function: RowFunction) -> ray.data.Dataset:
@@ -129,7 +118,6 @@ class RequestMaker:
     columns: RequestColumns
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        check_column_names(batch.column_names)
         rows = []
         for i, row in enumerate(batch.to_pylist()):
             request = self._request(row)
@@ -181,7 +169,8 @@ def with_input_columns(nested: pa.Table) -> pa.Table:
     if not carried:
         return outputs
     inputs = pa.concat_tables(carried, promote_options="permissive")
-    inputs = inputs.select([name for name in inputs.column_names if name not in READ and name != SAMPLING_PARAMS])
+    names = output_names([name for name in inputs.column_names if name not in READ and name != SAMPLING_PARAMS], ADDED)
+    inputs = inputs.select(list(names)).rename_columns(list(names.values()))
     for field, column in zip(outputs.schema, outputs.columns, strict=True):
         inputs = inputs.append_column(field, column)
     return inputs.combine_chunks()

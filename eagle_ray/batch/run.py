@@ -59,7 +59,7 @@ from eagle_ray.batch.output.manifest import (
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_ids
 from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, read_tables, stored_schema
 from eagle_ray.batch.output.partitions import Partitions
-from eagle_ray.batch.output.schema import missing_columns, schema_differences
+from eagle_ray.batch.output.schema import schema_differences, unread_settings
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.ray_jobs import check_output_outlives_job
@@ -70,7 +70,7 @@ from eagle_ray.report.budgets import budgets
 from eagle_ray.report.cost import cost
 from eagle_ray.report.html import page
 from eagle_ray.report.speed_up import SpeedUp
-from eagle_ray.report.summary import summarise, summary_json
+from eagle_ray.report.summary import ReadColumns, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.start_log import configure_logging
@@ -79,6 +79,7 @@ from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")
 GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
+TURN = "turn_index"
 ERRORS_SHOWN = 3
 RESUME = "Run the same command again to resume."
 CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
@@ -270,7 +271,7 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked:
 def _check_columns(plan: InputPlan, run: RunHandle) -> None:
     """Refuse an input whose columns differ from those in the files, because no reader could read both."""
     there = stored_schema(run.data)
-    if unread := plan.row_settings.intersection(missing_columns(there)):
+    if unread := plan.row_settings.intersection(unread_settings(there)):
         raise OutputMismatch(
             f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
             "Choose another output.path, or --overwrite."
@@ -335,7 +336,9 @@ def summarize_run(run: RunHandle) -> dict[str, Any]:
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
     last_work = {"last_work": read_json_object(run.output / PROGRESS)}
     counts = summary_json(summarise(read, by), by)
-    return facts | counts | over_time | last_work | _cost(run, counts["total"], last_work["last_work"])
+    return (
+        facts | counts | _turns(run, read) | over_time | last_work | _cost(run, counts["total"], last_work["last_work"])
+    )
 
 
 def _cost(run: RunHandle, total: dict[str, Any], work: dict[str, Any] | None) -> dict[str, Any]:
@@ -346,6 +349,14 @@ def _cost(run: RunHandle, total: dict[str, Any], work: dict[str, Any] | None) ->
     estimate = read_json_object(run.output / ESTIMATE)
     is_same = estimate is not None and estimate["config_hash"] == run.config_hash and estimate["rows"] == total["rows"]
     return {"cost": cost(total, usage, price), "estimate": estimate if is_same else None}
+
+
+def _turns(run: RunHandle, read: ReadColumns) -> dict[str, Any]:
+    """Return the counts of each turn, if the run's rows are conversations."""
+    config = (read_manifest(run.output) or {}).get("config", {})
+    if not config.get("input", {}).get("columns", {}).get("turns"):
+        return {}
+    return {"turns": {turn: counts.as_json() for turn, counts in summarise(read, TURN).items()}}
 
 
 def _check_error_rate(counts: dict[str, Any], most: float) -> None:

@@ -11,18 +11,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from eagle_ray.batch.expected_rows import num_samples
+from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.row_location import location_text
-from eagle_ray.config import JobConfig
+from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, text_options
+from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
-SAMPLING_COLUMNS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos", "logprobs")
+SAMPLING_COLUMNS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+)
+MAX_SAMPLES = 1024  # of a row: sampling.n is at most this
+# Sampling columns without an output column of their own: `sampling_controls` has those that are not at their defaults.
+OTHER_COLUMNS = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES)))
 RequestRow = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
@@ -31,19 +48,43 @@ def sequences_of(
 ) -> list[Sequence]:
     """Return the row's first n samples (None: all), in order. Raises RequestError if the row cannot be answered.
 
-    text: the target's tokenizer; without one, only prompt_token_ids without `stop` can be answered.
+    text: the target's tokenizer; without one, only prompt_token_ids without `stop` and `bad_words` can be answered.
     """
+    return _sequences(row, config, tokenizer, range(num_samples(row, config) if n is None else n))
+
+
+def sequence_of(row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None, sample_index: int) -> Sequence:
+    """Return one sample of the row. Raises as sequences_of does."""
+    [sequence] = _sequences(row, config, tokenizer, [sample_index])
+    return sequence
+
+
+def turn_request(row: RequestRow, answers: list[str | None]) -> RequestRow:
+    """Return the request of the next turn of a conversation. answers: those of all earlier turns."""
+    return row | {"turn_index": len(answers), "answers": answers}
+
+
+def turn_index_of(row: RequestRow) -> int:
+    """Return the turn of a request that turn_request made; 0 for any other."""
+    return row.get("turn_index", 0)
+
+
+def _sequences(
+    row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None, samples: Iterable[int]
+) -> list[Sequence]:
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
     prompt_ids, stops = prompt_ids_of(row, tokenizer), stop_strings(row, config)
+    values = sampling_values(row, config)
+    controls, options = controls_of(values, tokenizer), text_options(values)
     return [
         Sequence(
             request_id=f"{row['request_id']}/{j}",
             prompt_ids=prompt_ids,
-            sampling=_sampling_params(row, config, seed_of(row, config.seed, j)),
-            stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops) if stops else None,
+            sampling=_sampling_params(values, controls, seed_of(row, config.seed, j)),
+            stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops, options) if stops else None,
         )
-        for j in range(num_samples(row, config) if n is None else n)
+        for j in samples
     ]
 
 
@@ -56,34 +97,74 @@ def stop_strings(row: RequestRow, config: JobConfig) -> list[str]:
     return config.sampling.stop if row["stop"] is None else row["stop"]
 
 
+def messages_of(row: RequestRow) -> str | None:
+    """Return the row's messages as JSON: those of a conversation up to the user's turn. None for other prompts."""
+    if row.get("user_turns") is None:
+        return row["messages"]
+    messages = []
+    for turn, answer in zip(row["user_turns"], [*row.get("answers", []), None], strict=False):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return json.dumps(messages, ensure_ascii=False)
+
+
+def sampling_values(row: RequestRow, config: JobConfig) -> dict[str, Any]:
+    """Return the row's sampling values: the job's, overridden by the row's columns; without n, stop and seed."""
+    names = (*SAMPLING_COLUMNS, *OTHER_COLUMNS)
+    overrides = {name: row[name] for name in names if row[name] is not None}
+    if "logit_bias" in overrides:
+        overrides["logit_bias"] = dict(overrides["logit_bias"])
+    return config.sampling.model_dump(include=set(names)) | overrides
+
+
+def text_options_of(row: RequestRow, config: JobConfig) -> TextOptions:
+    """Return how the row's output ids become text."""
+    return text_options(sampling_values(row, config))
+
+
+def controls_json(row: RequestRow, config: JobConfig) -> str | None:
+    """Return the row's values of OTHER_COLUMNS that are not at their defaults, as JSON; None if all are."""
+    values = sampling_values(row, config)
+    defaults = SamplingConfig()
+    own = {name: values[name] for name in OTHER_COLUMNS if values[name] != getattr(defaults, name)}
+    return json.dumps(own, ensure_ascii=False) if own else None
+
+
 def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
     if row["prompt_token_ids"] is not None:
         return row["prompt_token_ids"]
-    if row["messages"] is not None:
-        return _require_tokenizer(tokenizer, "messages").encode_chat(json.loads(row["messages"]))
+    if (messages := messages_of(row)) is not None:
+        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages))
     return _require_tokenizer(tokenizer, "prompt").encode(row["prompt"])
 
 
 def prompt_text_of(row: RequestRow, tokenizer: Tokenizer | None) -> str | None:
     """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
-    if row["messages"] is not None and tokenizer is not None:
-        return tokenizer.render_chat(json.loads(row["messages"]))
+    if (messages := messages_of(row)) is not None and tokenizer is not None:
+        return tokenizer.render_chat(template_messages(messages))
     return row["prompt"]
 
 
 def seed_of(row: RequestRow, run_seed: int, sample_index: int) -> int:
-    """Return the key of one sample's noise: the row's own seed, or one made from the run's seed and the row's id."""
+    """Return the key of one sample's noise: from the row's own seed, or from the run's seed and the row's id.
+
+    Each turn of a conversation has a key of its own.
+    """
+    turn = turn_index_of(row)
     if row["seed"] is not None:
-        return sample_seed(row["seed"], sample_index)
-    key = f"{run_seed}\x1f{row['request_id']}\x1f{sample_index}".encode()
+        return sample_seed(row["seed"], turn * MAX_SAMPLES + sample_index)
+    key = f"{run_seed}\x1f{row['request_id']}\x1f{sample_index}{f'{chr(0x1F)}{turn}' if turn else ''}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _sampling_params(row: RequestRow, config: JobConfig, seed: int) -> SamplingParams:
-    overrides = {name: row[name] for name in SAMPLING_COLUMNS if row[name] is not None}
-    defaults = config.sampling.model_dump(include=set(SamplingParams.__dataclass_fields__))
+def _sampling_params(values: dict[str, Any], controls: Controls | None, seed: int) -> SamplingParams:
+    for name in ("top_logprobs", "prompt_logprobs"):
+        if values[name] and not values["logprobs"]:
+            raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
+    own = {name: values[name] for name in SAMPLING_COLUMNS}
     try:
-        return SamplingParams(**defaults | overrides, seed=seed)
+        return SamplingParams(**own, seed=seed, stop_token_ids=tuple(values["stop_token_ids"]), controls=controls)
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from eagle_ray.batch.expected_rows import num_samples, num_turns
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.output_rows import OutputRows
-from eagle_ray.batch.output.schema import output_schema, table_of
+from eagle_ray.batch.output.schema import REQUEST, output_schema, table_of
 from eagle_ray.batch.process_id import process_name
-from eagle_ray.batch.sequences import RequestRow, sequences_of
+from eagle_ray.batch.sequences import RequestRow, sequence_of, sequences_of, turn_request
 from eagle_ray.build import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
@@ -74,19 +75,21 @@ class Worker:
         self.worker_id = process_name(os.getpid())
         self._config, self._tokenizer = config, bundle.tokenizer
         self._engine = AsyncEngine(bundle.engine)
-        self._schema = output_schema(passthrough)
+        self._schema = output_schema([])
+        self._passthrough = [field.name for field in passthrough]
         constants = _constants(config, run, bundle) | {"worker_id": self.worker_id}
-        names = [field.name for field in passthrough]
-        self._rows = OutputRows(config, bundle.tokenizer, constants, names, time.time() - time.monotonic())
+        self._rows = OutputRows(config, bundle.tokenizer, constants, time.time() - time.monotonic())
 
     async def answer(self, requests: pa.Table) -> pa.Table:
-        """Return one row per sample of each request, in order. Raises EngineError once the engine is dead."""
-        request_rows = requests.to_pylist()
+        """Return one row per sample and turn of each request, in order. Raises EngineError once the engine is dead."""
+        request_rows = requests.select(REQUEST.names).to_pylist()
         answers = await asyncio.gather(*(self._answer(request) for request in request_rows))
-        with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
-            return table_of([row for rows in answers for row in rows], self._schema)
-        tables = [self._table(request, rows) for request, rows in zip(request_rows, answers, strict=True)]
-        return pa.concat_tables(tables).combine_chunks()
+        table = self._tables(request_rows, answers)
+        request_of_row = [i for i, rows in enumerate(answers) for _ in rows]
+        carried = requests.select(self._passthrough).take(pa.array(request_of_row, pa.int64()))
+        for name in self._passthrough:
+            table = table.append_column(name, carried[name])
+        return table.combine_chunks()
 
     def counters(self) -> EngineCounters:
         return self._engine.counters()
@@ -95,6 +98,10 @@ class Worker:
         self._engine.close()
 
     async def _answer(self, request: RequestRow) -> list[RequestRow]:
+        if request["user_turns"] is not None:
+            samples = range(num_samples(request, self._config))
+            conversations = await asyncio.gather(*(self._converse(request, j) for j in samples))
+            return [row for rows in conversations for row in rows]
         try:
             with _as_row_error(request):
                 sequences = sequences_of(request, self._config, self._tokenizer)
@@ -103,6 +110,36 @@ class Worker:
                 return self._rows.of(request, sequences)
         except RequestError as error:
             return self._rows.of_error(request, error)
+
+    async def _converse(self, request: RequestRow, sample_index: int) -> list[RequestRow]:
+        """Return one sample's row for each turn, answered one after the other. An error ends the conversation."""
+        rows: list[RequestRow] = []
+        answers: list[str | None] = []
+        failure: RequestError | None = None
+        for _ in range(num_turns(request)):
+            turn = turn_request(request, answers)
+            try:
+                if failure is not None:
+                    raise failure
+                rows.append(await self._answer_turn(turn, sample_index))
+            except RequestError as error:
+                rows.append(self._rows.of_turn_error(turn, sample_index, error))
+                failure = failure or _skipped(error, len(answers))
+            answers = [*answers, rows[-1].get("text")]
+        return rows
+
+    async def _answer_turn(self, turn: RequestRow, sample_index: int) -> RequestRow:
+        with _as_row_error(turn):
+            sequence = sequence_of(turn, self._config, self._tokenizer, sample_index)
+        await self._generate([sequence])
+        with _as_row_error(turn):
+            [row] = self._rows.of(turn, [sequence])
+        return row | {"sample_index": sample_index}
+
+    def _tables(self, requests: list[RequestRow], answers: list[list[RequestRow]]) -> pa.Table:
+        with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
+            return table_of([row for rows in answers for row in rows], self._schema)
+        return pa.concat_tables(self._table(request, rows) for request, rows in zip(requests, answers, strict=True))
 
     def _table(self, request: RequestRow, rows: list[RequestRow]) -> pa.Table:
         """Return one request's rows, or its error row if they do not fit the schema."""
@@ -121,6 +158,12 @@ class Worker:
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _skipped(error: RequestError, turn: int) -> RequestError:
+    return RequestError(
+        "earlier_turn_failed", f"turn {turn} of this conversation is an error ({error.code}), so this one was not asked"
+    )
 
 
 @contextmanager

@@ -85,7 +85,12 @@ def _write(target: str, lines: Iterable[str]) -> None:
 def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
     spell = _spelling(model)
     there = stored_schema(data).names
-    for rows in _requests(data, [name for name in COLUMNS if name in there]):
+    for rows in _requests(data, [name for name in (*COLUMNS, "turn_index") if name in there]):
+        if any(row.get("turn_index") for row in rows):
+            raise ConfigError(
+                f"--to openai-batch: the request {rows[0]['request_id']!r} has several turns, and a line of that "
+                "format holds one answer. Export the run with --to csv."
+            )
         yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
 
 

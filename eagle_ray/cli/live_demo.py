@@ -6,7 +6,6 @@ machine that is busy for a while is busy for both, and the ratio means something
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.run import GROUP_BY
 from eagle_ray.batch.sequences import sequences_of
@@ -61,7 +61,7 @@ class LiveQuestion:
     def __init__(self, row: dict[str, Any], config: JobConfig, text: Tokenizer):
         self._row, self._config, self._text = row, config, text
         self.category = str(row.get(GROUP_BY))
-        asked = str(json.loads(row["messages"])[-1]["content"])
+        asked = str(template_messages(row["messages"])[-1]["content"])
         self.shown = asked if len(asked) <= SHOWN_CHARACTERS else f"{asked[:SHOWN_CHARACTERS]} ..."
 
     def ask(self) -> engine_sequence.Sequence:

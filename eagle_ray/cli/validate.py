@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from eagle_ray.batch.input.passthrough import PassthroughColumn
 from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.manifest import DATA, check_no_foreign_data, output_of, read_manifest, wrap_os_errors
@@ -91,8 +92,14 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | N
 
 
 def _input(plan: InputPlan) -> str:
-    carried = ", ".join(f"{field.name} {field.type}" for field in plan.passthrough) or "nothing"
-    return f"input    {plan.num_rows} rows in {_files(plan)}\ncarried  {carried}"
+    carried = ", ".join(_carried(column) for column in plan.passthrough_columns) or "nothing"
+    formats = ", ".join(sorted({file.format for file in plan.files}))
+    return f"input    {plan.num_rows} rows in {_files(plan)} ({formats})\ncarried  {carried}"
+
+
+def _carried(column: PassthroughColumn) -> str:
+    renamed = "" if column.source == column.name else f"{column.source} as "
+    return f"{renamed}{column.name} {column.field.type}"
 
 
 def _files(plan: InputPlan) -> str:

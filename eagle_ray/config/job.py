@@ -22,13 +22,33 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
-from eagle_ray.sampling_limits import MAX_TEMPERATURE
+from eagle_ray.sampling_limits import (
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+)
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[list[Name], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+
+
+def _integer_keys(value: Any) -> Any:
+    """Return a mapping with its keys as integers: JSON has texts, such as "17", for token ids."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+
+
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+LogitBias = Annotated[dict[TokenId, Bias], BeforeValidator(_integer_keys)]
 
 
 class ConfigError(Exception):
@@ -42,12 +62,18 @@ class StrictModel(BaseModel):
 
 
 class ColumnsConfig(StrictModel):
-    """Input column for each request field. With null, the column has the name of the key."""
+    """Input column for each request field. With null, the column has the name of the key.
+
+    turns: read only if it is set. Each row has one output row per turn, and the model reads its own earlier answers.
+    """
 
     id: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
     prompt: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
     messages: Name | None = Field(default=None, description="a column name or a path such as turns[0], or null")
     prompt_token_ids: Name | None = Field(default=None, description="a column name or a path such as a.b[0], or null")
+    turns: Name | None = Field(
+        default=None, description="a column name or a path to a list of user messages, answered in turn, or null"
+    )
 
 
 class InputConfig(StrictModel):
@@ -61,10 +87,11 @@ class InputConfig(StrictModel):
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
-        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i)"
+        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i); local or of "
+        "s3://, gs://, hf:// or https://"
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch"] = Field(
-        default="auto", description="auto (by extension), parquet, jsonl, csv or openai_batch"
+        default="auto", description="auto (by extension and content), parquet, jsonl, csv or openai_batch"
     )
     columns: ColumnsConfig = ColumnsConfig()
     passthrough: Literal["all", "none"] | list[Name] = Field(
@@ -163,8 +190,23 @@ class SpeculativeConfig(StrictModel):
 class SamplingConfig(StrictModel):
     """Default sampling parameters, which a row can override.
 
-    They apply in transformers' order: temperature, top_k, top_p, min_p. EAGLE's reference implementation applies top_p
-    before top_k.
+    They apply in this order: allowed_token_ids, bad_words and min_tokens, logit_bias, repetition_penalty,
+    frequency_penalty and presence_penalty, then as in transformers temperature, top_k, top_p, min_p. EAGLE's reference
+    implementation applies top_p before top_k. Log-probabilities are of the target's own logits, before all of these.
+
+    presence_penalty: subtracted from the logit of each token that the output has so far.
+    frequency_penalty: subtracted from a token's logit as often as the output has it.
+    repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+    logit_bias: what is added to the logits of tokens, by token id.
+    allowed_token_ids: the only tokens that an output may have.
+    bad_words: words that an output may not have, as the tokenizer writes them at the beginning of a text and after a
+        space. Other spellings are not found.
+    min_tokens: output tokens before EOS, a stop token or a stop string can end the output.
+    stop_token_ids: tokens that end an output and are not part of its text, with ignore_eos too.
+    include_stop_str_in_output: whether the text keeps the stop string or stop token that ended it.
+    skip_special_tokens: whether the text leaves special tokens out.
+    top_logprobs: with logprobs, also store this many of the likeliest tokens at each place.
+    prompt_logprobs: with logprobs, also store the prompt's log-probabilities.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
@@ -178,6 +220,33 @@ class SamplingConfig(StrictModel):
     n: Annotated[int, Field(ge=1, le=1024)] = Field(default=1, description="a number of samples per row, 1 to 1024")
     ignore_eos: bool = Field(default=False, description="true or false")
     logprobs: bool = Field(default=False, description="true or false")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = Field(
+        default=0, description=f"an integer, 0 (off) to {MAX_TOP_LOGPROBS}, with logprobs"
+    )
+    prompt_logprobs: bool = Field(default=False, description="true or false, with logprobs")
+    presence_penalty: Penalty = Field(
+        default=0.0, description=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
+    )
+    frequency_penalty: Penalty = Field(
+        default=0.0, description=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
+    )
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = Field(
+        default=1.0,
+        description=f"a number between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}, 1 is off",
+    )
+    logit_bias: LogitBias = Field(
+        default={}, description=f"token ids with numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+        default=None, description="a list of token ids, at least one, or null for all"
+    )
+    bad_words: Names = Field(default=[], description="a list of words, none of them empty")
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0, description="an integer, 0 (off) to max_tokens"
+    )
+    stop_token_ids: list[TokenId] = Field(default=[], description="a list of token ids")
+    include_stop_str_in_output: bool = Field(default=False, description="true or false")
+    skip_special_tokens: bool = Field(default=True, description="true or false")
 
 
 class RowSampling(SamplingConfig):
@@ -268,6 +337,7 @@ class ExecutionConfig(EnginesConfig):
 
 class OutputConfig(StrictModel):
     path: Name = Field(description="a directory for the run (also: -o)")
+    format: Literal["parquet"] = Field(default="parquet", description="parquet")
     partition_by: Names = Field(default=[], description="a list of column names")
     store_prompt: bool = Field(default=True, description="true or false")
     store_token_ids: bool = Field(default=True, description="true or false")
@@ -364,6 +434,7 @@ _NOT_COMPARED = (
     "input.allow_empty",
     "input.on_unknown",
     "output.path",
+    "output.format",
     "output.if_exists",
     "output.compression",
 )

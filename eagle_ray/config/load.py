@@ -25,6 +25,19 @@ from eagle_ray.config.serve import ServeConfig
 
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
 Section = TypeVar("Section", bound=BaseModel)
+READABLE = ("s3://", "gs://", "hf://", "http://", "https://")
+_NO_TABLE = (
+    "output.format: {name} tables are not written. Their writers commit a whole run at its end, so a killed run would "
+    "lose its rows and could not be resumed. Write parquet, and add the finished run's files to a table: {call}."
+)
+TABLE_FORMATS = {
+    "delta": _NO_TABLE.format(
+        name="Delta", call="deltalake.write_deltalake(TABLE, pyarrow.dataset.dataset('RUN/data'), mode='append')"
+    ),
+    "iceberg": _NO_TABLE.format(
+        name="Iceberg", call="pyiceberg's table.append(pyarrow.parquet.read_table('RUN/data'))"
+    ),
+}
 ENV_PREFIX = "EAGLE_RAY__"
 COMMAND_LINE = "the command line"
 SECRET = ("on_finish.webhook", "on_finish.command")  # error messages do not print their values
@@ -285,6 +298,8 @@ def _wrong_value(root: type[BaseModel], key: str, detail: ErrorDetails, settings
         return f"{key}: missing; it must be {allowed}"
     given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]
     value = given[-1].value if given and given[-1].key == key else detail["input"]
+    if key == "output.format" and value in TABLE_FORMATS:
+        return TABLE_FORMATS[value]
     if key in SECRET:
         return f"{key}: must be {allowed}; the value is not shown, as it may hold a secret"
     return f"{key}: must be {allowed}, got {value!r}{_origin(key, settings)}"
@@ -318,6 +333,12 @@ def _check_report(config: JobConfig) -> None:
 def _check_storage(config: JobConfig) -> None:
     """Raise ConfigError for URLs of storage that is not supported."""
     paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
-    for key, path in [*(("input.path", p) for p in paths), ("output.path", config.output.path)]:
-        if "://" in path and not path.startswith("s3://"):
-            raise ConfigError(f"{key}: unsupported storage {path!r}. Use a local path or s3://bucket/key.")
+    for path in paths:
+        if "://" in path and not path.startswith(READABLE):
+            raise ConfigError(f"input.path: unsupported storage {path!r}. Use a local path, {', '.join(READABLE)}.")
+    path = config.output.path
+    if "://" in path and not path.startswith("s3://"):
+        raise ConfigError(
+            f"output.path: unsupported storage {path!r}. Use a local path or s3://bucket/key: an output needs "
+            "conditional writes, so that each row is written once."
+        )

@@ -19,7 +19,7 @@ from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig, Speculativ
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
 from eagle_ray.config.serve import ServeConfig
 
-EMBEDDED = {"target": ["embedded:tiny", "embedded:smollm2"], "draft": ["embedded:tiny"]}
+EMBEDDED = {"target": ["embedded:tiny", "embedded:smollm2"], "draft": ["embedded:tiny", "embedded:smollm2"]}
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
 ALL_TOKENS = "all"  # as speculative.draft_vocab

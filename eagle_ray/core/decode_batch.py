@@ -64,5 +64,10 @@ class DecodeBatch:
         """Return an upper bound on the cached tokens of all sequences."""
         return sum(self.at.host_lengths)
 
+    @property
+    def controlled(self) -> list[int]:
+        """Return the indices of sequences with controls."""
+        return [i for i, sequence in enumerate(self.sequences) if sequence.controls is not None]
+
     def __len__(self) -> int:
         return len(self.sequences)

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Literal
 
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
@@ -40,6 +41,7 @@ class Sequence:
     output_tops: the likeliest tokens at each output id's place, where sampling.top_logprobs asks.
     prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
         stands nothing, so that has None and no tops.
+    controls: the state of sampling.controls, from the moment that an engine accepts the sequence; None without any.
     listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """
@@ -54,6 +56,7 @@ class Sequence:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
     listener: Callable[[], None] | None = None
+    controls: ControlState | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     slot: int | None = None
@@ -99,7 +102,9 @@ class Sequence:
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
 
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
-        """Commit new tokens and finish at the first EOS, stop string or max_tokens; returns how many were cut off."""
+        """Commit new tokens and finish at the first EOS, stop token, stop string or max_tokens; returns how many were
+        cut off.
+        """
         self.output_ids += tokens
         keep, reason = self._cut(len(self.output_ids) - len(tokens), eos_ids)
         num_discarded = len(self.output_ids) - keep
@@ -113,12 +118,13 @@ class Sequence:
         return num_discarded
 
     def _cut(self, start: int, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
-        """Return how many output ids to keep and why: the earliest of EOS, stop string and max_tokens; a stop wins a
-        tie.
+        """Return how many output ids to keep and why: the earliest of EOS, stop token, stop string and max_tokens; a
+        stop wins a tie.
         """
-        stops = []
-        if not self.sampling.ignore_eos:
-            stops += [i + 1 for i in range(start, len(self.output_ids)) if self.output_ids[i] in eos_ids][:1]
+        ends = frozenset() if self.sampling.ignore_eos else eos_ids
+        if self.sampling.stop_token_ids:
+            ends = ends.union(self.sampling.stop_token_ids)
+        stops = [i + 1 for i in range(start, len(self.output_ids)) if self.output_ids[i] in ends][:1]
         if self.stop_check is not None and (kept := self.stop_check(self.output_ids)) is not None:
             stops.append(kept)
         if stops and min(stops) <= self.max_tokens:
@@ -126,6 +132,27 @@ class Sequence:
         if len(self.output_ids) >= self.max_tokens:
             return self.max_tokens, "length"
         return len(self.output_ids), None
+
+
+def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int) -> None:
+    """Make the state of the sequence's controls, if it has any.
+
+    Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
+    """
+    controls = sequence.sampling.controls
+    if controls is None:
+        return
+    ends = eos_ids.union(sequence.sampling.stop_token_ids)
+    named = {"logit_bias": [token for token, _ in controls.logit_bias], "allowed_token_ids": controls.allowed_token_ids}
+    for name, ids in named.items():
+        if ids and max(ids) >= vocab_size:
+            message = f"{name}: token id {max(ids)} is not in the target's vocabulary of {vocab_size}"
+            raise RequestError("invalid_sampling", message)
+    allowed = controls.allowed_token_ids
+    if controls.min_tokens and allowed is not None and not set(allowed) - ends - controls.forbidden:
+        message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
+        raise RequestError("invalid_sampling", message)
+    sequence.controls = ControlState(controls, sequence.prompt_ids, ends, vocab_size)
 
 
 def _shown(value: object) -> str:

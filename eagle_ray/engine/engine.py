@@ -27,7 +27,7 @@ import torch
 
 from eagle_ray.async_copy import DeviceToHost
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
-from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length
+from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
 from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.drafters.drafter import Draft, Drafter
 from eagle_ray.engine.counters import EngineCounters
@@ -120,12 +120,13 @@ class Engine:
         """Queue a sequence. A sequence can be added once; make a new one to decode its prompt again.
 
         Raises:
-            RequestError: the target cannot take the prompt.
+            RequestError: the target cannot take the prompt or the controls.
             ValueError: the sequence was already added.
         """
         if sequence.arrived_at is not None:
             raise ValueError(f"sequence {sequence.request_id!r} was already added. Make a new one of its prompt_ids.")
         check_length(sequence, self.max_model_len, self.target.vocab_size)
+        start_controls(sequence, self.target.eos_ids, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
         self.scheduler.add(sequence)
         sequence.arrived_at = time.monotonic()
@@ -180,7 +181,7 @@ class Engine:
 
     def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> PendingStep | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read."""
-        if not self.overlap or self.graphs is None or (prefill and prefill.ends_any):
+        if not self.overlap or self.graphs is None or (prefill and prefill.ends_any) or pending.batch.controlled:
             return None
         batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens)
         if batch is None:

@@ -120,11 +120,14 @@ class CudaGraphRunner:
         return ALL_KINDS if self._fused else kind
 
     def has(self, key: tuple[Hashable, ...]) -> bool:
+        """Return whether a pass is captured. If so it counts as used: no capture until its replay drops it."""
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
         return key in self._graphs
 
     def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
         """Capture a pass if that has not been done; return whether it can be replayed."""
-        if key not in self._graphs and self.is_enabled:
+        if not self.has(key) and self.is_enabled:
             self._capture(key, function, InputBuffers(inputs))
         return key in self._graphs
 
@@ -154,11 +157,11 @@ class CudaGraphRunner:
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass. Return None if that fails, and disable graphs."""
         started, before = time.monotonic(), self._used_bytes()
-        if len(self._graphs) >= self._most:
-            self._graphs.popitem(last=False)
         graph = self._try_capture(key, function, inputs)
         if graph is None:
             return None
+        if len(self._graphs) >= self._most:  # only now: a pool without any graph takes no further capture
+            self._graphs.popitem(last=False)
         self._graphs[key] = graph
         seconds, size = time.monotonic() - started, self._used_bytes() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size

@@ -18,6 +18,7 @@ from eagle_ray.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import PrefillChunk
 from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.drafters.drafter import Drafter
+from eagle_ray.engine.controlled_sampling import sample_adjusted, synced
 from eagle_ray.engine.top_logprobs import likeliest, ranked, record_prompts
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
@@ -137,6 +138,7 @@ class Prefiller:
         sampling = SamplingBatch.of([c.sequence.sampling for c in chunks], self._device)
         positions = prompts.positions[prompts.last[picking]] + 1
         picks = retry_portable(lambda: sample(logits[picking], sampling, picking, positions))
+        picks = self._resample_controlled(picks, chunks, logits, sampling, positions)
         known = [c.sequence.token_ids[c.start + 1 : c.end + 1] for c in chunks]
         after = [ids + [0] * (c.num_tokens - len(ids)) for ids, c in zip(known, chunks, strict=True)]
         next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[picking], picks)
@@ -149,6 +151,30 @@ class Prefiller:
         """Note that all caches, the drafter's too, already hold the keys and values of these chunks."""
         self._blocks.fill(chunks, features)
         self._blocks.read(chunks, drafting=True)
+
+    def _resample_controlled(
+        self,
+        picks: Int[Tensor, " P"],
+        chunks: list[PrefillChunk],
+        logits: Float[Tensor, "B V"],
+        sampling: SamplingBatch,
+        positions: Int[Tensor, " P"],
+    ) -> Int[Tensor, " P"]:
+        """Return the first tokens, those of sequences with controls sampled from adjusted logits.
+
+        Args:
+            picks: the first token of each chunk that ends a prompt.
+            positions: theirs.
+        """
+        ends = [i for i, chunk in enumerate(chunks) if chunk.needs_sample]
+        own = [place for place, i in enumerate(ends) if chunks[i].sequence.controls is not None]
+        if not own:
+            return picks
+        states = [synced(chunks[ends[place]].sequence) for place in own]
+        places, rows = self._tensor([own, [ends[place] for place in own]])
+        paths = [(state, [[]]) for state in states]
+        fresh = retry_portable(lambda: sample_adjusted(logits[rows], paths, sampling, rows, positions[places]))
+        return picks.index_copy(0, places, fresh)
 
     def _record(self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput) -> None:
         """Record the chunk's log-probabilities for sequences that request their prompt's."""
@@ -168,7 +194,7 @@ class Prefiller:
                 self._blocks.features_before(reusing),
             )
 
-    def _tensor(self, values: list[int]) -> Int[Tensor, " N"]:
+    def _tensor(self, values: list[int] | list[list[int]]) -> Int[Tensor, "..."]:
         return to_device(values, self._device)
 
 

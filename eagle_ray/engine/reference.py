@@ -1,16 +1,19 @@
 """Plain decoding, slow and obvious: the oracle that every clever path is held equal to.
 
 One prompt at a time, one token a pass, transformers' own attention and cache. Shares with the engine only the pick,
-whose noise is a function of (seed, position, token).
+whose noise is a function of (seed, position, token). Controls are applied by `controlled_logits`, one token at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
 
@@ -35,16 +38,52 @@ def reference_decode(
 ) -> PlainOutput:
     """Decode one prompt with a transformers causal LM whose attention is transformers' own (eager or sdpa)."""
     sampling = SamplingBatch.of([params])
+    stops = frozenset(params.stop_token_ids)
+    ends = stops if params.ignore_eos else eos_ids | stops
     ids, reachable, cache = list(prompt_ids), [], None
     chunk = torch.tensor([ids])
     while len(ids) - len(prompt_ids) < params.max_tokens:
         out = model(chunk, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1]
+        if params.controls is not None:
+            outputs = ids[len(prompt_ids) :]
+            logits = controlled_logits(logits[0], params.controls, prompt_ids, outputs, eos_ids | stops)[None]
         token = sample(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])).item()
         tokens = reachable_tokens(logits[0], params, len(ids), NEAR_TIE[torch.float32])
         reachable.append(frozenset(tokens.nonzero().flatten().tolist()))
         ids.append(token)
-        if token in eos_ids and not params.ignore_eos:
+        if token in ends:
             break
         chunk = torch.tensor([[token]])
     return PlainOutput(ids[len(prompt_ids) :], reachable)
+
+
+def controlled_logits(
+    logits: Float[Tensor, " V"],
+    controls: Controls,
+    prompt_ids: list[int],
+    output_ids: list[int],
+    ends: Collection[int],
+) -> Float[Tensor, " V"]:
+    """Return the logits after controls, worked out token by token. The engine's `Adjustments` are held equal to it.
+
+    Args:
+        ends: EOS and stop tokens.
+    """
+    adjusted = logits.float().clone()
+    context = prompt_ids + output_ids
+    for token, bias in controls.logit_bias:
+        adjusted[token] += bias
+    for token in set(context) if controls.repetition_penalty != 1 else ():
+        penalty = torch.tensor(controls.repetition_penalty)
+        adjusted[token] = adjusted[token] / penalty if adjusted[token] > 0 else adjusted[token] * penalty
+    for token in set(output_ids):
+        adjusted[token] -= controls.frequency_penalty * output_ids.count(token) + controls.presence_penalty
+    for word in controls.bad_words:
+        if context[len(context) - len(word) + 1 :] == list(word[:-1]):
+            adjusted[word[-1]] = -torch.inf
+    for token in range(len(adjusted)):
+        is_allowed = controls.allowed_token_ids is None or token in controls.allowed_token_ids
+        if not is_allowed or (token in ends and len(output_ids) < controls.min_tokens):
+            adjusted[token] = -torch.inf
+    return adjusted

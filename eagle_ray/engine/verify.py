@@ -4,6 +4,9 @@
 
 The function runs eagerly on the step's own shapes, or is replayed as a graph on padded ones (`Verifier`). It does not
 sync with the host. It changes the KV caches and the drafter's queue in place.
+
+If a sequence of the batch has controls, its tokens are sampled from logits that the host adjusts by the paths of its
+tree (`controlled_sampling`). Then only the first half, up to the target's pass, is replayed, and the rest runs eagerly.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.drafters.drafter import Draft, Drafter, VerifyOutput
 from eagle_ray.drafters.idle_batch import idle_batch
+from eagle_ray.engine.controlled_sampling import ControlledRows
 from eagle_ray.engine.step_output import step_record
 from eagle_ray.engine.top_logprobs import likeliest
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
@@ -28,7 +32,7 @@ from eagle_ray.planner.planner import Allocation
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, log_probs_of, sample
 from eagle_ray.tree.accept import VerifyResult, accept_path
 from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,25 @@ class VerifyStepOutput:
     prompted: PrefillOutput | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TargetPass:
+    """A step after the target's pass.
+
+    Attributes:
+        at, sampling: of the batch, padded if the pass was replayed.
+        logits, features: the target's, of each row.
+        prompted: the output for prompt chunks of the same pass.
+    """
+
+    at: DecodeSlots
+    sampling: SamplingBatch
+    tree: DraftTree
+    rows: VerifyRows
+    logits: Float[Tensor, "R V"]
+    features: Float[Tensor, "R H"]
+    prompted: PrefillOutput | None
+
+
 def verify_step(
     target: TargetModel,
     drafter: Drafter,
@@ -83,6 +106,7 @@ def verify_step(
     mark: Callable[[], None] = lambda: None,
     prompts: PrefillBatch | None = None,
     sizes: list[int] | None = None,
+    controlled: ControlledRows | None = None,
 ) -> VerifyStepOutput:
     """Verify the kept nodes and commit the accepted paths.
 
@@ -90,20 +114,54 @@ def verify_step(
         mark: called right before and right after the target's pass.
         prompts: prompt chunks to compute in the same pass.
         sizes: kept nodes of each tree, if the host knows them.
+        controlled: the rows of sequences with controls, if there are any.
     """
+    passed = target_pass(target, batch, sampling, tree, keep, shape, mark, prompts, sizes)
+    return accept_and_commit(target, drafter, passed, shape, controlled)
+
+
+def target_pass(
+    target: TargetModel,
+    batch: DecodeSlots,
+    sampling: SamplingBatch,
+    tree: DraftTree,
+    keep: Bool[Tensor, "B N"],
+    shape: StepShape,
+    mark: Callable[[], None] = lambda: None,
+    prompts: PrefillBatch | None = None,
+    sizes: list[int] | None = None,
+) -> TargetPass:
+    """Run the target over the kept nodes; see verify_step."""
     tree = tree.rerank(keep, shape.num_nodes)
     rows = tree.pack(batch.lengths, shape.num_rows, sizes)
     mark()
-    passed = None
+    prompted = None
     if prompts is None:
         logits, features = target.verify(tree, rows, batch, shape.max_depth)
     else:
-        logits, features, passed = target.forward_mixed(tree, rows, batch, shape.max_depth, prompts)
+        logits, features, prompted = target.forward_mixed(tree, rows, batch, shape.max_depth, prompts)
     mark()
-    picks = sample(logits, sampling, rows.seq.clamp(min=0), rows.positions + 1)
+    return TargetPass(batch, sampling, tree, rows, logits, features, prompted)
+
+
+def accept_and_commit(
+    target: TargetModel,
+    drafter: Drafter,
+    passed: TargetPass,
+    shape: StepShape,
+    controlled: ControlledRows | None = None,
+) -> VerifyStepOutput:
+    """Sample after every row and commit the accepted paths. Log-probabilities are of the target's own logits, without
+    controls, as vLLM's are by default.
+    """
+    tree, rows, logits = passed.tree, passed.rows, passed.logits
+    seq, positions = rows.seq.clamp(min=0), rows.positions + 1
+    picks = sample(logits, passed.sampling, seq, positions)
+    if controlled is not None:
+        picks = controlled.resample(picks, logits, passed.sampling, rows)
     result = accept_path(tree, rows, picks, shape.max_depth)
-    target.commit(batch, result)
-    drafter.extend(batch, VerifyOutput(tree, rows, logits, features, result))
+    target.commit(passed.at, result)
+    drafter.extend(passed.at, VerifyOutput(tree, rows, logits, passed.features, result))
     logprobs = tops = None
     if shape.logprobs:
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
@@ -111,7 +169,7 @@ def verify_step(
         logprobs = log_probs_of(path, result.tokens.flatten()).view_as(path_rows)
         if shape.num_tops:
             tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest(path, shape.num_tops))
-    return VerifyStepOutput(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed)
+    return VerifyStepOutput(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed.prompted)
 
 
 class Verifier:
@@ -148,17 +206,23 @@ class Verifier:
             prompts: prompt chunks for the same pass; None if steps are replayed.
         """
         shape = _shape(batch, draft, allocation)
+        controlled = ControlledRows.of(batch, draft.tree, allocation.keep, shape.num_nodes)
         if self._replay is None or not self._replay.is_enabled:
             shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
-            rest = shape, mark, prompts, allocation.sizes
+            rest = shape, mark, prompts, allocation.sizes, controlled
             return shape, retry_portable(lambda: verify_step(self._target, drafter, *parts, *rest))
         assert prompts is None, "a replayed pass has no rows for prompts"
         mark()
         shape = self._fixed(shape, len(batch), self._replay)
-        verdict = self._replay.run(*self._pass(drafter, batch, draft.tree, allocation.keep, shape, self._replay))
+        rest = batch, draft.tree, allocation.keep, shape, self._replay
+        if controlled is None:
+            verdict = self._replay.run(*self._pass(drafter, *rest))
+            mark()
+            return shape, verdict
+        passed = self._replay.run(*self._half_pass(*rest))
         mark()
-        return shape, verdict
+        return shape, accept_and_commit(self._target, drafter, passed, shape, controlled)
 
     def record_plain(self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams) -> None:
         """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
@@ -196,6 +260,41 @@ class Verifier:
         replay: GraphRunner,
     ) -> tuple[tuple, Callable[..., VerifyStepOutput], list[PaddedInput]]:
         """Return key, function and inputs of the pass for these rows whose longest sequence fits into the context."""
+        sizes, forward, inputs = self._forward(batch, tree, keep, shape, replay)
+        target = self._target
+
+        def verify(*tensors: Tensor) -> VerifyStepOutput:
+            return accept_and_commit(target, drafter, forward(*tensors), shape)
+
+        return ("verify", *sizes), verify, inputs
+
+    def _half_pass(
+        self,
+        batch: DecodeBatch,
+        tree: DraftTree,
+        keep: Bool[Tensor, "B N"],
+        shape: StepShape,
+        replay: GraphRunner,
+    ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
+        """Return key, function and inputs of the pass up to the target's logits."""
+        sizes, forward, inputs = self._forward(batch, tree, keep, shape, replay)
+
+        def half(*tensors: Tensor) -> TargetPass:
+            passed = forward(*tensors)
+            own_node = passed.rows.node.clone()  # roots alone share one element, which a replay could not write
+            return replace(passed, rows=replace(passed.rows, node=own_node))
+
+        return ("forward", *sizes), half, inputs
+
+    def _forward(
+        self,
+        batch: DecodeBatch,
+        tree: DraftTree,
+        keep: Bool[Tensor, "B N"],
+        shape: StepShape,
+        replay: GraphRunner,
+    ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
+        """Return the padded sizes, a function of padded inputs that runs the target, and the inputs."""
         is_plain = not shape.max_depth
         size, bound = replay.num_trees(shape.num_rows), replay.context(batch.at.max_length)
         num_candidates = 1 if is_plain else replay.num_nodes(max(tree.num_nodes, self._trees.candidates))
@@ -203,16 +302,16 @@ class Verifier:
         chosen = batch.sampling.padded(size)
         split = len(chosen)
 
-        def verify(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> VerifyStepOutput:
+        def forward(slots: Tensor, lengths: Tensor, *tensors: Tensor) -> TargetPass:
             at = DecodeSlots.with_max_length(slots, lengths, bound)
             sampling = SamplingBatch.bound(kind, *tensors[:split])
             tree, keep = _trees(*tensors[split:])
-            return verify_step(target, drafter, at, sampling, tree, keep, shape)
+            return target_pass(target, at, sampling, tree, keep, shape)
 
         slots = PaddedInput(batch.at.slots, (size,), target.cache.blocks.null_slot)
         trees = [PaddedInput(batch.roots, (size,))] if is_plain else _padded(tree, keep, (size, num_candidates))
         inputs = [slots, PaddedInput(batch.at.lengths, (size,)), *chosen, *trees]
-        return ("verify", size, num_candidates, bound, kind, shape), verify, inputs
+        return (size, num_candidates, bound, kind, shape), forward, inputs
 
 
 def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:

@@ -45,7 +45,7 @@ def least_kept(
     return floors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_ks", "top_ps", "min_ps"])
 def _least_kept(
     logits, vocab, num_nodes, temperatures, top_ks, top_ps, min_ps, floors,
     NUM_BEST: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,

@@ -118,7 +118,7 @@ class SampleRows:
         return floors, (totals, above, counts, masses)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seeds", "top_p", "min_p"])
 def draw(
     logits,
     stride,

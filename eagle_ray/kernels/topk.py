@@ -74,7 +74,7 @@ def _pushed(push: Push | None) -> tuple:
     return push.weights, push.large, push.temperature, push.seed, push.positions, push.floors, push.token_ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seeds"])
 def best_of_parts(
     logits,
     vocab,

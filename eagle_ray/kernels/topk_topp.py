@@ -107,7 +107,7 @@ def _fixed(base, sums, wanted, row, num_parts, shift, PARTS: tl.constexpr):
     return base + (digit << shift)
 
 
-@triton.jit(do_not_specialize=["num_rows", "turn", "shift"])
+@triton.jit(do_not_specialize=["limits", "num_rows", "turn", "shift"])
 def narrow(
     logits,
     stride,
@@ -160,7 +160,7 @@ def narrow(
             tl.store(at + digit, tl.sum(tl.where(reached >= digit, weights, 0)))
 
 
-@triton.jit(do_not_specialize=["num_rows", "turn"])
+@triton.jit(do_not_specialize=["limits", "num_rows", "turn"])
 def settle(
     vocab,
     temperatures,
@@ -187,7 +187,7 @@ def settle(
     tl.store(floors + row, floor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_p"])
 def ties(
     logits,
     stride,

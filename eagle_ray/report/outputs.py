@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from eagle_ray.report.summary import ReadColumns
 
-Key = tuple[str, int]  # request_id, sample_index
+Key = tuple[str, int]  # id_of_turn, sample_index
 Output = list[int] | None  # token ids; None for an error row
-COLUMNS = ["request_id", "sample_index", "status", "output_token_ids"]
+COLUMNS = ["request_id", "turn_index", "sample_index", "status", "output_token_ids"]
 
 
 def outputs(read: ReadColumns) -> dict[Key, Output]:
@@ -20,5 +20,10 @@ def outputs(read: ReadColumns) -> dict[Key, Output]:
         for row in table.to_pylist():
             if row["status"] == "ok" and row["output_token_ids"] is None:
                 raise ValueError("no token ids were stored (output.store_token_ids), so outputs cannot be compared")
-            found[row["request_id"], row["sample_index"]] = row["output_token_ids"]
+            found[id_of_turn(row["request_id"], row["turn_index"]), row["sample_index"]] = row["output_token_ids"]
     return found
+
+
+def id_of_turn(request_id: str, turn_index: int | None) -> str:
+    """Return the request's id, and the turn with it if it is a later one of a conversation."""
+    return f"{request_id}, turn {turn_index}" if turn_index else request_id

@@ -17,13 +17,13 @@ from statistics import NormalDist
 import numpy as np
 import pyarrow.compute as pc
 
-from eagle_ray.report.outputs import Key
+from eagle_ray.report.outputs import Key, id_of_turn
 from eagle_ray.report.summary import ReadColumns, as_text
 
 FEWEST_PAIRS = 8  # 92 % of 300 simulated intervals contained the true ratio with 8 pairs, 82 % with 4 pairs
 MOST_BLOCKS = 200  # more pairs are first summed in blocks, which bounds time and memory
 RESAMPLES = 4000
-COLUMNS = ["request_id", "sample_index", "status", "completion_tokens", "decode_s"]
+COLUMNS = ["request_id", "turn_index", "sample_index", "status", "completion_tokens", "decode_s"]
 TOTAL = None  # the group of all pairs
 Pair = tuple[float, float, float, float]  # tokens and seconds of the faster side, tokens and seconds of the other
 
@@ -80,9 +80,9 @@ def _speeds(read: ReadColumns, by: str | None) -> dict[Key, tuple[str, float, fl
         has_decoded = pc.and_(pc.greater(table["decode_s"], 0), pc.greater(table["completion_tokens"], 1))
         decoded = table.filter(pc.and_(pc.equal(table["status"], "ok"), has_decoded))
         groups = as_text(decoded[by]).to_pylist() if by else [""] * len(decoded)
-        ids, samples, _, tokens, seconds = (decoded[name].to_pylist() for name in COLUMNS)
-        for id, sample, group, count, spent in zip(ids, samples, groups, tokens, seconds, strict=True):
-            found[id, sample] = (group, count - 1, spent)
+        ids, turns, samples, _, tokens, seconds = (decoded[name].to_pylist() for name in COLUMNS)
+        for id, turn, sample, group, count, spent in zip(ids, turns, samples, groups, tokens, seconds, strict=True):
+            found[id_of_turn(id, turn), sample] = (group, count - 1, spent)
     return found
 
 

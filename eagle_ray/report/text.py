@@ -46,7 +46,8 @@ def run_table(summary: dict[str, Any]) -> str:
     """Return one line per group, a total, and notes on speed, drafts, checks and errors of a run."""
     header = [summary["by"] or "", "rows", "errors", "tokens", "tau", "nodes/step", "tokens/s of a row"]
     groups = {name or "(none)": counts for name, counts in summary["groups"].items()} | {"all": summary["total"]}
-    table = render(header, [_run_line(name, counts) for name, counts in groups.items()])
+    turns = {f"turn {turn}": counts for turn, counts in summary.get("turns", {}).items()}
+    table = render(header, [_run_line(name, counts) for name, counts in (turns | groups).items()])
     drafts = [_depths(summary["total"]), _calibration(summary["total"])]
     work = summary["last_work"]
     checks = [_baseline(summary.get("baseline_rows")), _verification(summary.get("verify_rows"))]

@@ -20,6 +20,7 @@ from torch import Tensor
 from eagle_ray.async_copy import to_device
 from eagle_ray.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
@@ -43,6 +44,8 @@ class SamplingParams:
         top_logprobs: with logprobs, also record this many of the likeliest tokens at each position.
         prompt_logprobs: with logprobs, record all this for the prompt's tokens too; then none of them comes from the
             prefix cache.
+        stop_token_ids: tokens that end the sequence as EOS does, with ignore_eos too.
+        controls: adjustments of the logits; None if there are none, which costs nothing.
     """
 
     temperature: float = 0.0
@@ -55,6 +58,8 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    controls: Controls | None = None
 
     def __post_init__(self) -> None:
         limit = MAX_TEMPERATURE
@@ -65,6 +70,9 @@ class SamplingParams:
         self._require("max_tokens", int, lambda x: x >= 1, "an integer, 1 or more")
         self._require("seed", int, lambda x: -(2**63) <= x < 2**64, "a 64-bit integer")
         self._require("top_logprobs", int, lambda x: x >= 0, "an integer, 0 or more")
+        min_tokens = 0 if self.controls is None else self.controls.min_tokens
+        if min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {min_tokens}")
 
     @property
     def is_greedy(self) -> bool:
@@ -212,12 +220,13 @@ def sample(
 def _pick_fused(
     logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
 ) -> Int[Tensor, " R"]:
+    """Sample by the kernels: those without cuts or those with all of them, so that no other ones are compiled."""
     from eagle_ray.kernels import sample as kernel
 
-    top_k = sampling.top_k if sampling.any_top_k else None
-    top_p = sampling.top_p if sampling.any_top_p else None
-    min_p = sampling.min_p if sampling.any_min_p else None
-    return kernel.pick(logits, sampling.temperature, top_k, top_p, min_p, sampling.seed, seq, positions)
+    cuts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if sampling.any_cut:
+        cuts = sampling.top_k, sampling.top_p, sampling.min_p
+    return kernel.pick(logits, sampling.temperature, *cuts, sampling.seed, seq, positions)
 
 
 def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:

@@ -15,15 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.config import ServeConfig
-from eagle_ray.core.sequence import Sequence, StopCheck
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
+from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, text_options
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
+OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class GenerationRequest:
     """A request, ready for the engine.
 
     Attributes:
-        stop_ids: tokens that end a choice and are not part of its text.
+        stops: strings that end a choice.
+        text_options: how output ids become text.
         is_typed: it is a text completion of a client whose types allow no null (``openai_client_compat``).
         client: the number of the client's API key.
     """
@@ -61,7 +65,7 @@ class GenerationRequest:
     prompts: list[Prompt]
     choices: list[Choice]
     stops: list[str]
-    stop_ids: frozenset[int]
+    text_options: TextOptions
     is_typed: bool = False
     client: int = 0
 
@@ -86,14 +90,18 @@ def prepare_generation(
     id = f"{kind}-{secrets.token_hex(12)}"
     prompts = _prompts(request, text)
     stops = config.sampling.stop if request.stops is None else request.stops
-    stop_ids = frozenset(request.stop_token_ids)
+    values = _other_values(request, config)
+    controls, options = controls_of(values, text), text_options(values)
     n = request.n or config.sampling.n
     choices = [
         Choice(
             index=i * n + j,
             prompt=prompt,
             sequence=Sequence(
-                f"{id}/{i * n + j}", prompt.ids, _sampling(request, config, j), _stop_check(text, stops, stop_ids)
+                f"{id}/{i * n + j}",
+                prompt.ids,
+                _sampling(request, config, j, controls, tuple(values["stop_token_ids"])),
+                text.stop_check(stops, options),
             ),
             num_wanted=0 if request.wanted_tokens == 0 else None,
         )
@@ -102,7 +110,7 @@ def prepare_generation(
     ]
     is_typed = is_typed and kind == "cmpl"
     return GenerationRequest(
-        id, int(time.time()), config.model_name, request, prompts, choices, stops, stop_ids, is_typed, client
+        id, int(time.time()), config.model_name, request, prompts, choices, stops, options, is_typed, client
     )
 
 
@@ -141,7 +149,19 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NullTok
     ]
 
 
-def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, index: int) -> SamplingParams:
+def _other_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
+    """Return the server's controls and text settings overridden by the request's."""
+    own = {name: value for name in OTHER_NAMES if (value := getattr(request, name)) is not None}
+    return config.sampling.model_dump(include=set(OTHER_NAMES)) | own
+
+
+def _sampling(
+    request: ChatRequest | CompletionRequest,
+    config: ServeConfig,
+    index: int,
+    controls: Controls | None,
+    stop_token_ids: tuple[int, ...],
+) -> SamplingParams:
     """Return the server's settings overridden by the request's, with a random seed if it has none."""
     defaults = config.sampling
     own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
@@ -156,21 +176,8 @@ def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig, ind
             logprobs=request.tops is not None,
             top_logprobs=request.tops or 0,
             prompt_logprobs=request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
+            stop_token_ids=stop_token_ids,
+            controls=controls,
         )
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
-
-
-def _stop_check(text: Tokenizer | NullTokenizer, stops: list[str], stop_ids: frozenset[int]) -> StopCheck | None:
-    """Return a check for stop strings and stop tokens, whichever comes first."""
-    by_text = text.stop_check(stops)
-    if not stop_ids:
-        return by_text
-
-    def check(output_ids: list[int]) -> int | None:
-        ends = [i + 1 for i, token in enumerate(output_ids) if token in stop_ids][:1]
-        if by_text is not None and (kept := by_text(output_ids)) is not None:
-            ends.append(kept)
-        return min(ends, default=None)
-
-    return check

@@ -70,10 +70,17 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), PARAMS.get(error.code), error.code)
+        return ApiError(400, str(error), _param_of(error), error.code)
     if isinstance(error, EngineError):
         return ApiError(503, "this replica's engine has ended; ask again, another one answers", code="engine_dead")
     return ApiError(500, f"internal error ({type(error).__name__}); the server's log has more", code="internal_error")
+
+
+def _param_of(error: RequestError) -> str | None:
+    """Return the parameter at fault. The message of an invalid sampling parameter begins with its name."""
+    if error.code == "invalid_sampling":
+        return str(error).split()[0].rstrip(":")
+    return PARAMS.get(error.code)
 
 
 def unsupported(param: str, fix: str) -> ApiError:

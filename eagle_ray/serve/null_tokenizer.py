@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from eagle_ray.errors import RequestError
+from eagle_ray.tokenizer import DEFAULT_TEXT, TextOptions
 
 
 class NullTokenizer:
@@ -21,7 +22,10 @@ class NullTokenizer:
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> NoReturn:
         self.encode("")
 
-    def stop_check(self, stops: Sequence[str]) -> None:
+    def word_ids(self, word: str) -> NoReturn:
+        raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
+
+    def stop_check(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> None:
         if stops:
             self.encode("")
 
@@ -31,10 +35,10 @@ class NullTokenizer:
     def decode_with_special(self, ids: Sequence[int]) -> str:
         return " ".join(f"token_id:{i}" for i in ids)
 
-    def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
+    def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
         return ""
 
-    def decode_stream(self, stops: Sequence[str]) -> NullTokenizer:
+    def decode_stream(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> NullTokenizer:
         return self
 
     def grow(self, ids: Sequence[int]) -> str:

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from eagle_ray.sampling_limits import MAX_TEMPERATURE
+from eagle_ray.sampling_limits import (
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+)
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
 
@@ -24,15 +31,22 @@ def _utf8(text: str) -> str:
     return text
 
 
+def _token_id_key(key: Any) -> Any:
+    """Return a key of an object, a text in JSON, as the token id that it writes."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
+
+
 Text = Annotated[str, AfterValidator(_utf8)]
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_utf8)]
 Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+BiasKey = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_token_id_key)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+PENALTY_RANGE = f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
 
-
-MAX_TOP_LOGPROBS = 20
 MAX_SEQUENCES = 1024
 
 
@@ -110,10 +124,29 @@ class Request(Body):
     stop: Stop | Stops | None = Field(
         default=None, description="a text or a list of at most 64 texts, none of them empty"
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = Field(
-        default=[], description="a list of token ids"
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = Field(
+        default=None, description="a list of at most 1024 token ids"
     )
     ignore_eos: bool | None = Field(default=None, description="true or false")
+    presence_penalty: Penalty | None = Field(default=None, description=PENALTY_RANGE)
+    frequency_penalty: Penalty | None = Field(default=None, description=PENALTY_RANGE)
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = Field(
+        default=None,
+        description=f"a number between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}, 1 is off",
+    )
+    logit_bias: dict[BiasKey, Bias] | None = Field(
+        default=None,
+        description=f"an object of token ids and numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
+    )
+    allowed_token_ids: TokenIds | None = Field(default=None, description="a list of token ids, at least one")
+    bad_words: Annotated[list[Stop], Field(max_length=1024, fail_fast=True)] | None = Field(
+        default=None, description="a list of at most 1024 texts, none of them empty"
+    )
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description="an integer, 0 (off) to max_tokens"
+    )
+    include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
+    skip_special_tokens: bool | None = Field(default=None, description="true or false")
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(
         default=None, description="{include_usage: true or false, include_steps: true or false}, with stream"
@@ -142,6 +175,9 @@ class Request(Body):
         """Check rules that involve several fields. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options", "bad_value")
+        if self.min_tokens and self.wanted_tokens is not None and self.min_tokens > self.wanted_tokens:
+            message = f"min_tokens: must be at most max_tokens ({self.wanted_tokens}), got {self.min_tokens}"
+            raise ApiError(400, message, "min_tokens", "bad_value")
         refuse_unbuilt(self.model_extra or {})
 
 

@@ -32,10 +32,9 @@ def head(asked: GenerationRequest, kind: str) -> Json:
     return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
 
 
-def shown_ids(asked: GenerationRequest, choice: Choice) -> list[int]:
-    """Return the output ids whose text is shown, without a stop token."""
-    ids = choice.sequence.output_ids[: choice.num_wanted]
-    return ids[:-1] if ids and ids[-1] in asked.stop_ids else ids
+def shown_ids(choice: Choice) -> list[int]:
+    """Return the output ids whose text is shown."""
+    return choice.sequence.output_ids[: choice.num_wanted]
 
 
 def num_output(choice: Choice) -> int:
@@ -87,7 +86,7 @@ def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nul
     logprobs = None
     if asked.request.tops is not None:
         logprobs = {"content": chat_logprobs(output_places(sequence, 0, num_output(choice)), text), "refusal": None}
-    content = text.final_text(shown_ids(asked, choice), asked.stops)
+    content = text.final_text(shown_ids(choice), asked.stops, asked.text_options)
     return {
         "index": choice.index,
         "message": {"role": "assistant", "content": content, "refusal": None},
@@ -97,7 +96,7 @@ def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nul
 
 
 def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json:
-    output = text.final_text(shown_ids(asked, choice), asked.stops)
+    output = text.final_text(shown_ids(choice), asked.stops, asked.text_options)
     return {
         "index": choice.index,
         "text": choice.prompt.text + output if asked.echo else output,

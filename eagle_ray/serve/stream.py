@@ -61,7 +61,7 @@ class ChoiceChunks:
 
     def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
         self._asked, self._choice, self._text = asked, choice, text
-        self._growing = text.decode_stream(asked.stops)
+        self._growing = text.decode_stream(asked.stops, asked.text_options)
         self._steps = Steps(choice.sequence) if wants_steps(asked) else None
         self._num_told = 0
         self._is_begun = False
@@ -89,7 +89,7 @@ class ChoiceChunks:
         ids = self._choice.sequence.output_ids[start:end]
         groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
         texts = [self._growing.grow(group) for group in groups[:-1]]  # no stop string ends before the last id
-        last = self._growing.end(shown_ids(self._asked, self._choice)) if is_end else self._growing.grow(groups[-1])
+        last = self._growing.end(shown_ids(self._choice)) if is_end else self._growing.grow(groups[-1])
         return [*texts, last]
 
     def _beginning(self) -> Iterator[Json]:

@@ -1,10 +1,10 @@
 """Parameters that are not built: each is refused by name unless its value asks for nothing; none is ever ignored.
 
->>> refuse_unbuilt({"user": "me", "frequency_penalty": 0})
->>> refuse_unbuilt({"frequency_penalty": 0.5})
+>>> refuse_unbuilt({"user": "me", "length_penalty": 1})
+>>> refuse_unbuilt({"length_penalty": 0.5})
 Traceback (most recent call last):
 ...
-eagle_ray.serve.http_errors.ApiError: frequency_penalty is not supported: 0.5 asks for what this server does not do; ...
+eagle_ray.serve.http_errors.ApiError: length_penalty is not supported: 0.5 asks for what this server does not do; ...
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ SAYS_NOTHING = (
     "safety_identifier",
 )  # of the tokens
 OFF: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tools": ([],),
@@ -40,10 +36,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "add_special_tokens": (True,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "add_generation_prompt": (True,),
 }  # what is not built, and the values with which it changes nothing
 NO_TEXT: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}  # the same of a message

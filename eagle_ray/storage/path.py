@@ -1,6 +1,7 @@
-"""StoragePath: a local file or directory, or one in an S3 bucket, with all operations on it.
+"""StoragePath: a local file or directory, one in an S3 bucket, or an input elsewhere, with all operations on it.
 
-Writes are atomic. The work is done by ``local`` and ``s3``, which have the same functions. Nothing is cached between
+Writes are atomic. The work is done by ``local``, ``s3`` and ``remote`` (gs://, hf://, https://: input only), which have
+the same functions. Nothing is cached between
 calls, so changes by other machines are visible. All failures are OSErrors; on S3 a StorageError, within a time
 limit.
 
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.storage import local
+from eagle_ray.storage import local, remote
 from eagle_ray.storage.file_version import FileVersion
 from eagle_ray.storage.storage_errors import NotFound, StorageError, StorageTimeout
 
@@ -39,23 +40,31 @@ __all__ = [
 ]
 
 Precondition = Callable[[], None] | None
-SCHEME = "s3://"
+S3 = "s3://"
+SCHEMES = ("s3", *remote.PACKAGES)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoragePath:
-    """text: an absolute local path or s3://bucket/key, without a trailing slash."""
+    """text: an absolute local path or a URL such as s3://bucket/key, without a trailing slash."""
 
     text: str
 
     @classmethod
     def of(cls, text: str | os.PathLike[str]) -> StoragePath:
-        """Return the path; local ones become absolute. Raises ValueError for a URL that is not S3."""
+        """Return the path; local ones become absolute. Raises ValueError for a URL that cannot be read here."""
         text = os.fspath(text)
-        if text.startswith(SCHEME) and text.removeprefix(SCHEME).partition("/")[0]:
+        scheme, separator, rest = text.partition("://")
+        if separator and (scheme not in SCHEMES or not rest.partition("/")[0]):
+            schemes = ", ".join(f"{name}://" for name in SCHEMES)
+            raise ValueError(f"{text!r} is neither a local path nor a URL of {schemes} with a bucket or host")
+        if separator and scheme in remote.PACKAGES and (package := remote.missing_package(text)):
+            raise ValueError(
+                f"{text!r} needs the package {package}, which is not installed. Run `pip install {package}` on every "
+                "node, or copy the files to local storage or S3."
+            )
+        if separator:
             return cls(text.rstrip("/"))
-        if "://" in text:
-            raise ValueError(f"{text!r} is neither a local path nor s3://bucket/key")
         return cls(os.path.abspath(os.path.expanduser(text)))
 
     def __str__(self) -> str:
@@ -69,7 +78,11 @@ class StoragePath:
 
     @property
     def is_local(self) -> bool:
-        return not self.text.startswith(SCHEME)
+        return "://" not in self.text
+
+    @property
+    def is_s3(self) -> bool:
+        return self.text.startswith(S3)
 
     @property
     def name(self) -> str:
@@ -80,7 +93,7 @@ class StoragePath:
         """Return the parent directory; the root, or a bucket, is its own parent."""
         if self.is_local:
             return StoragePath(os.path.dirname(self.text))
-        return StoragePath(self.text.rpartition("/")[0]) if "/" in self.text.removeprefix(SCHEME) else self
+        return StoragePath(self.text.rpartition("/")[0]) if "/" in self.text.partition("://")[2] else self
 
     def relative_to(self, directory: StoragePath) -> str | None:
         """Return the path below a directory, "" for the directory itself, None if it is elsewhere. Follows
@@ -166,6 +179,8 @@ class StoragePath:
     def _store(self) -> ModuleType:
         if self.is_local:
             return local
+        if not self.is_s3:
+            return remote
         from eagle_ray.storage import s3  # its libraries take a second to import: local jobs do without
 
         return s3

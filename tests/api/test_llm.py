@@ -184,6 +184,14 @@ def test_the_parameters_are_the_keys_of_a_jobs_sampling():
     assert SamplingParams().as_config() == SamplingConfig()
 
 
+def test_controls_reach_the_engine(llm):
+    free, biased = (
+        llm.generate("Hello", params)[0].outputs[0].token_ids
+        for params in (SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, logit_bias={7: 100.0}, min_tokens=6))
+    )
+    assert biased == [7] * 6 != free
+
+
 def test_the_arguments_of_an_llm_are_keys_of_a_job():
     assert set(_KEYS) == set(EngineSettings.__annotations__)
     config = JobConfig.model_fields["speculative"].annotation

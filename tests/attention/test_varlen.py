@@ -69,7 +69,29 @@ def test_one_launch_computes_what_one_by_one_does(name, firsts, window, launches
     assert len(launches) == 1
 
 
-def test_where_it_cannot_be_used():
+def test_what_torch_refuses_is_asked_once(launches, monkeypatch, messages):
+    """Of a release that wants as many key heads as query heads, say."""
+    monkeypatch.setattr(varlen, "_failure", [])
+    refused = SimpleNamespace(varlen_attn=lambda *args, scale: raise_(RuntimeError("only as many\nmore")))
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", refused)
+    varlen._options.cache_clear()
+    monkeypatch.setattr(varlen, "_options", lambda window: {})
+    cache = KVCache(BlockManager(1, 64), 1, KV_HEADS, DIM, torch.float32, "cpu")
+    assert cache.blocks.reserve(0, 64)
+    rows = [torch.randn(1, n, 9, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    layout, attention = PrefillMetadata(cache, [0], [0], [0], [9]), AttentionParams(0, DIM**-0.5)
+    expected = layout.attend(*rows, attention)
+    monkeypatch.setattr(prefill_metadata, "supports_varlen", lambda *_: True)
+    assert torch.equal(layout.attend(*rows, attention), expected)
+    monkeypatch.undo()
+    assert [m for m in messages if "one by one" in m and "only as many" in m] == messages != []
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def test_where_it_cannot_be_used(monkeypatch):
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(3, 4, 128))
     plain = AttentionParams(0, 1.0)
     assert varlen.supports_varlen(on_gpu, 128, plain)
@@ -77,6 +99,8 @@ def test_where_it_cannot_be_used():
     assert not varlen.supports_varlen(on_gpu, 128, AttentionParams(0, 1.0, softcap=3.0))
     assert not varlen.supports_varlen(SimpleNamespace(**vars(on_gpu) | {"dtype": torch.float32}), 128, plain)
     assert not varlen.supports_varlen(torch.zeros(3, 4, 128, dtype=torch.bfloat16), 128, plain)
+    monkeypatch.setattr(varlen, "_failure", ["refused before"])
+    assert not varlen.supports_varlen(on_gpu, 128, plain)
 
 
 def test_this_torch_knows_all_that_is_asked_of_it():

@@ -13,7 +13,7 @@ import pytest
 from eagle_ray.batch.input.plan import plan_input
 from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
 from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import RUN, RunHandle, open_run, output_of, record_outcome
+from eagle_ray.batch.output.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
 from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
@@ -207,3 +207,14 @@ def test_an_older_spelling_of_another_setting_is_still_another_configuration(mak
 
     with pytest.raises(OutputMismatch, match=r"speculative\.ranking: was 'calibrated', now 'coupled'"):
         start(make_job())
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"), [("_delta_log/0.json", "a Delta table"), ("metadata/v1.metadata.json", "an Iceberg table")]
+)
+def test_a_table_is_no_output(tmp_path, file, kind):
+    check_no_foreign_data(StoragePath.of(tmp_path))
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(OutputMismatch, match=f"is {kind}, which deletes files .* Choose another output.path"):
+        check_no_foreign_data(StoragePath.of(tmp_path))

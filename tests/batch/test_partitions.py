@@ -113,11 +113,11 @@ def test_files_are_in_the_order_of_their_attempts(tmp_path):
 )
 def test_columns_that_cannot_partition_are_refused_by_name(columns, says):
     with pytest.raises(ConfigError, match=rf"output\.partition_by: {says}"):
-        Partitions.of(columns, CARRIED.items())
+        Partitions.of(columns, CARRIED)
 
 
 def test_columns_that_can():
-    assert Partitions.of(["status", "lang", "day"], CARRIED.items()).columns == ("status", "lang", "day")
+    assert Partitions.of(["status", "lang", "day"], CARRIED).columns == ("status", "lang", "day")
 
 
 def test_a_value_too_long_for_a_name_is_refused_with_its_column():

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.output import verification as module
+from eagle_ray.batch.output.schema import ADDED_COLUMNS
 from eagle_ray.batch.output.verification import run_checks
 from eagle_ray.cli import main as cli
 from tests.conftest import PAIR, token_rows
@@ -132,7 +133,7 @@ def as_an_earlier_version_left_it(output: Path) -> None:
     del record["config"]["input"]["on_unknown"]
     (output / "_run.json").write_text(json.dumps(record))
     for file in (output / "data").glob("*.parquet"):
-        pq.write_table(pq.read_table(file).drop_columns(["min_p", "ignore_eos"]), file)
+        pq.write_table(pq.read_table(file).drop_columns(list(ADDED_COLUMNS)), file)
 
 
 def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(job, tmp_path):
@@ -142,7 +143,7 @@ def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(jo
     assert len(table(tmp_path / "out")) == 6
     columns = {tuple(pq.read_schema(file).names) for file in (tmp_path / "out" / "data").glob("*.parquet")}
     [names] = columns
-    assert not {"min_p", "ignore_eos"} & set(names)
+    assert not set(ADDED_COLUMNS) & set(names)
 
 
 @pytest.mark.parametrize("carried", [True, False])

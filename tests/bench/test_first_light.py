@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.target import TargetModel
 from jobs.bench.gpu import first_light
 from jobs.bench.gpu.check_list import check_runs, pytest_detail, sanitizer_detail
 from jobs.bench.gpu.device_checks import run_check
 from jobs.bench.gpu.findings import Findings, environment
 from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
+from jobs.bench.gpu.plain_rig import MeasuredGraphRunner
 from jobs.bench.gpu.triton_cache import ARCHIVE, triton_cache, unpack
+from tests.helpers.toy_models import llama
 
 ROOT = Path(__file__).parents[2]
 FIRST_LIGHT = [sys.executable, "-m", "jobs.bench.gpu.first_light"]
@@ -241,3 +245,13 @@ EXPECTED = {
     },
     "benchmark": {"cell"},
 }
+
+
+def test_the_captures_that_are_measured_are_those_of_an_engine(findings, monkeypatch):
+    """With Triton's kernels one graph serves every context and every kind of sampling."""
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    target = TargetModel(llama(), 4, 2048)
+    measured, own = MeasuredGraphRunner(target, findings, batch=4), CudaGraphRunner.of(target)
+    greedy = (False, False, False, False)
+    assert measured.contexts == own.contexts == [2048]
+    assert measured.sampling_kind(greedy) == own.sampling_kind(greedy) != greedy

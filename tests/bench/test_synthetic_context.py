@@ -20,6 +20,7 @@ from jobs.bench.gpu.device_checks import generate
 from jobs.bench.gpu.embedded_pair import ASSETS
 from jobs.bench.gpu.harness import LARGEST, Harness, Way
 from jobs.bench.gpu.synthetic_cases import is_walk
+from jobs.bench.gpu.synthetic_context import in_context
 from jobs.bench.simulated_costs import flat
 from jobs.bench.synthetic import successor, synthetic_pair
 from jobs.bench.widening import widen_pair
@@ -75,6 +76,8 @@ def test_a_context_is_read_and_changes_nothing(pair, way):
         assert [s.output_ids for s in sequences] == wanted, context
         assert [s.num_reused for s in sequences] == [context] * 3
         assert [s.num_cached - context for s in sequences] == [len(p) + 19 for p in PROMPTS]
+    rig.blocks.begin_with(0, 3)
+    assert rig.blocks.attach_prefix(0, in_context([5], 128)) == 0  # a context is never found by its tokens
 
 
 @pytest.mark.slow

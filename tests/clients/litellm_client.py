@@ -30,11 +30,11 @@ def main(url: str) -> None:
     else:
         raise AssertionError("an unknown model was answered")
     try:
-        litellm.completion(model="openai/embedded:tiny", messages=FRANCE, logit_bias={"5": 1}, **here)
+        litellm.completion(model="openai/embedded:tiny", messages=FRANCE, frequency_penalty=9, **here)
     except litellm.BadRequestError as error:
-        assert "logit_bias" in str(error)
+        assert "frequency_penalty" in str(error)
     else:
-        raise AssertionError("logit_bias was ignored")
+        raise AssertionError("frequency_penalty was ignored")
     print(
         f"litellm {importlib.metadata.version('litellm')}: chat, text completion, both as streams, errors by their kind"
     )

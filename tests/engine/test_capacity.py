@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from eagle_ray import build
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.engine.capacity import (
     Capacity,
     DeviceMemory,
@@ -78,3 +80,12 @@ def test_a_pass_is_run_and_measured(monkeypatch):
     handle = model.lm_head.register_forward_hook(lambda module, args, out: passes.append(len(out)))
     assert profile_pass(model, None, 80) >= 5 * 80
     handle.remove()
+
+
+def test_trees_of_a_fixed_size_take_rows_of_logits_for_every_slot():
+    model, nodes = llama(), 60
+    uniform = SpeculativeConfig(max_nodes=nodes, budget="uniform")
+    assert build._bytes_of_logits(model, uniform) == 3 * (1 + nodes) * 97 * 4
+    assert build._bytes_of_logits(model, SpeculativeConfig(method="sequoia", max_nodes=nodes)) > 0
+    for cheap in (SpeculativeConfig(), SpeculativeConfig(method="none", budget="uniform")):
+        assert build._bytes_of_logits(model, cheap) == 0

@@ -262,6 +262,18 @@ def test_the_graph_unused_for_longest_is_dropped(monkeypatch):
     for key in ("a", "b", "a", "c", "a", "b"):
         graphs.run((key,), lambda: torch.zeros(1), [])
     assert graphs.num_captured == 4 and graphs.num_replayed == 2  # b again
+    assert graphs.has(("a",)) and graphs.run(("c",), lambda: torch.zeros(1), []) is not None
+    assert graphs.has(("a",)) and not graphs.has(("b",))  # what was asked for is about to be used
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_graphs_that_are_dropped_all_the_time_change_nothing(most, monkeypatch):
+    """A level that was dropped after its draft began would be recorded on that draft, which grows it."""
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", most)
+    prompts, params = jobs(8)
+    ours = engine((12, 4, 4), 2, fused=True)
+    assert_same(run(ours, prompts, params), run(engine((12, 4, 4), 2, graphs=False), prompts, params))
+    assert ours.graphs.num_captured > 3 * most
 
 
 @pytest.mark.parametrize("make", [lambda: None, lambda: StaticPlanner(MC_SIM_7B_63)], ids=["uniform", "static"])

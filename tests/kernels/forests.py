@@ -42,7 +42,10 @@ class Forest:
     seed: int = 0
 
     def attended(self) -> tuple[Tensor, Tensor, Tensor]:
-        """[R, heads * value_dim] by the kernels, by the portable path in fp32, and which rows are real."""
+        """[R, heads * value_dim] by the kernels, by the portable path in fp64, and which rows are real.
+
+        In fp32 torch's own attention on a GPU may be as far from the exact numbers as the kernels.
+        """
         torch.manual_seed(self.seed)
         cache, batch = self._filled(), DecodeSlots.of(list(range(len(self.lengths))), self.lengths, DEVICE)
         parents = [torch.tensor([-1] + [int(torch.randint(i, ())) for i in range(1, n)]) for n in self.counts]
@@ -66,7 +69,7 @@ class Forest:
         exact = self._exact(cache)
         unpack = seq.clamp(min=0) * num_nodes + node
         portable = TreeMetadata(exact, batch, cells, ancestors, depths, depths, row_of, unpack, first)
-        theirs = portable.attend(query.float(), key.float(), value.float(), attention)
+        theirs = portable.attend(query.double(), key.double(), value.double(), attention)
         return *(x[0].transpose(0, 1).flatten(1).float() for x in (ours, theirs)), seq >= 0
 
     def _filled(self) -> KVCache:
@@ -93,8 +96,8 @@ class Forest:
             pool[~written] = self.stale
 
     def _exact(self, cache: KVCache) -> KVCache:
-        """The same numbers in fp32."""
-        exact = KVCache(cache.blocks, 1, self.kv_heads, self.key_dim, torch.float32, DEVICE, self.value_dim)
+        """The same numbers in fp64."""
+        exact = KVCache(cache.blocks, 1, self.kv_heads, self.key_dim, torch.float64, DEVICE, self.value_dim)
         exact.keys.copy_(cache.keys)
         exact.values.copy_(cache.values)
         return exact

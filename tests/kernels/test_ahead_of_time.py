@@ -79,3 +79,15 @@ def test_all_of_it_compiles_and_spills_nothing(dtype, capability):
     found = compiled(dtype, capability, "all")
     assert {name.split()[0] for name in found} >= {"peak", "narrow", "settle", "ties"}
     assert not {name: used for name, used in found.items() if used["spilled"]}
+
+
+def test_serving_compiles_no_kernel_that_a_start_did_not():
+    """Compiling takes a second or two, for which every sequence would wait."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compile_keys"]
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    keys = json.loads(done.stdout.splitlines()[-1])
+    assert {key.split()[0] for key in keys["start"]} >= {"attend", "draw", "narrow", "ties", "_append_level", "move"}
+    assert keys["serving"] == []

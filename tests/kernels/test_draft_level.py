@@ -18,7 +18,10 @@ FIELDS = (
 
 
 def grown(width: int, calibration: Calibration | None, batch: int) -> tuple[DraftBuffers, PaddedDraft]:
-    """A draft of random children, with ties, padding, NaN and ends of sequences among them."""
+    """A draft of random children, with padding, NaN and ends of sequences among them.
+
+    And with ties, but for calibrated ones: sums of rounded numbers tie in one order of additions and not in another.
+    """
     sampling = SamplingBatch.of(PARAMS[:batch], DEVICE, frozenset({7, 9}))
     buffers = DraftBuffers(DraftShape(BATCH, CHILDREN, CHILDREN, DEPTH), HIDDEN, 2, torch.float32, DEVICE)
     draft = PaddedDraft(buffers, batch, width, sampling.kind)
@@ -28,7 +31,10 @@ def grown(width: int, calibration: Calibration | None, batch: int) -> tuple[Draf
     draft.start(whole, whole, whole + 30, whole, *padded)
     for level in range(DEPTH):
         shape = batch, width if level else 1, CHILDREN
-        scores = torch.randint(-40, 0, shape, generator=numbers).float().div(8).sort(-1, descending=True).values
+        scores = torch.randint(-40, 0, shape, generator=numbers).float().div(8)
+        if calibration is not None:
+            scores = -5 * torch.rand(shape, generator=numbers)
+        scores = scores.sort(-1, descending=True).values
         scores[0, 0, -1] = -torch.inf
         own = scores - 0.25
         own[-1, 0, 0] = torch.nan

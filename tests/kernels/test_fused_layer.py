@@ -64,7 +64,7 @@ def test_rotate_and_write(heads, kv_heads, dim, has_norm, dtype):
 @torch.inference_mode()
 def test_a_whole_model_equals_transformers_own(name, fused):
     """Prompts in chunks, then trees, in fp32."""
-    model = random_model(COVERED[name])
+    model = random_model(COVERED[name]).to(DEVICE)
     assert_trees_equal(plain_copy(model), target_of(model), CHUNKS, atol=1e-4)
 
 
@@ -74,7 +74,7 @@ def test_a_layer_is_a_few_launches(plain, fused):
     """A layer's share of a pass, whatever a pass computes once; 57 operations before they were fused."""
     counts = {}
     for num_layers in (2, 4):
-        target = TargetModel(llama(num_hidden_layers=num_layers), 4, 64)
+        target = TargetModel(llama(num_hidden_layers=num_layers).to(DEVICE), 4, 64)
         counts[num_layers] = device_operations(lambda target=target: tree_pass(target, plain))
     two_layers = counts[4] - counts[2]
     assert two_layers["_rotate_and_write"] == two_layers["attend"] == two_layers["_silu_mul"] == 2

@@ -69,7 +69,7 @@ def test_the_logarithms_hold_at_the_ends_of_the_uniform():
     out = torch.empty(2, 4096, device=DEVICE)
     _logs[(1,)](v.to(DEVICE), out, SIZE=4096)
     wanted = torch.stack([v.double().log(), (-v.double()).log1p()])
-    assert ((out.cpu() / wanted - 1).abs() < 3e-7).all()
+    assert ((out.cpu() / wanted - 1).abs() < 5e-7).all()  # a GPU's division alone may be off by 2.4e-7
 
 
 @pytest.mark.parametrize(
@@ -193,3 +193,15 @@ def test_processed_scores_say_what_could_have_been_picked():
     kept = process(logits[:1], SamplingBatch.of(params), rows[:1]).isfinite()[0]
     tokens = picked(logits, params, rows * 0, rows)
     assert kept[tokens].all() and set(tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("num_left", [1, 40])
+def test_forbidden_tokens_are_never_picked(num_left):
+    """Controls make tokens impossible: more than top-k keeps, whole parts of a row, all but one."""
+    generator = torch.Generator().manual_seed(num_left)
+    logits = torch.randn(8, 130, generator=generator) * 3
+    left = torch.rand(8, 130, generator=generator).topk(num_left, 1).indices
+    forbidden = torch.ones_like(logits, dtype=torch.bool).scatter(1, left, False)
+    portable, fused = both(logits.masked_fill(forbidden, -torch.inf), PARAMS, block=64)
+    assert portable == fused
+    assert all(token in allowed for token, allowed in zip(fused, left.tolist(), strict=True))

@@ -156,15 +156,19 @@ def target_of(model: PreTrainedModel, **how: Any) -> TargetModel:
 def prefill(target: TargetModel, chunks: list[int] | None) -> Tensor:
     """PROMPTS in the target's slots; the logits after each. chunks: where each is cut in two."""
     if chunks is None:
-        return target.prefill(PrefillBatch.of(SLOTS, PROMPTS)).logits
-    first = target.prefill(PrefillBatch.of(SLOTS, [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)])).logits
+        return target.prefill(PrefillBatch.of(SLOTS, PROMPTS, target.device)).logits
+    heads = [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)]
+    first = target.prefill(PrefillBatch.of(SLOTS, heads, target.device)).logits
     rest = [b for b, ids in enumerate(PROMPTS) if len(ids) > chunks[b]]
     later = target.prefill(
         PrefillBatch.of(
-            [SLOTS[b] for b in rest], [PROMPTS[b][chunks[b] :] for b in rest], starts=[chunks[b] for b in rest]
+            [SLOTS[b] for b in rest],
+            [PROMPTS[b][chunks[b] :] for b in rest],
+            target.device,
+            starts=[chunks[b] for b in rest],
         )
     ).logits
-    return first.index_copy(0, torch.tensor(rest), later)
+    return first.index_copy(0, torch.tensor(rest, device=target.device), later)
 
 
 def random_trees(budgets: list[int], vocab: int = 97) -> DraftTree:
@@ -192,14 +196,14 @@ def assert_trees_equal(
     """After the prompts and after every node of packed trees: the logits of a plain forward of that path."""
 
     def own(ids: list[int]) -> Tensor:
-        return plain(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        return plain(torch.tensor([ids], device=target.device), use_cache=False).logits[0, -1]
 
     budgets = list(budgets)
     logits = prefill(target, chunks)
     for b, ids in enumerate(PROMPTS):
         torch.testing.assert_close(logits[b], own(ids), atol=atol, rtol=0)
-    tree = random_trees(budgets)
-    batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
+    tree = random_trees(budgets).to(target.device)
+    batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS], target.device)
     rows = tree.pack(batch.lengths, sum(budgets) + padding)
     logits, _ = target.verify(tree, rows, batch, max_depth=8)
     for b, budget in enumerate(budgets):

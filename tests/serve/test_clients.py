@@ -75,12 +75,12 @@ def test_openais_errors_have_their_kinds(app):
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.models.retrieve("gpt")
             with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model=MODEL, messages=HI, logit_bias={"5": 1})
+                await client.chat.completions.create(model=MODEL, messages=HI, modalities=["audio"])
             return missing.value, refused.value
 
     missing, refused = asyncio.run(main())
     assert (missing.code, missing.param) == ("model_not_found", "model")
-    assert (refused.code, refused.param) == ("unsupported_parameter", "logit_bias")
+    assert (refused.code, refused.param) == ("unsupported_parameter", "modalities")
 
 
 def test_answers_are_what_the_openapi_document_says(app):

@@ -33,6 +33,18 @@ def refused(kind, body):
         ({"stop": [""]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "much"}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"the": 1}}, "logit_bias.the"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": ["no", ""]}, "bad_words[1]"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -52,8 +64,8 @@ def test_a_wrong_value_is_refused_by_its_parameter(kind, extra, param):
     "extra",
     [
         {"tools": [{"type": "function"}]},
-        {"frequency_penalty": 0.5},
-        {"logit_bias": {"5": 1}},
+        {"length_penalty": 0.5},
+        {"prompt_logprobs": 1},
         {"response_format": {"type": "json_object"}},
         {"nonsense": 1},
         {"best_of": 3},
@@ -64,6 +76,23 @@ def test_what_is_not_built_is_refused_by_name_and_never_ignored(extra):
     [name] = extra
     error = refused(CompletionRequest, {"prompt": "Hi"} | extra)
     assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+
+
+def test_controls_are_read():
+    controls = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"5": -100, "17": 2.5},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["no"],
+        "min_tokens": 3,
+        "stop_token_ids": [7],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    request = parse(CompletionRequest, json.dumps({"prompt": "Hi"} | controls).encode())
+    assert {name: getattr(request, name) for name in controls} == controls | {"logit_bias": {5: -100, 17: 2.5}}
 
 
 def test_what_asks_for_nothing_is_taken():

@@ -72,7 +72,7 @@ class ColumnPath:
 
 @dataclass(frozen=True, slots=True)
 class RequestColumns:
-    """The columns to read. A row sets one of the prompts (keys of REQUEST: prompt, messages, prompt_token_ids)."""
+    """The columns to read. A row sets one of the prompts (prompt, messages, prompt_token_ids, turns)."""
 
     id: ColumnPath
     prompts: dict[str, ColumnPath]

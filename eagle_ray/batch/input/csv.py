@@ -154,9 +154,11 @@ def _parse_value(column: str, text: str) -> Any:
         return RequestError("bad_encoding", f"column {column!r} is not UTF-8 text: write it as UTF-8")
     if text == "" or column not in _SAMPLING_TYPES:
         return text or None
-    is_list = pa.types.is_list(_SAMPLING_TYPES[column])
+    type_ = _SAMPLING_TYPES[column]
+    is_list, is_map = pa.types.is_list(type_), pa.types.is_map(type_)
     try:
-        value = parse_json(text if is_list else text.lower())
+        value = parse_json(text if is_list or is_map else text.lower())
     except ValueError:
         return text
-    return value if isinstance(value, list if is_list else int | float) else text
+    wanted = list if is_list else dict if is_map else int | float
+    return value if isinstance(value, wanted) else text

@@ -10,18 +10,21 @@ import difflib
 import glob
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.config import ConfigError
+from eagle_ray.storage.decompression import CODECS, open_decompressed
 from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
 from eagle_ray.storage.storage_errors import ObjectChanged
 
 log = logging.getLogger("eagle_ray")
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+UNREADABLE = (".bz2", ".xz", ".zip", ".lz4", ".br", ".7z")  # compressed in other ways
 _DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
 CHANGED_REMEDY = (
     "Put the file back as it was and run the same command again to resume, or run it with another output.path or "
@@ -35,7 +38,7 @@ EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts"
 class InputFile:
     """One file. name: its path below the glob's root, part of the ids made for rows without one.
 
-    format: parquet, jsonl, csv or openai_batch. stamp: what tells its contents from others.
+    format: parquet, jsonl, csv or openai_batch. version: distinguishes its contents from others.
     """
 
     storage_path: StoragePath
@@ -47,6 +50,20 @@ class InputFile:
     def path(self) -> str:
         """Return the path as shown in messages and in the rows' source_file."""
         return str(self.storage_path)
+
+    @property
+    def can_split(self) -> bool:
+        """Return whether its lines can be read from any offset: a compressed file only from its start."""
+        return self._codec is None and (self.storage_path.is_local or self.storage_path.is_s3)
+
+    def open(self) -> BinaryIO:
+        """Return the content, decompressed. Raises FileNotFoundError."""
+        open_file = self.storage_path.open
+        return open_file() if self._codec is None else open_decompressed(open_file, self._codec)
+
+    @property
+    def _codec(self) -> str | None:
+        return CODECS.get(_suffixes(self.storage_path)[1])
 
     def check_unchanged(self) -> None:
         """Raise InputChanged if the file is no longer the one that was planned.
@@ -111,8 +128,8 @@ def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
         return path.parent, {path: path.stat()}
     if path.is_directory():
         shown = {file: stamp for file, stamp in path.list_versions().items() if not _is_hidden(file, path)}
-        _log_skipped(path, [file for file in shown if _suffix(file) not in FORMATS])
-        return path, {file: stamp for file, stamp in shown.items() if _suffix(file) in FORMATS}
+        _log_skipped(path, [file for file in shown if _suffixes(file)[0] not in FORMATS])
+        return path, {file: stamp for file, stamp in shown.items() if _suffixes(file)[0] in FORMATS}
     root, below = split_at_wildcard(path)
     return root, root.list_versions(below)
 
@@ -123,7 +140,7 @@ def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
 
 
 def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
-    """Refuse a file that looks like input but cannot be read, such as a.jsonl.gz, instead of skipping it."""
+    """Log the files of a directory that are not read."""
     if files:
         names = ", ".join(_name_below(file, directory) for file in files[:3])
         others = f" and {len(files) - 3} others" if len(files) > 3 else ""
@@ -139,9 +156,17 @@ def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
 
 
 def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, format_: str) -> InputFile:
-    if _suffix(location) in COMPRESSED:
-        raise ConfigError(f"input.path: {location} is compressed: unpack it first, or write its rows as Parquet")
-    chosen = FORMATS.get(_suffix(location)) if format_ == "auto" else format_
+    suffix, compression = _suffixes(location)
+    if suffix in UNREADABLE:
+        raise ConfigError(
+            f"input.path: {location} is compressed as {suffix}. Unpack it, or compress it as .gz or .zst, first."
+        )
+    chosen = FORMATS.get(suffix) if format_ == "auto" else format_
+    if chosen == "parquet" and compression:
+        raise ConfigError(
+            f"input.path: {location} is a compressed Parquet file, which cannot be read in parts. Unpack it; Parquet "
+            "compresses its columns itself."
+        )
     if chosen is None:
         raise ConfigError(
             f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
@@ -150,8 +175,11 @@ def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, 
     return InputFile(location, _name_below(location, root), chosen, version)
 
 
-def _suffix(location: StoragePath) -> str:
-    return os.path.splitext(location.name)[1]
+def _suffixes(location: StoragePath) -> tuple[str, str]:
+    """Return the extension and that of the compression, or "": (".jsonl", ".gz"). A URL's query is not part of them."""
+    name = location.name if location.is_local else re.split("[?#]", location.name, maxsplit=1)[0]
+    stem, suffix = os.path.splitext(name)
+    return (os.path.splitext(stem)[1], suffix) if suffix in CODECS else (suffix, "")
 
 
 def _name_below(location: StoragePath, directory: StoragePath) -> str:

@@ -10,22 +10,51 @@ no-op; it is never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from eagle_ray.batch.input.columns import describe_value
+from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.parameters import UNSUPPORTED_PARAMETERS, has_effect
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
+from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
+from eagle_ray.storage.path import StorageError
+
+log = logging.getLogger("eagle_ray")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "ignore_eos")
+LINE_KEYS = {"custom_id", "method", "url", "body"}
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
-KNOWN = {"model", "logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
+KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
 # Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
 BATCH_NO_OP_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
 
@@ -35,6 +64,36 @@ def rows_in_batch(
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Yield byte offset, position and columns of every line, as for a JSONL file."""
     return ((offset, at, parse_batch_line(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
+
+
+def detect_batch(file: InputFile) -> InputFile:
+    """Return a JSONL file as an OpenAI batch file if its first line is a request of one.
+
+    A damaged file is returned as it is: the scan reports it.
+    """
+    if file.format != "jsonl" or not _is_batch_line(_first_line(file)):
+        return file
+    log.info("input.path: %s is read as an OpenAI batch file. Set input.format to jsonl to read plain rows.", file.path)
+    return replace(file, format="openai_batch")
+
+
+def _first_line(file: InputFile) -> bytes:
+    try:
+        with file.detect_changes(), file.open() as stream:
+            return next((line for line in stream if line.strip()), b"")
+    except StorageError:
+        raise
+    except OSError:
+        return b""
+
+
+def _is_batch_line(line: bytes) -> bool:
+    try:
+        request = parse_json(line.decode("utf-8-sig"))
+    except ValueError:
+        return False
+    keys = request.keys() if isinstance(request, dict) else set()
+    return {"custom_id", "url", "body"} <= keys <= LINE_KEYS and isinstance(request["body"], dict)
 
 
 def parse_batch_line(line: InputRow) -> InputRow:
@@ -59,7 +118,7 @@ def _id_of(line: Mapping[str, Any]) -> Any:
 
 
 def _url_of(line: Mapping[str, Any]) -> str:
-    if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
+    if unknown := line.keys() - LINE_KEYS:
         raise _unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
         raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
@@ -99,34 +158,14 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value is None:
         raise RequestError("prompt_missing", f"body.{name} is absent or null: give it")
     if name == "messages":
-        return {name: _with_text_contents(value)}
+        if not isinstance(value, list):
+            raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(value)}")
+        return {name: value}
     if not isinstance(value, str | list) or (
         isinstance(value, list) and any(type(token) is not int for token in value)
     ):
         raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
     return {name if isinstance(value, str) else "prompt_token_ids": value}
-
-
-def _with_text_contents(messages: Any) -> list[Any]:
-    """Return messages with text contents, also if the batch has lists of text parts."""
-    if not isinstance(messages, list):
-        raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(messages)}")
-    return [
-        message | {"content": _join_text_parts(message["content"], f"body.messages[{i}].content")}
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        else message
-        for i, message in enumerate(messages)
-    ]
-
-
-def _join_text_parts(parts: Iterable[Any], where: str) -> str:
-    texts = []
-    for i, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise _unsupported(f"{where}[{i}]", f"only parts of type text are read, got {describe_value(part)}")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
@@ -138,19 +177,28 @@ def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
         )
     if lengths:
         found["max_tokens"] = lengths[0]
-    if body.get("logprobs") is not None:
-        found["logprobs"] = _logprobs(body["logprobs"], url)
-    return found
+    return found | _logprobs(body, url)
 
 
-def _logprobs(value: Any, url: str) -> bool:
-    """Chat requests use true or false, completions the number of alternatives to the token."""
-    if url == CHAT and isinstance(value, bool):
-        return value
-    if url == COMPLETIONS and type(value) is int and value == 0:
-        return True
-    wanted = "true or false" if url == CHAT else "0 (the token's own, no alternatives)"
-    raise _unsupported("body.logprobs", f"it must be {wanted}, got {describe_value(value)}")
+def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the columns logprobs and top_logprobs. Chat requests have true or false and a number of alternatives,
+    completions the number alone.
+    """
+    value, num_tops = body.get("logprobs"), body.get("top_logprobs")
+    if url == COMPLETIONS:
+        if num_tops is not None:
+            raise _unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
+        if value is None:
+            return {}
+        if type(value) is int and 0 <= value <= MAX_TOP_LOGPROBS:
+            return {"logprobs": True, "top_logprobs": value}
+        wanted = f"a number of alternatives, 0 to {MAX_TOP_LOGPROBS}"
+        raise RequestError("bad_sampling", f"body.logprobs must be {wanted}, got {describe_value(value)}")
+    if value is not None and not isinstance(value, bool):
+        raise RequestError("bad_sampling", f"body.logprobs must be true or false, got {describe_value(value)}")
+    if num_tops and not value:
+        raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
+    return {name: x for name, x in (("logprobs", value), ("top_logprobs", num_tops)) if x is not None}
 
 
 def _unsupported(parameter: str, fix: str) -> RequestError:

@@ -3,9 +3,9 @@
 The names are those of OpenAI's API, vLLM, SGLang, transformers and llama.cpp. Names that a data set is likely to use
 for plain data (model, user, name, system, suffix, priority) are left out.
 
-    >>> match_unsupported("frequency_penalty"), match_unsupported("maxTokens"), match_unsupported("category")
-    ('frequency_penalty', 'max_tokens', None)
-    >>> has_effect("frequency_penalty", 0), has_effect("frequency_penalty", 0.5)
+    >>> match_unsupported("typical_p"), match_unsupported("maxTokens"), match_unsupported("category")
+    ('typical_p', 'max_tokens', None)
+    >>> has_effect("typical_p", 1), has_effect("typical_p", 0.5)
     (False, True)
 """
 
@@ -28,36 +28,26 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "guidance_scale": (1,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "min_length": (0,),
     "min_new_tokens": (0,),
-    "min_tokens": (0,),
     "mirostat": (0,),
     "no_repeat_ngram_size": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
     "num_return_sequences": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (False,),
     "renormalize_logits": (False,),
     "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
-    "top_logprobs": (0,),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
 UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
-    "allowed_token_ids",
-    "bad_words",
     "bad_words_ids",
     "beam_width",
     "begin_suppress_tokens",
@@ -85,7 +75,6 @@ UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
     "guided_regex",
     "guided_whitespace_pattern",
     "json_schema",
-    "logit_bias",
     "logits_processors",
     "lora_request",
     "max_completion_tokens",
@@ -108,7 +97,6 @@ UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
     "sequence_bias",
     "stop_sequences",
     "stop_strings",
-    "stop_token_ids",
     "structured_outputs",
     "suppress_tokens",
     "tfs_z",
@@ -127,10 +115,13 @@ PARAMETER_ALIASES = {
     "max_gen_len": "max_tokens",
     "max_output_tokens": "max_tokens",
     "max_tokens_to_sample": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "min_output_tokens": "min_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "num_return_sequences": "n",
     "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "stop_strings": "stop",
 }

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.passthrough import NANOSECONDS
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
 
 BATCH_ROWS = 256
+NANOSECONDS = pa.time64("ns")
 CONVERSION_ERRORS = (
     pa.ArrowException,
     OverflowError,
@@ -42,13 +42,51 @@ def rows_in_parquet(
 
     Raises ConfigError naming a column with values that Python cannot hold.
     """
+    for rows, _ in batches_in_parquet(parquet, file, needed, groups):
+        yield from rows
+
+
+def batches_in_parquet(
+    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
+) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
+    """Yield batches: the needed columns as rows, as rows_in_parquet does, and the carried ones as they are."""
     names = parquet.schema_arrow.names
-    columns = [name for name in dict.fromkeys(needed) if name in names]
+    read = [name for name in dict.fromkeys(needed) if name in names]
+    kept = [name for name in dict.fromkeys(carried) if name in names]
+    columns = list(dict.fromkeys([*read, *kept]))
     if not columns:  # pyarrow reads no rows of no columns
-        yield from ({} for i in groups for _ in range(parquet.metadata.row_group(i).num_rows))
+        num_rows = sum(parquet.metadata.row_group(i).num_rows for i in groups)
+        yield from (([{} for _ in range(n)], pa.record_batch({})) for n in _batch_sizes(num_rows))
         return
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
-        yield from _to_rows(_nanoseconds_as_text(batch), file)
+        rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file) if read else [{} for _ in range(batch.num_rows)]
+        yield _without_bad_text(rows, batch.select(kept))
+
+
+def _batch_sizes(num_rows: int) -> Iterator[int]:
+    for start in range(0, num_rows, BATCH_ROWS):
+        yield min(BATCH_ROWS, num_rows - start)
+
+
+def _without_bad_text(rows: list[InputRow], carried: pa.RecordBatch) -> tuple[list[InputRow], pa.RecordBatch]:
+    """Make a row with a carried text that is not UTF-8 a bad row, without that text: readers could not decode it."""
+    for index, name in enumerate(carried.schema.names):
+        column = carried.column(index)
+        if _is_valid(column):
+            continue
+        kept = [row if _is_valid(column.take(pa.array([row]))) else None for row in range(len(column))]
+        for row in (row for row, place in enumerate(kept) if place is None):
+            rows[row] = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
+        carried = carried.set_column(index, name, column.take(pa.array(kept, pa.int64())))
+    return rows, carried
+
+
+def _is_valid(column: pa.Array) -> bool:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _nanoseconds_as_text(batch: pa.RecordBatch) -> pa.RecordBatch:

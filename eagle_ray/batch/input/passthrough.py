@@ -1,7 +1,8 @@
 """Passthrough columns: their types, fixed before the job starts.
 
-Types are joined upwards: null below everything, integers below floats, JSON text above incompatible or nested types,
-and CSV_TEXT above JSON.
+A Parquet column keeps its Arrow type, and its values are never Python's. Types of several files are joined upwards:
+null below everything, integers below floats, JSON text above incompatible types, and CSV_TEXT above JSON. Lists and
+objects of JSONL files have no Arrow type and are JSON text.
 
     >>> join(pa.int64(), pa.float64())
     DataType(double)
@@ -12,7 +13,9 @@ and CSV_TEXT above JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import pyarrow as pa
@@ -20,8 +23,49 @@ import pyarrow as pa
 from eagle_ray.errors import RequestError
 
 JSON = pa.json_()  # values of this column are written as JSON text
+RENAME_PREFIX = "input_"  # of a passthrough column with a name that the job uses itself
 CSV_TEXT = pa.large_string()  # texts of a CSV file: a text stays what it is, what other files hold becomes JSON text
-NANOSECONDS = pa.time64("ns")  # carried as text: Python's times end at microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class PassthroughColumn:
+    """A column to pass through.
+
+    Attributes:
+        source: its name in the input.
+        name: its name in the output.
+        type: the joined type of its values; `field_of` gives the output column's.
+    """
+
+    source: str
+    name: str
+    type: pa.DataType
+
+    @property
+    def field(self) -> pa.Field:
+        return field_of(self.name, self.type)
+
+
+def output_names(sources: Iterable[str], reserved: Container[str]) -> dict[str, str]:
+    """Return the output name of each passthrough column.
+
+    A name that the job uses itself gets the prefix ``input_``. If the input has a column of that name too, a number
+    follows: ``input_text_2``.
+
+        >>> output_names(["text", "input_text", "score"], {"text"})
+        {'text': 'input_text_2', 'input_text': 'input_text', 'score': 'score'}
+    """
+    sources = list(sources)
+    names = {source: source for source in sources if source not in reserved}
+    for source in sources:
+        if source not in names:
+            names[source] = _unused_name(RENAME_PREFIX + source, {*names.values()}, reserved)
+    return {source: names[source] for source in sources}
+
+
+def _unused_name(name: str, taken: Container[str], reserved: Container[str]) -> str:
+    candidates = chain([name], (f"{name}_{number}" for number in count(2)))
+    return next(candidate for candidate in candidates if candidate not in taken and candidate not in reserved)
 
 
 def type_of(value: Any) -> pa.DataType:
@@ -36,14 +80,43 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def type_in_parquet(declared: pa.DataType) -> pa.DataType:
-    """Return the passthrough type of a Parquet column: plain types stay, nested ones become JSON."""
+    """Return the passthrough type of a Parquet column: its own, but for extension types and the widths of text."""
     if isinstance(declared, pa.BaseExtensionType):
         return type_in_parquet(declared.storage_type)
-    if pa.types.is_dictionary(declared):
-        return type_in_parquet(declared.value_type)
-    if pa.types.is_large_string(declared) or pa.types.is_string_view(declared) or declared == NANOSECONDS:
+    if pa.types.is_large_string(declared) or pa.types.is_string_view(declared):
         return pa.string()
-    return JSON if pa.types.is_nested(declared) else declared
+    return pa.binary() if pa.types.is_binary_view(declared) else declared
+
+
+def decoded_type(type_: pa.DataType) -> pa.DataType:
+    """Return the type on the way to the file: dictionaries are encoded only there, since each batch has its own."""
+    if isinstance(type_, pa.BaseExtensionType):
+        return decoded_type(type_.storage_type)
+    if pa.types.is_dictionary(type_):
+        return decoded_type(type_.value_type)
+    if pa.types.is_string_view(type_):
+        return pa.string()
+    if pa.types.is_binary_view(type_):
+        return pa.binary()
+    return _decoded_nested(type_) if pa.types.is_nested(type_) else type_
+
+
+def _decoded_nested(type_: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(type_):
+        return pa.struct([_decoded_field(field) for field in type_])
+    if pa.types.is_map(type_):
+        return pa.map_(decoded_type(type_.key_type), _decoded_field(type_.item_field), type_.keys_sorted)
+    if pa.types.is_fixed_size_list(type_):
+        return pa.list_(_decoded_field(type_.value_field), type_.list_size)
+    if pa.types.is_large_list(type_) or pa.types.is_large_list_view(type_):
+        return pa.large_list(_decoded_field(type_.value_field))
+    if pa.types.is_list(type_) or pa.types.is_list_view(type_):
+        return pa.list_(_decoded_field(type_.value_field))
+    return type_
+
+
+def _decoded_field(field: pa.Field) -> pa.Field:
+    return field.with_type(decoded_type(field.type))
 
 
 def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
@@ -54,10 +127,21 @@ def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
         return b
     if CSV_TEXT in (a, b):
         return CSV_TEXT
+    if pa.types.is_dictionary(a) or pa.types.is_dictionary(b):
+        return join(decoded_type(a), decoded_type(b))
     if _is_number(a) and _is_number(b) and not _overflow(a, b):
-        both = [pa.schema([("x", a)]), pa.schema([("x", b)])]
-        return pa.unify_schemas(both, promote_options="permissive").field("x").type
+        return _unified(a, b)
+    if pa.types.is_nested(a) and pa.types.is_nested(b):
+        try:
+            return _unified(a, b)
+        except pa.ArrowException:
+            return JSON
     return JSON
+
+
+def _unified(a: pa.DataType, b: pa.DataType) -> pa.DataType:
+    both = [pa.schema([("x", a)]), pa.schema([("x", b)])]
+    return pa.unify_schemas(both, promote_options="permissive").field("x").type
 
 
 def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) -> None:
@@ -72,10 +156,35 @@ def field_of(name: str, type_: pa.DataType) -> pa.Field:
 
 
 def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
-    """Return the values of one passthrough column in the type of its field_of; CSV numbers are texts before."""
+    """Return Python values in the decoded type of a passthrough column; CSV numbers are texts before."""
     as_type = _converter(type_)
     absent = (type(None), RequestError)
-    return pa.array([None if isinstance(v, absent) else as_type(v) for v in values], field_of("", type_).type)
+    decoded = decoded_type(field_of("", type_).type)
+    return pa.array([None if isinstance(v, absent) else as_type(v) for v in values], decoded)
+
+
+def carry(column: pa.Array, type_: pa.DataType) -> pa.Array:
+    """Return a Parquet column in the decoded type of a passthrough column."""
+    if type_ not in (JSON, CSV_TEXT):
+        try:
+            return column.cast(decoded_type(field_of("", type_).type))
+        except (
+            pa.ArrowException
+        ):  # such as integers from 2**53 to floats, or a struct without a field of the joined one
+            pass
+    return column_of(column.to_pylist(maps_as_pydicts="lossy"), type_)
+
+
+def python_values(column: pa.ChunkedArray) -> list[Any]:
+    """Return a column's values, as texts if Python cannot hold them, such as times in nanoseconds."""
+    try:
+        return column.to_pylist(maps_as_pydicts="lossy")
+    except (pa.ArrowException, OverflowError, ValueError, KeyError):
+        pass
+    try:
+        return column.cast(pa.string()).to_pylist()
+    except pa.ArrowException:
+        return [f"a value of type {column.type}" if valid else None for valid in column.is_valid().to_pylist()]
 
 
 def _converter(type_: pa.DataType) -> Callable[[Any], Any]:

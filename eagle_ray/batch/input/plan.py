@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -21,16 +20,16 @@ import pyarrow as pa
 from eagle_ray.batch.id_digests import EMPTY, DigestBuffer, Digests, digests, duplicates, isin
 from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
 from eagle_ray.batch.input.files import InputFile, find_files
-from eagle_ray.batch.input.passthrough import column_of, field_of, join_into
+from eagle_ray.batch.input.openai_batch import detect_batch
+from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
-from eagle_ray.batch.input.shards import OnRow, Shard, rows_in, scan
+from eagle_ray.batch.input.shards import OnRow, Shard, chunks_in, scan
 from eagle_ray.batch.input.unread import check_unread
-from eagle_ray.batch.output.schema import REQUEST, SAMPLING_FIELDS, request_schema, table_of
+from eagle_ray.batch.output.schema import REQUEST, RESERVED, SAMPLING_FIELDS, table_of
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
-TABLE_ROWS = 256
 
 SAMPLING_NAMES = frozenset(field.name for field in SAMPLING_FIELDS)  # columns that set a row's sampling
 
@@ -40,7 +39,7 @@ class InputPlan:
     """The input as it was scanned.
 
     Attributes:
-        carried: input columns to pass through and the types under which they are read, in order.
+        passthrough_columns: the columns to pass through, in order.
         row_settings: sampling columns with which rows may override `sampling` and `seed`.
         ids: of all rows, sorted.
     """
@@ -48,7 +47,7 @@ class InputPlan:
     files: tuple[InputFile, ...]
     shards: tuple[Shard, ...]
     columns: RequestColumns
-    passthrough_types: tuple[tuple[str, pa.DataType], ...]
+    passthrough_columns: tuple[PassthroughColumn, ...]
     row_settings: frozenset[str]
     ids: Digests = field(compare=False)
 
@@ -57,9 +56,9 @@ class InputPlan:
         return sum(shard.num_rows for shard in self.shards)
 
     @property
-    def has_per_row_n(self) -> bool:
-        """Return whether rows may set how many samples they get."""
-        return "n" in self.row_settings
+    def has_own_counts(self) -> bool:
+        """Return whether input rows may differ in how many output rows they have: by their samples or their turns."""
+        return "n" in self.row_settings or "turns" in self.columns.prompts
 
     @property
     def for_readers(self) -> InputPlan:
@@ -67,16 +66,31 @@ class InputPlan:
         return replace(self, shards=(), ids=EMPTY)
 
     @property
+    def without_passthrough(self) -> InputPlan:
+        """Return the plan of the requests alone."""
+        return replace(self, passthrough_columns=())
+
+    @property
     def needed(self) -> list[str]:
-        """Return the input columns to read: those of requests and those to pass through."""
+        """Return the input columns that requests are made of."""
         paths = (self.columns.id, *self.columns.prompts.values())
         read = [name for path in paths for name in path.names]
-        return read + [field.name for field in SAMPLING_FIELDS] + [name for name, _ in self.passthrough_types]
+        return read + [field.name for field in SAMPLING_FIELDS]
 
     @property
     def passthrough(self) -> list[pa.Field]:
         """Return the output columns of the passthrough columns."""
-        return [field_of(name, type_) for name, type_ in self.passthrough_types]
+        return [column.field for column in self.passthrough_columns]
+
+    @property
+    def passthrough_types(self) -> dict[str, pa.DataType]:
+        """Return the joined type of each passthrough column, by its name in the output."""
+        return {column.name: column.type for column in self.passthrough_columns}
+
+    @property
+    def source_types(self) -> dict[str, pa.DataType]:
+        """Return the joined type of each passthrough column, by its name in the input."""
+        return {column.source: column.type for column in self.passthrough_columns}
 
 
 def plan_input(config: JobConfig) -> InputPlan:
@@ -85,7 +99,7 @@ def plan_input(config: JobConfig) -> InputPlan:
     With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
     parameters which rows cannot set raise.
     """
-    files = find_files(config.input.path, config.input.format)
+    files = _files_of(config.input)
     columns = request_columns(config.input.columns)
     id_buffer = DigestBuffer()
     types: dict[str, pa.DataType] = {}
@@ -100,16 +114,22 @@ def plan_input(config: JobConfig) -> InputPlan:
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
     mapped = (columns.id, *columns.prompts.values())
     check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
-    passthrough_types = tuple(
-        (name, types.get(name, pa.null())) for name in _passthrough_names(config.input, columns, types)
-    )
+    names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
+    passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     ids = id_buffer.sorted(sum(shard.num_rows for shard in limited))
     row_settings = SAMPLING_NAMES & frozenset(nonnull_columns)
-    plan = InputPlan(files, limited, columns, passthrough_types, row_settings, ids)
-    request_schema(plan.passthrough)
+    plan = InputPlan(files, limited, columns, passthrough, row_settings, ids)
     _check_ids(plan, duplicates(ids))
     _check_rows(plan, config.input.on_bad_row)
     return plan
+
+
+def _files_of(config: InputConfig) -> tuple[InputFile, ...]:
+    """Return the input files. An OpenAI batch file is detected unless the configuration says how to read its lines."""
+    files = find_files(config.path, config.format)
+    if config.format != "auto" or any(config.columns.model_dump().values()):
+        return files
+    return tuple(detect_batch(file) for file in files)
 
 
 def check_not_empty(plan: InputPlan, config: JobConfig) -> None:
@@ -129,35 +149,24 @@ def _files(plan: InputPlan) -> str:
 def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
     """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
     for table in request_tables(plan):
-        yield from table.to_pylist()
+        columns = [python_values(table[name]) for name in table.schema.names]
+        yield from (dict(zip(table.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
 
 
 def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
-    """Yield the rows in tables of at most TABLE_ROWS rows."""
+    """Yield the rows in small tables."""
     for shard in plan.shards:
         yield from shard_tables(plan, shard)
 
 
 def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
-    """Yield the requests of one shard in tables of at most TABLE_ROWS rows."""
-    rows = rows_in(shard, plan.needed)
-    while chunk := list(islice(rows, TABLE_ROWS)):
-        requests = [parse_row(row, plan.columns, _row_location(shard.file, position)) for position, row in chunk]
+    """Yield the requests of one shard in small tables."""
+    for chunk in chunks_in(shard, plan.needed, plan.source_types):
+        requests = [parse_row(row, plan.columns, _row_location(shard.file, position)) for position, row in chunk.rows]
         table = table_of(requests, REQUEST)
-        for name, type_ in plan.passthrough_types:
-            values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
-            table = table.append_column(field_of(name, type_), _passthrough_column(values, name, type_, shard.file))
+        for column in plan.passthrough_columns:
+            table = table.append_column(column.name, chunk.carried[column.source])
         yield table
-
-
-def _passthrough_column(values: list[Any], name: str, type_: pa.DataType, file: InputFile) -> pa.Array:
-    try:
-        return column_of(values, type_)
-    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{file.path}: column {name!r} cannot be carried through as {type_} ({error}): cast it, for example to a "
-            "string, or leave it out with input.passthrough"
-        ) from None
 
 
 def _id_recorder(id_buffer: DigestBuffer, columns: RequestColumns, file: InputFile) -> OnRow:
@@ -172,7 +181,8 @@ def request_columns(config: ColumnsConfig) -> RequestColumns:
     """Return the configured columns. Without a configured prompt column, every default prompt column of the rows is
     read.
     """
-    configured = {name: _path(name, text) for name in PROMPTS if (text := getattr(config, name)) is not None}
+    names = (*PROMPTS, "turns")
+    configured = {name: _path(name, text) for name in names if (text := getattr(config, name)) is not None}
     return RequestColumns(_path("id", config.id or "id"), configured or {name: _path(name, name) for name in PROMPTS})
 
 
@@ -195,7 +205,7 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
     if not any(path.column_in(types) for path in columns.prompts.values()):
         raise ConfigError(
             f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
-            f"input.columns.prompt, .messages or .prompt_token_ids; columns: {', '.join(types)}"
+            f"input.columns.prompt, .messages, .prompt_token_ids or .turns; columns: {', '.join(types)}"
         )
 
 
@@ -258,8 +268,8 @@ def _duplicate_error(request_id: str, first: RowLocation, second: RowLocation) -
 
 def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
     for shard in plan.shards:
-        for position, row in rows_in(shard, plan.needed):
-            yield row, _row_location(shard.file, position)
+        for chunk in chunks_in(shard, plan.needed, plan.source_types):
+            yield from ((row, _row_location(shard.file, position)) for position, row in chunk.rows)
 
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:

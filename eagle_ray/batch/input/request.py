@@ -11,20 +11,18 @@ row, column and the fix.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from eagle_ray.batch.input.columns import ColumnPath, RequestColumns, describe_value
+from eagle_ray.batch.input.messages import parse_messages
 from eagle_ray.batch.input.row_location import RowLocation
 from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
 from eagle_ray.config import check_row_sampling
 from eagle_ray.errors import RequestError
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
 InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
@@ -88,8 +86,8 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
         both = " and ".join(repr(columns.prompts[name].text) for name in found)
         raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
     [(name, value)] = found.items()
-    parse = {"prompt": _text, "messages": _messages, "prompt_token_ids": _token_ids}[name]
-    return {name: parse(value, columns.prompts[name].text)}
+    parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids, "turns": _turns}[name]
+    return {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
 
 
 def _column_and_key(name: str, path: ColumnPath) -> str:
@@ -105,40 +103,13 @@ def _text(value: Any, column: str) -> str:
     return value
 
 
-def _messages(value: Any, column: str) -> str:
-    """Return the messages as JSON. A text that does not begin like a JSON list of messages is one user message."""
-    if isinstance(value, str):
-        value = _messages_in(value, column)
+def _turns(value: Any, column: str) -> list[str]:
+    value = _parse_if_json(value) if isinstance(value, str) else value
     if not isinstance(value, list):
-        raise RequestError(
-            "bad_type", f"column {column!r} must be a list of messages or a text, got {describe_value(value)}"
-        )
+        raise RequestError("bad_type", f"column {column!r} must be a list of texts, got {describe_value(value)}")
     if not value:
-        raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
-    return json.dumps([_message(m, f"{column}[{i}]") for i, m in enumerate(value)], ensure_ascii=False)
-
-
-def _messages_in(text: str, column: str) -> list[dict]:
-    if not _MESSAGES_START.match(_text(text, column)[:4096]):
-        return [{"role": "user", "content": text}]
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise RequestError(
-            "bad_type", f"{where} must be an object with role and content, got {describe_value(message)}"
-        )
-    if message.get("role") not in ROLES:
-        raise RequestError(
-            "bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_value(message.get('role'))}"
-        )
-    if not isinstance(message.get("content"), str):
-        raise RequestError("bad_type", f"{where}.content must be a text, got {describe_value(message.get('content'))}")
-    return {key: value for key, value in message.items() if value is not None}
+        raise RequestError("prompt_empty", f"column {column!r} holds no turn: give at least one")
+    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(value)]
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
@@ -164,14 +135,27 @@ def _parse_if_json(text: str) -> Any:
 
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = [field.name for field in SAMPLING_FIELDS]
+    found = {field.name: _sampling_value(row.get(field.name), field.type) for field in SAMPLING_FIELDS}
     try:
-        values = check_row_sampling({name: _as_int(row[name]) for name in names if row.get(name) is not None})
+        values = check_row_sampling({name: value for name, value in found.items() if value is not None})
     except ValueError as error:
         raise RequestError("bad_sampling", str(error)) from None
+    if "logit_bias" in values:
+        values["logit_bias"] = list(values["logit_bias"].items())  # as Arrow takes a map
     if "seed" in values:
         values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
     return values
+
+
+def _sampling_value(value: Any, type_: pa.DataType) -> Any:
+    """Return a column's value in its parameter's form: JSON texts, Arrow maps and structs are read as such."""
+    if pa.types.is_map(type_):
+        value = _parse_if_json(value) if isinstance(value, str) else value
+        value = dict(value) if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value) else value
+        return {k: _as_int(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    if pa.types.is_list(type_) and isinstance(value, list):
+        return [_as_int(part) for part in value]
+    return _as_int(value)
 
 
 def _as_int(value: Any) -> Any:

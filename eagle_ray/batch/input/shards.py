@@ -1,6 +1,7 @@
 """Shards: small consecutive parts of input files that can be read separately, in any format.
 
 Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and OpenAI batch files.
+A compressed file, and one that is read through fsspec, is one shard: its parts could only be read from its start.
 A malformed record is one bad row. Memory is bounded by a record or a batch.
 
     >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
@@ -10,9 +11,11 @@ A malformed record is one bad row. Memory is bounded by a record or a batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -20,8 +23,8 @@ from eagle_ray.batch.input.csv import rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import rows_in_batch
-from eagle_ray.batch.input.parquet import check_unique, rows_in_parquet
-from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, join_into, type_in_parquet, type_of
+from eagle_ray.batch.input.parquet import BATCH_ROWS, batches_in_parquet, check_unique, rows_in_parquet
+from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, carry, column_of, join_into, type_in_parquet, type_of
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.output.parquet_file import open_parquet
@@ -32,6 +35,7 @@ SHARD_ROWS = 512
 RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
+Item = TypeVar("Item")
 OnRow = Callable[[RowPosition, InputRow], None]  # told of every row: its place in the file, and what is needed of it
 
 
@@ -60,6 +64,17 @@ class FileScan:
     shards: tuple[Shard, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some rows of a shard: their positions, the values that requests are made of, and the passthrough columns."""
+
+    rows: list[tuple[RowPosition, InputRow]]
+    carried: dict[str, pa.Array]
+
+    def truncate(self, num_rows: int) -> Chunk:
+        return Chunk(self.rows[:num_rows], {name: column[:num_rows] for name, column in self.carried.items()})
+
+
 def scan(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
     """Scan one file once and call on_row for every row (of Parquet, its needed columns only).
 
@@ -84,13 +99,28 @@ def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, 
     return _detect_changes(shard.file, islice(read(shard, needed), shard.num_rows))
 
 
-def _detect_changes(
-    file: InputFile, rows: Iterator[tuple[RowPosition, InputRow]]
-) -> Iterator[tuple[RowPosition, InputRow]]:
+def chunks_in(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+    """Yield the rows in chunks with their passthrough columns. Raises as rows_in does.
+
+    carried: the columns' types over all files.
+    """
+    shard.file.check_unchanged()
+    read = _parquet_chunks if shard.file.format == "parquet" else _record_chunks
+    return _detect_changes(shard.file, _first_rows(read(shard, needed, carried), shard.num_rows))
+
+
+def _first_rows(chunks: Iterator[Chunk], num_rows: int) -> Iterator[Chunk]:
+    left = num_rows
+    while left > 0 and (chunk := next(chunks, None)) is not None:
+        yield chunk.truncate(left)
+        left -= len(chunk.rows)
+
+
+def _detect_changes(file: InputFile, items: Iterator[Item]) -> Iterator[Item]:
     """Treat a file that cannot be read now as changed if its size differs."""
     try:
         with file.detect_changes():
-            yield from rows
+            yield from items
     except ConfigError:
         file.check_unchanged()
         raise
@@ -106,7 +136,7 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow) -> File
     shards: list[Shard] = []
     type_of_value, mixed_type = (type_of_csv_value, CSV_TEXT) if file.format == "csv" else (type_of, JSON)
     for offset, position, row in _records(file, 0, FIRST):
-        if not shards or shards[-1].num_rows == SHARD_ROWS:
+        if not shards or (file.can_split and shards[-1].num_rows == SHARD_ROWS):
             shards.append(Shard(file, offset, position, 0))
         shards[-1] = shards[-1].truncate(shards[-1].num_rows + 1)
         if isinstance(row, dict):
@@ -120,9 +150,34 @@ def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosit
         yield position, row
 
 
+def _record_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+    rows = islice(_record_rows(shard, needed), shard.num_rows)
+    while chunk := list(islice(rows, BATCH_ROWS)):
+        yield Chunk(chunk, {name: _record_column(chunk, name, type_, shard.file) for name, type_ in carried.items()})
+
+
+def _record_column(
+    chunk: list[tuple[RowPosition, InputRow]], name: str, type_: pa.DataType, file: InputFile
+) -> pa.Array:
+    with _naming_column(name, type_, file):
+        return column_of([row.get(name) if isinstance(row, dict) else None for _, row in chunk], type_)
+
+
+@contextmanager
+def _naming_column(name: str, type_: pa.DataType, file: InputFile) -> Iterator[None]:
+    """Turn the error of a value that does not fit its column's type into a ConfigError."""
+    try:
+        yield
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file.path}: column {name!r} cannot be carried through as {type_} ({error}): cast it, for example to a "
+            "string, or leave it out with input.passthrough"
+        ) from None
+
+
 def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`."""
-    with file.storage_path.open() as stream:
+    with file.open() as stream:
         yield from RECORD_READERS[file.format](stream, file.path, start, start_position)
 
 
@@ -140,11 +195,26 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow) -> File
 
 
 def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
+    for chunk in _parquet_chunks(shard, needed, {}):
+        yield from chunk.rows
+
+
+def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+    index = shard.first.row
     try:
         with open_parquet(shard.file.storage_path) as parquet:
-            for index, row in enumerate(rows_in_parquet(parquet, shard.file, needed, [shard.start]), shard.first.row):
-                yield RowPosition(index, None), row
+            for rows, batch in batches_in_parquet(parquet, shard.file, needed, [shard.start], carried):
+                positions = [RowPosition(index + i, None) for i in range(len(rows))]
+                index += len(rows)
+                columns = {name: _parquet_column(batch, name, carried[name], shard.file) for name in batch.schema.names}
+                absent = {name: column_of([None] * len(rows), type_) for name, type_ in carried.items()}
+                yield Chunk(list(zip(positions, rows, strict=True)), absent | columns)
     except StorageError:
         raise
     except READ_ERRORS as error:
         raise _unreadable_error(shard.file, error) from None
+
+
+def _parquet_column(batch: pa.RecordBatch, name: str, type_: pa.DataType, file: InputFile) -> pa.Array:
+    with _naming_column(name, type_, file):
+        return carry(batch.column(name), type_)

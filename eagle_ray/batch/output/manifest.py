@@ -268,9 +268,20 @@ def _check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, A
 
 
 def check_no_foreign_data(output: StoragePath) -> None:
-    """Refuse Parquet files that no manifest explains: they belong to another program."""
+    """Refuse Parquet files that no manifest explains, and tables: they belong to another program."""
+    if table := _table_kind(output):
+        raise OutputMismatch(
+            f"output.path: {output} is {table} table, which deletes files that it did not commit. Choose another "
+            "output.path, and add the finished run's files to the table."
+        )
     if foreign := part_files(output / DATA):
         raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
+
+
+def _table_kind(output: StoragePath) -> str | None:
+    if (output / "_delta_log").is_directory():
+        return "a Delta"
+    return "an Iceberg" if (output / "metadata").glob("*.metadata.json") else None
 
 
 def _remove_run(output: StoragePath) -> None:

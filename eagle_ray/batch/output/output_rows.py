@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from eagle_ray.batch.expected_rows import num_samples
-from eagle_ray.batch.sequences import RequestRow, message_of, prompt_text_of, stop_strings
+from eagle_ray.batch.expected_rows import num_samples, num_turns
+from eagle_ray.batch.sequences import (
+    RequestRow,
+    controls_json,
+    message_of,
+    messages_of,
+    prompt_text_of,
+    stop_strings,
+    text_options_of,
+    turn_index_of,
+    turn_request,
+)
 from eagle_ray.config import JobConfig
-from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.errors import RequestError
 from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.tree.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
@@ -25,24 +35,23 @@ IDENTITY = ("request_id", "row_index", "source_file")
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """What the rows of one worker share.
+    """What the rows of one worker share. Passthrough columns are not among their columns.
 
     Attributes:
         constants: columns that are equal in all its rows, such as run_id.
-        passthrough: input columns to pass through.
         clock_offset: seconds from the engine's monotonic clock to Unix time.
     """
 
     config: JobConfig
     text: Tokenizer | None
     constants: dict[str, Any]
-    passthrough: list[str]
     clock_offset: float
 
     def of(self, request: RequestRow, sequences: list[Sequence]) -> list[RequestRow]:
-        """Return one row per finished sample."""
+        """Return one row per finished sample of the request, or of one turn of a conversation."""
         prompt = prompt_text_of(request, self.text) if self.config.output.store_prompt else None
-        shared = self._shared(request) | {"status": "ok", "prompt": prompt}
+        shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": stop_strings(request, self.config)}
+        shared["sampling_controls"] = controls_json(request, self.config)
         return [
             shared
             | {"sample_index": j, "text": self._text(request, sequence)}
@@ -55,17 +64,29 @@ class OutputRows:
         ]
 
     def of_error(self, request: RequestRow, error: RequestError) -> list[RequestRow]:
-        """Return one error row per requested sample, so that a bad row's id is done as well."""
+        """Return one error row per requested sample and turn, so that a bad row's id is done as well."""
+        return [
+            self.of_turn_error(turn_request(request, [None] * turn), j, error)
+            for j in range(num_samples(request, self.config))
+            for turn in range(num_turns(request))
+        ]
+
+    def of_turn_error(self, request: RequestRow, sample_index: int, error: RequestError) -> RequestRow:
+        """Return the error row of one sample of the request, or of one turn of a conversation."""
         prompt = request["prompt"] if self.config.output.store_prompt else None
-        shared = self._shared(request) | {"status": "error", "prompt": prompt}
-        shared |= {"error_code": error.code, "error_message": message_of(request, error)}
-        return [shared | {"sample_index": j} for j in range(num_samples(request, self.config))]
+        told = {"error_code": error.code, "error_message": message_of(request, error)}
+        return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | told
 
     def _shared(self, request: RequestRow) -> RequestRow:
-        return self.constants | {name: request[name] for name in (*IDENTITY, *self.passthrough)}
+        messages = messages_of(request) if self.config.output.store_prompt else None
+        identity = {name: request[name] for name in IDENTITY} | {"turn_index": turn_index_of(request)}
+        return self.constants | identity | {"messages": messages}
 
     def _text(self, request: RequestRow, sequence: Sequence) -> str | None:
-        return self.text and self.text.final_text(sequence.output_ids, stop_strings(request, self.config))
+        if self.text is None:
+            return None
+        stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
+        return self.text.final_text(sequence.output_ids, stops, options)
 
     def _tokens(self, sequence: Sequence) -> RequestRow:
         logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None
@@ -74,6 +95,8 @@ class OutputRows:
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
+            "token_top_logprobs": _tops(sequence.output_tops) if sequence.sampling.top_logprobs else None,
+            **_prompt_logprobs(sequence),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
         }
@@ -100,6 +123,21 @@ class OutputRows:
 
     def _utc(self, seconds: float) -> datetime:
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
+
+
+def _tops(tops: list[TopLogprobs]) -> list[list[dict[str, Any]]]:
+    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
+
+
+def _prompt_logprobs(sequence: Sequence) -> RequestRow:
+    """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
+    sampling = sequence.sampling
+    if not sampling.prompt_logprobs:
+        return {}
+    return {
+        "prompt_token_logprobs": sequence.prompt_logprobs,
+        "prompt_top_logprobs": _tops(sequence.prompt_tops) if sampling.top_logprobs else None,
+    }
 
 
 def _sampled(sequence: Sequence) -> RequestRow:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.output.partitions import partition_types, with_partition_columns
-from eagle_ray.batch.output.schema import missing_columns, output_schema
+from eagle_ray.batch.output.schema import ADDED_COLUMNS, OUTPUT_FIELDS, missing_columns, output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
@@ -38,7 +38,7 @@ def part_files(data: StoragePath) -> list[StoragePath]:
 
 
 def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield these columns of every file, partition columns included."""
+    """Yield these columns of every file, partition columns included. ADDED_COLUMNS that a file lacks are null."""
     for file in part_files(data):
         with open_parquet(file) as parquet:
             partition_schema = partition_types(parquet.schema_arrow)
@@ -46,6 +46,9 @@ def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
         whole = with_partition_columns(
             kept, pa.schema([partition_schema.field(n) for n in columns if n in partition_schema.names]), file.text
         )
+        for field in (field for field in OUTPUT_FIELDS if field.name in ADDED_COLUMNS):
+            if field.name in columns and field.name not in whole.schema.names:
+                whole = whole.append_column(field.name, pa.nulls(len(whole), field.type))
         yield whole.select(columns)
 
 

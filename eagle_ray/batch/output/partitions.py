@@ -53,14 +53,11 @@ class Partitions:
     columns: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, columns: Iterable[str], passthrough_types: Iterable[tuple[str, pa.DataType]]) -> Partitions:
-        """Return the partitions of a job. carried: the passthrough columns. Raises ConfigError for an unsuitable
-        column.
-        """
-        types = dict(passthrough_types)
+    def of(cls, columns: Iterable[str], passthrough_types: Mapping[str, pa.DataType]) -> Partitions:
+        """Return the partitions of a job. Raises ConfigError for an unsuitable column."""
         for name in columns:
             if name not in PARTITION_COLUMNS:
-                _check_passthrough(name, types)
+                _check_passthrough(name, passthrough_types)
         if repeated := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
             raise ConfigError(f"output.partition_by: {repeated[0]!r} is named twice")
         return cls(tuple(columns))
@@ -145,7 +142,7 @@ def _encode(value: str | None) -> str:
     return quote(value, safe="") if value != HIVE_NULL else value.replace("_", "%5F")
 
 
-def _check_passthrough(name: str, types: dict[str, pa.DataType]) -> None:
+def _check_passthrough(name: str, types: Mapping[str, pa.DataType]) -> None:
     if name in {field.name for field in OUTPUT_FIELDS}:
         raise ConfigError(
             f"output.partition_by: {name!r} differs between samples or names too many files: {CHOOSE_COLUMN_REMEDY}"

@@ -13,13 +13,12 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from eagle_ray.config import ConfigError
-
 SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
 VERSION_KEY = b"eagle_ray.schema_version"
 
 _INTS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float64())
+_TOPS = pa.list_(pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])))
 _TIME = pa.timestamp("us", tz="UTC")
 
 
@@ -39,9 +38,21 @@ SAMPLING_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("logprobs", pa.bool_()),
+    pa.field("top_logprobs", pa.int64()),
+    pa.field("prompt_logprobs", pa.bool_()),
+    pa.field("presence_penalty", pa.float64()),
+    pa.field("frequency_penalty", pa.float64()),
+    pa.field("repetition_penalty", pa.float64()),
+    pa.field("logit_bias", pa.map_(pa.int64(), pa.float64())),
+    pa.field("allowed_token_ids", pa.list_(pa.int64())),
+    pa.field("bad_words", pa.list_(pa.string())),
+    pa.field("min_tokens", pa.int64()),
+    pa.field("stop_token_ids", pa.list_(pa.int64())),
+    pa.field("include_stop_str_in_output", pa.bool_()),
+    pa.field("skip_special_tokens", pa.bool_()),
 )
 
-# Exactly one of prompt, messages (JSON) and prompt_token_ids is set, or error_code and error_message are.
+# Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and error_message are.
 REQUEST = pa.schema(
     [
         _required("request_id", pa.string()),
@@ -51,6 +62,7 @@ REQUEST = pa.schema(
         pa.field("prompt", pa.string()),
         pa.field("messages", pa.string()),
         pa.field("prompt_token_ids", pa.list_(pa.int64())),
+        pa.field("user_turns", pa.list_(pa.string())),
         *SAMPLING_FIELDS,
         pa.field("error_code", pa.string()),
         pa.field("error_message", pa.string()),
@@ -61,6 +73,7 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     # identity
     _required("request_id", pa.string()),
     _required("sample_index", pa.int32()),
+    pa.field("turn_index", pa.int32()),
     _required("row_index", pa.int64()),
     _required("source_file", pa.string()),
     _required("run_id", pa.string()),
@@ -72,10 +85,14 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("error_message", pa.string()),
     # text
     pa.field("prompt", pa.string()),
+    pa.field("messages", pa.string()),  # JSON
     pa.field("text", pa.string()),
     pa.field("output_token_ids", _INTS),
     pa.field("token_logprobs", pa.list_(pa.float32())),
     pa.field("cumulative_logprob", pa.float64()),
+    pa.field("token_top_logprobs", _TOPS),
+    pa.field("prompt_token_logprobs", pa.list_(pa.float32())),
+    pa.field("prompt_top_logprobs", _TOPS),
     pa.field("prompt_tokens", pa.int32()),
     pa.field("completion_tokens", pa.int32()),
     # as sampled
@@ -84,8 +101,10 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("top_k", pa.int64()),
     pa.field("min_p", pa.float64()),
     pa.field("max_tokens", pa.int64()),
+    pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("seed", pa.int64()),
+    pa.field("sampling_controls", pa.string()),  # JSON of the other sampling keys that are not at their defaults
     # provenance
     pa.field("target_model", pa.string()),
     pa.field("draft_model", pa.string()),
@@ -128,17 +147,28 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
 )
 
 # Columns that a run begun by an earlier version lacks in its files. It is resumed without them.
-ADDED_COLUMNS = ("min_p", "ignore_eos")
+ADDED_COLUMNS = (
+    "min_p",
+    "ignore_eos",
+    "messages",
+    "stop",
+    "turn_index",
+    "token_top_logprobs",
+    "prompt_token_logprobs",
+    "prompt_top_logprobs",
+    "sampling_controls",
+)
+ADDED_SETTINGS = ("min_p", "ignore_eos")  # settings of a row that an earlier version did not read
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
 def request_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of request blocks. Raises ConfigError if a passthrough column's name is taken."""
+    """Return the schema of request blocks. passthrough: columns with names that are not RESERVED."""
     return pa.schema([*REQUEST, *_passthrough_fields(passthrough)])
 
 
 def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of output files. Raises ConfigError if a passthrough column's name is taken."""
+    """Return the schema of output files. passthrough: columns with names that are not RESERVED."""
     return pa.schema([*OUTPUT_FIELDS, *_passthrough_fields(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
 
 
@@ -146,6 +176,13 @@ def missing_columns(stored: pa.Schema) -> list[str]:
     """Return the ADDED columns that a run's files lack. An input column of such a name would come after worker_id."""
     own = stored.names[: stored.names.index("worker_id")] if "worker_id" in stored.names else ADDED_COLUMNS
     return [name for name in ADDED_COLUMNS if name not in own]
+
+
+def unread_settings(stored: pa.Schema) -> list[str]:
+    """Return the settings of a row that the version that made a run's files did not read."""
+    missing, names = missing_columns(stored), [field.name for field in SAMPLING_FIELDS]
+    later = names[names.index("top_logprobs") :] if "sampling_controls" in missing else []
+    return [name for name in missing if name in ADDED_SETTINGS] + later
 
 
 def schema_differences(stored: pa.Schema, wanted: pa.Schema) -> list[str]:
@@ -170,10 +207,6 @@ def _type_in(schema: pa.Schema, name: str) -> str:
 
 def _passthrough_fields(passthrough: Iterable[pa.Field]) -> list[pa.Field]:
     fields = [field.with_nullable(True) for field in passthrough]
-    if taken := ", ".join(repr(field.name) for field in fields if field.name in RESERVED):
-        unreserved = [field.name for field in fields if field.name not in RESERVED]
-        raise ConfigError(
-            f"input.passthrough: the input's {taken} would be carried through, but the job has columns of these names: "
-            f'rename them in the input, or carry only the others: --set "input.passthrough={unreserved or "none"}"'
-        )
+    if taken := [field.name for field in fields if field.name in RESERVED]:
+        raise ValueError(f"passthrough columns with names of the job's own columns: {taken}")
     return fields

@@ -29,13 +29,15 @@ from eagle_ray.batch.input.plan import InputPlan, requests_of
 from eagle_ray.batch.job_errors import ClusterError, WorkerDefect
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.part_files import read_tables
+from eagle_ray.batch.sequences import turn_request
 from eagle_ray.config import JobConfig
 from eagle_ray.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
 
-KEY = np.dtype([("id", DIGEST), ("sample", np.int32)])
+KEY = np.dtype([("id", DIGEST), ("sample", np.int32), ("turn", np.int32)])
+KeyTuple = tuple[bytes, int, int]
 Keys = np.ndarray  # one-dimensional, of KEY: which row
 
 
@@ -60,7 +62,7 @@ def run_checks(
 def _finished(run: RunHandle, ids: Digests) -> Keys:
     """Return the successful rows of these ids."""
     found = [np.empty(0, KEY)]
-    for table in read_tables(run.data, ["request_id", "sample_index", "status"]):
+    for table in read_tables(run.data, ["request_id", "sample_index", "turn_index", "status"]):
         keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
         found.append(keys[isin(keys["id"], ids)])
     return np.concatenate(found)
@@ -68,7 +70,9 @@ def _finished(run: RunHandle, ids: Digests) -> Keys:
 
 def _keys_of(table: pa.Table) -> Keys:
     keys = np.empty(len(table), KEY)
-    keys["id"], keys["sample"] = digests(table["request_id"].to_pylist()), table["sample_index"].to_numpy()
+    keys["id"] = digests(table["request_id"].to_pylist())
+    keys["sample"] = table["sample_index"].to_numpy()
+    keys["turn"] = pc.fill_null(table["turn_index"], 0).to_numpy()
     return keys
 
 
@@ -78,22 +82,33 @@ def _evenly(keys: Keys, number: int) -> Keys:
     return keys[np.arange(number) * len(keys) // number]
 
 
-def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[tuple[bytes, int], ChosenRow]:
-    """Return the rows by key."""
-    outputs = dict(_outputs(run, keys))
-    ids = {request_id for request_id, _ in outputs.values()}
-    requests = {row["request_id"]: row for row in requests_of(plan) if row["request_id"] in ids}
-    return {key: ChosenRow(requests[id], key[1], output_ids) for key, (id, output_ids) in outputs.items()}
+def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[KeyTuple, ChosenRow]:
+    """Return the rows by key. A later turn of a conversation has the answers that are stored for the earlier ones."""
+    outputs = dict(_outputs(run, _with_earlier_turns(keys)))
+    ids = {row["request_id"] for row in outputs.values()}
+    requests = {row["request_id"]: row for row in requests_of(plan.without_passthrough) if row["request_id"] in ids}
+    found = {}
+    for key in map(np.void.item, keys):
+        id_, sample, turn = key
+        answers = [outputs[id_, sample, earlier]["text"] for earlier in range(turn)]
+        request = turn_request(requests[outputs[key]["request_id"]], answers)
+        found[key] = ChosenRow(request, sample, outputs[key]["output_token_ids"])
+    return found
 
 
-def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[tuple[bytes, int], tuple[str, list[int] | None]]]:
-    """Return id and output ids of each wanted row, by key."""
-    for table in read_tables(run.data, ["request_id", "sample_index", "output_token_ids"]):
+def _with_earlier_turns(keys: Keys) -> Keys:
+    earlier = [(id_, sample, i) for id_, sample, turn in map(np.void.item, keys) for i in range(turn)]
+    return np.unique(np.concatenate([keys, np.array(earlier, KEY)]))
+
+
+def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str, Any]]]:
+    """Return id, text and output ids of each wanted row, by key."""
+    for table in read_tables(run.data, ["request_id", "sample_index", "turn_index", "text", "output_token_ids"]):
         keys = _keys_of(table)
         here = np.isin(keys, wanted)
         rows = table.filter(pa.array(here)).to_pylist()
         for key, row in zip(keys[here], rows, strict=True):
-            yield key.item(), (row["request_id"], row["output_token_ids"])
+            yield key.item(), row
 
 
 def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.engine.engine import Engine
@@ -68,7 +69,7 @@ class MeasuredGraphRunner(CudaGraphRunner):
     """
 
     def __init__(self, target: TargetModel, findings: Findings, batch: int):
-        super().__init__(target.device, target.cache.num_slots, target.cache.capacity)
+        super().__init__(target.device, target.cache.num_slots, target.cache.capacity, uses_triton(target.cache))
         self._target_device = target.device
         self._findings = findings
         self._batch = batch

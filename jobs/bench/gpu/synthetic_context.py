@@ -65,7 +65,7 @@ class ContextBlocks(BlockManager):
         self._extend(slot, blocks)
         return len(blocks) * self.size
 
-    def publish(self, slot: int, tokens: list[int]) -> None:
+    def cache_full_blocks(self, slot: int, tokens: list[int]) -> None:
         """Contexts are told apart by their slots, not by their tokens."""
         if not self._width:
             super().cache_full_blocks(slot, tokens)

@@ -38,10 +38,10 @@ def test_a_directory_holds_its_known_files_but_the_hidden(tree):
 def test_what_a_directory_leaves_out_is_said_in_one_line(tree, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
     caplog.set_level(logging.INFO, "eagle_ray")  # whatever a job before this left it at
-    (tree / "more.jsonl.gz").touch()
+    (tree / "more.jsonl.xz").touch()
     find_files(str(tree), "auto")
     [line] = caplog.messages
-    assert line.startswith(f"input.path: more.jsonl.gz, sub/d.txt in {tree}: left out, as of a directory .parquet, ")
+    assert line.startswith(f"input.path: more.jsonl.xz, sub/d.txt in {tree}: left out, as of a directory .parquet, ")
     caplog.clear()
     find_files(str(tree / "*.jsonl"), "auto")
     assert caplog.messages == []
@@ -70,10 +70,24 @@ def test_an_unknown_extension_needs_a_format(tree):
 
 
 @pytest.mark.parametrize("format_", ["auto", "jsonl"])
-def test_a_compressed_file_is_to_be_unpacked(tree, format_):
-    (tree / "a.jsonl.gz").touch()
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.gz is compressed: unpack it first"):
-        find_files(str(tree / "*.gz"), format_)
+def test_a_file_compressed_in_another_way_is_to_be_unpacked(tree, format_):
+    (tree / "a.jsonl.xz").touch()
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.xz is compressed as \.xz\. Unpack it, or compress it as \.gz"):
+        find_files(str(tree / "*.xz"), format_)
+
+
+def test_gzip_and_zstd_files_have_the_format_of_their_other_extension(tree):
+    for name in ("g.jsonl.gz", "h.csv.zst"):
+        (tree / name).touch()
+    assert [(file.name, file.format, file.can_split) for file in find_files(str(tree / "[ghb].*"), "auto")] == [
+        ("b.jsonl", "jsonl", True),
+        ("g.jsonl.gz", "jsonl", False),
+        ("h.csv.zst", "csv", False),
+    ]
+    assert "g.jsonl.gz" in names(find_files(str(tree), "auto"))
+    (tree / "p.parquet.gz").touch()
+    with pytest.raises(ConfigError, match=r"p\.parquet\.gz is a compressed Parquet file, .*Unpack it"):
+        find_files(str(tree / "*.parquet.gz"), "auto")
 
 
 def test_nothing_found_says_what_was_looked_for(tree):

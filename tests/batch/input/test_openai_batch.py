@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.openai_batch import BATCH_NO_OP_VALUES
 from eagle_ray.batch.input.parameters import NO_OP_VALUES
 from eagle_ray.batch.input.plan import plan_input, requests_of
@@ -40,7 +41,7 @@ def test_a_line_of_each_endpoint(requests):
         line("b", COMPLETIONS, temperature=0.5, top_p=0.9, stop="x", max_tokens=7, logprobs=0, model="absent"),
         line("c", COMPLETIONS, prompt=[1, 2], logprobs=None),
     )
-    assert json.loads(chat["messages"]) == [USER]
+    assert template_messages(chat["messages"]) == [USER]
     assert [chat[name] for name in ("seed", "n", "stop", "max_tokens", "logprobs")] == [1, 2, ["x"], 5, None]
     names = ("prompt", "temperature", "top_p", "stop", "max_tokens", "logprobs")
     assert [text[name] for name in names] == ["Hi", 0.5, 0.9, ["x"], 7, True]
@@ -67,21 +68,30 @@ def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
     [
         (line(stream=True), "unsupported_parameter", "body.stream is not supported"),
         (line(tools=[{"type": "function"}]), "unsupported_parameter", "body.tools"),
-        (line(frequency_penalty=0.5), "unsupported_parameter", "body.frequency_penalty"),
+        (line(frequency_penalty=2.5), "bad_sampling", "'frequency_penalty' must be a number between -2 and 2"),
+        (line(presence_penalty="much"), "bad_sampling", "'presence_penalty' must be a number between -2 and 2"),
+        (line(best_of=2), "unsupported_parameter", "body.best_of"),
         (line(response_format={"type": "json_object"}), "unsupported_parameter", "body.response_format"),
-        (line(top_logprobs=3), "unsupported_parameter", "body.top_logprobs"),
-        (line(logprobs=1), "unsupported_parameter", "body.logprobs"),
-        (line(url=COMPLETIONS, logprobs=5), "unsupported_parameter", "body.logprobs"),
+        (line(top_logprobs=3), "bad_sampling", "body.top_logprobs: only with logprobs"),
+        (line(logprobs=True, top_logprobs=21), "bad_sampling", "'top_logprobs' must be an integer, 0 (off) to 20"),
+        (line(logprobs=1), "bad_sampling", "body.logprobs must be true or false"),
+        (line(url=COMPLETIONS, logprobs=21), "bad_sampling", "body.logprobs must be a number of alternatives, 0 to 20"),
+        (line(url=COMPLETIONS, logprobs=1, top_logprobs=1), "unsupported_parameter", "body.top_logprobs"),
         (line(url=COMPLETIONS, echo=True), "unsupported_parameter", "body.echo"),
         (line(url=COMPLETIONS, suffix="."), "unsupported_parameter", "body.suffix"),
         (line(url=COMPLETIONS, prompt=["a", "b"]), "unsupported_parameter", "body.prompt"),
         (line(url=COMPLETIONS, messages=[USER]), "unsupported_parameter", "body.messages"),
         (line(prompt="Hi"), "unsupported_parameter", "body.prompt"),
         (line(beam="wide"), "unsupported_parameter", "body.beam"),
-        (line(repetition_penalty=1.2), "unsupported_parameter", "body.repetition_penalty"),
-        (line(frequency_penalty=False), "unsupported_parameter", "body.frequency_penalty"),
-        (line(min_tokens=5), "unsupported_parameter", "body.min_tokens"),
-        (line(stop_token_ids=[3]), "unsupported_parameter", "body.stop_token_ids"),
+        (line(repetition_penalty=0), "bad_sampling", "'repetition_penalty' must be a number between 0.01 and 100"),
+        (line(frequency_penalty=False), "bad_sampling", "'frequency_penalty' must be"),
+        (line(min_tokens=-5), "bad_sampling", "'min_tokens' must be an integer, 0 (off) to max_tokens"),
+        (line(stop_token_ids=["a"]), "bad_sampling", "'stop_token_ids' must be a list of token ids"),
+        (line(logit_bias={"5": 101}), "bad_sampling", "'logit_bias' must be token ids with numbers between -100 and"),
+        (line(logit_bias={"the": 1}), "bad_sampling", "'logit_bias' must be token ids"),
+        (line(allowed_token_ids=[]), "bad_sampling", "'allowed_token_ids' must be a list of token ids, at least one"),
+        (line(bad_words=[""]), "bad_sampling", "'bad_words' must be a list of words"),
+        (line(length_penalty=1.2), "unsupported_parameter", "body.length_penalty"),
         (line(guided_json={"type": "object"}), "unsupported_parameter", "body.guided_json"),
         (line(temperature=1e308), "bad_sampling", "temperature"),
         (line(min_p=2), "bad_sampling", "min_p"),
@@ -109,6 +119,32 @@ def test_a_bad_line_names_the_parameter_and_keeps_its_id(requests, tmp_path, bad
     assert row["error_message"].startswith(f"{tmp_path}/in.jsonl, line 2: ") and says in row["error_message"]
 
 
+def test_controls_of_the_body_are_read(requests):
+    controls = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"5": -100, "17": 2.5},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["no", "never"],
+        "min_tokens": 3,
+        "stop_token_ids": [7],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "prompt_logprobs": True,
+        "logprobs": True,
+        "top_logprobs": 4,
+    }
+    [row] = requests(line(**controls))
+    assert row["error_message"] is None
+    assert {name: row[name] for name in controls} == controls | {"logit_bias": {5: -100.0, 17: 2.5}}
+
+
+def test_completions_have_the_number_of_alternatives_in_logprobs(requests):
+    none, some = requests(line(url=COMPLETIONS, logprobs=0), line("b", url=COMPLETIONS, logprobs=5))
+    assert [(row["logprobs"], row["top_logprobs"]) for row in (none, some)] == [(True, 0), (True, 5)]
+
+
 def test_min_p_and_ignore_eos_of_the_body_are_read(requests):
     [row] = requests(line(min_p=0.2, ignore_eos=True, top_k=3))
     assert [row[name] for name in ("min_p", "ignore_eos", "top_k")] == [0.2, True, 3]
@@ -125,3 +161,28 @@ def test_lines_that_are_none_and_ids_that_are_missing(requests):
     rows = requests('{"custom_id": "a"', "[1]", line(None), line([1]), "")
     assert [row["error_code"] for row in rows] == ["bad_json", "bad_json", None, "bad_type"]
     assert [row["request_id"] for row in rows] == [f"in.jsonl:{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, ["openai_batch", "jsonl", "jsonl"]),
+        ({"input.format": "jsonl", "input.columns.id": "custom_id", "input.columns.messages": "body.messages"}, None),
+        ({"input.columns.id": "custom_id", "input.columns.messages": "body.messages"}, None),
+    ],
+)
+def test_a_batch_file_is_detected_by_its_first_line(tmp_path, settings, wanted):
+    (tmp_path / "a.jsonl").write_text("\n" + json.dumps(line("a")))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"custom_id": "x", "body": {}, "url": "u", "prompt": "Hi"}))
+    (tmp_path / "c.jsonl").write_text("no JSON")
+    config = small_job(tmp_path, **{"input.path": str(tmp_path / "*.jsonl"), "input.on_unknown": "carry"} | settings)
+    assert [file.format for file in plan_input(config).files] == (wanted or ["jsonl"] * 3)
+
+
+def test_requests_of_a_detected_file(tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line(name)) for name in "ab"))
+    found = list(requests_of(plan_input(small_job(tmp_path))))
+    assert [(row["request_id"], row["error_code"], row["url"]) for row in found] == [
+        ("a", None, CHAT),
+        ("b", None, CHAT),
+    ]

@@ -6,7 +6,16 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.batch.input.passthrough import JSON, column_of, field_of, join, type_in_parquet, type_of
+from eagle_ray.batch.input.passthrough import (
+    JSON,
+    carry,
+    column_of,
+    decoded_type,
+    field_of,
+    join,
+    type_in_parquet,
+    type_of,
+)
 
 TYPES = st.sampled_from(
     [
@@ -43,12 +52,31 @@ def test_joins():
     assert join(pa.uint64(), pa.uint8()) == pa.uint64()
 
 
-def test_parquet_types_that_stay_and_that_become_json():
-    assert type_in_parquet(pa.timestamp("us", "UTC")) == pa.timestamp("us", "UTC")
+def test_parquet_types_stay_but_for_extensions_and_widths_of_text():
+    dictionary = pa.dictionary(pa.int8(), pa.string())
+    for kept in (pa.timestamp("us", "UTC"), dictionary, pa.list_(dictionary), pa.struct([("a", pa.int64())])):
+        assert type_in_parquet(kept) == kept
     assert type_in_parquet(pa.large_string()) == pa.string()
-    assert type_in_parquet(pa.dictionary(pa.int8(), pa.string())) == pa.string()
-    assert type_in_parquet(pa.list_(pa.int64())) == JSON
-    assert type_in_parquet(pa.struct([("a", pa.int64())])) == JSON
+    assert type_in_parquet(pa.json_()) == pa.string()
+    assert decoded_type(pa.map_(pa.string(), dictionary)) == pa.map_(pa.string(), pa.string())
+    assert decoded_type(pa.list_(pa.struct([("a", dictionary)]), 2)) == pa.list_(pa.struct([("a", pa.string())]), 2)
+
+
+def test_nested_types_join_where_one_type_holds_both_and_are_json_otherwise():
+    assert join(pa.list_(pa.null()), pa.list_(pa.int64())) == pa.list_(pa.int64())
+    both = pa.struct([("a", pa.int64()), ("b", pa.string())])
+    assert join(pa.struct([("a", pa.int64())]), both) == both
+    assert join(pa.list_(pa.int64()), pa.list_(pa.string())) == JSON
+    assert join(pa.list_(pa.int64()), pa.int64()) == JSON
+    assert join(pa.dictionary(pa.int8(), pa.string()), pa.string()) == pa.string()
+    assert join(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string())) == pa.string()
+
+
+def test_a_file_with_a_narrower_nested_type_is_carried_in_the_joined_one():
+    both = pa.struct([("a", pa.float64()), ("b", pa.string())])
+    narrow = pa.array([{"a": 1}, None])
+    assert carry(narrow, both).to_pylist() == [{"a": 1.0, "b": None}, None]
+    assert carry(pa.array([[1], None]), JSON).to_pylist() == ["[1]", None]
 
 
 @settings(deadline=None)

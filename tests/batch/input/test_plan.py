@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.input import shards
-from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of
+from eagle_ray.batch.input.plan import InputPlan, plan_input, request_tables, requests_of
 from eagle_ray.config import ConfigError, load_config
 
 ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
 
 
-def plan(path: Path | list[Path], *sets: str) -> InputPlan:
+def plan(path: Path | str | list[Path], *sets: str) -> InputPlan:
     paths = [str(p) for p in path] if isinstance(path, list) else str(path)
     return plan_input(load_config(None, sets=sets, env={}, overrides={"input.path": paths, "output.path": "unused"}))
 
@@ -138,7 +138,9 @@ def test_carried_types_are_fixed_over_all_files(tmp_path):
 def test_parquet_and_jsonl_join_their_types(tmp_path):
     write_parquet(tmp_path / "a.parquet", [{"prompt": "x", "score": 1, "tags": ["u"]}])
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "y", "score": 2.5, "tags": None}])
-    assert [(row["score"], row["tags"]) for row in requests_of(plan(tmp_path))] == [(1.0, '["u"]'), (2.5, None)]
+    assert [(row["score"], row["tags"]) for row in requests_of(plan(tmp_path))] == [(1.0, ["u"]), (2.5, None)]
+    write_jsonl(tmp_path / "c.jsonl", [{"prompt": "z", "tags": ["v"]}])
+    assert [row["tags"] for row in requests_of(plan(tmp_path))] == ['["u"]', None, '["v"]']
 
 
 def test_parquet_types_of_every_input_column(tmp_path):
@@ -181,14 +183,14 @@ def test_passthrough_none_and_a_list(tmp_path):
         plan(path, "input.passthrough=[scor]")
 
 
-def test_a_name_that_the_output_has_cannot_be_carried(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "text": "y", "score": 1, "status": "new"}])
-    with pytest.raises(
-        ConfigError, match=r"'text', 'status' would be .* rename them .* --set \"input\.passthrough=\['score'\]\""
-    ):
-        plan(path)
-    assert plan(path, "input.passthrough=['score']").num_rows == 1
-    assert plan(path, "input.passthrough=none").num_rows == 1
+def test_a_column_named_like_one_of_the_jobs_is_renamed(tmp_path):
+    row = {"prompt": "x", "text": "y", "input_text": "z", "score": 1, "status": "new", "messages": None}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    [found] = requests_of(the_plan := plan(path, "input.columns.prompt=prompt"))
+    assert list(the_plan.passthrough_types) == ["input_text_2", "input_text", "score", "input_status", "input_messages"]
+    assert (found["input_text_2"], found["input_text"], found["input_status"]) == ("y", "z", "new")
+    assert list(plan(path, "input.passthrough=[text]").passthrough_types) == ["input_text"]
+    assert list(plan(path, "input.passthrough=[prompt]").passthrough_types) == ["input_prompt"]
 
 
 def test_a_configured_column_must_exist_somewhere(tmp_path):
@@ -279,24 +281,41 @@ UNHOLDABLE = [
 
 
 @pytest.mark.parametrize("values", UNHOLDABLE, ids=lambda values: str(values.type))
-def test_a_column_that_python_cannot_hold_is_named_and_may_be_left_out(tmp_path, values):
+def test_a_column_that_python_cannot_hold_is_carried_and_is_no_id(tmp_path, values):
     pq.write_table(pa.table({"prompt": ["x"], "when": values}), tmp_path / "a.parquet")
+    the_plan = plan(tmp_path / "a.parquet")
+    [table] = request_tables(the_plan)
+    assert table["when"].combine_chunks().equals(values) and ids(the_plan) == ["a.parquet:0"]
     with pytest.raises(ConfigError, match=r"a\.parquet: column 'when' .*cast it.*leave it out with input\.passthrough"):
-        ids(plan(tmp_path / "a.parquet"))
-    assert ids(plan(tmp_path / "a.parquet", "input.passthrough=none")) == ["a.parquet:0"]
+        ids(plan(tmp_path / "a.parquet", "input.columns.id=when"))
 
 
 def test_values_that_do_not_fit_the_carried_type_name_file_and_column(tmp_path):
     days = pa.array([[(date(2026, 1, 1), 1)]], pa.map_(pa.date32(), pa.int64()))
     pq.write_table(pa.table({"prompt": ["x"], "days": days}), tmp_path / "a.parquet")
+    write_parquet(tmp_path / "b.parquet", [{"prompt": "x", "days": 1}])
     with pytest.raises(ConfigError, match=r"a\.parquet: column 'days' cannot be carried through.*input\.passthrough"):
-        ids(plan(tmp_path / "a.parquet"))
+        ids(plan(tmp_path))
 
 
-def test_times_in_nanoseconds_are_carried_as_text(tmp_path):
-    pq.write_table(pa.table({"prompt": ["x"], "at": pa.array([1], pa.time64("ns"))}), tmp_path / "a.parquet")
-    [row] = requests_of(plan(tmp_path / "a.parquet"))
-    assert row["at"] == "00:00:00.000000001"
+def test_parquet_types_are_carried_and_a_text_that_is_not_utf8_is_a_bad_row(tmp_path):
+    columns = {
+        "at": pa.array([1, None], pa.time64("ns")),
+        "tags": pa.array([["a"], None], pa.list_(pa.dictionary(pa.int32(), pa.string()))),
+        "price": pa.array([1, None], pa.decimal128(12, 3)),
+        "blob": pa.array([b"\xff", None]),
+        "kind": pa.array(["k", None]).dictionary_encode(),
+        "note": pa.array([{"a": b"ok"}, {"a": b"\xff"}]).cast(pa.struct([("a", pa.binary())])),
+    }
+    bad = pa.StructArray.from_arrays([columns["note"].field("a").view(pa.string())], ["a"])
+    pq.write_table(pa.table({"prompt": ["x", "y"]} | columns | {"note": bad}), tmp_path / "a.parquet")
+    the_plan = plan(tmp_path / "a.parquet")
+    stored = pq.read_schema(tmp_path / "a.parquet")
+    assert the_plan.passthrough == [stored.field(name) for name in columns]
+    assert errors(the_plan) == [None, "bad_encoding"]
+    [table] = request_tables(the_plan)
+    assert table["note"].to_pylist() == [{"a": "ok"}, None] and table["blob"].to_pylist() == [b"\xff", None]
+    assert table["at"].type == pa.time64("ns")
 
 
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path):

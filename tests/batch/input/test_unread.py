@@ -24,21 +24,21 @@ from eagle_ray.serve.unsupported import OFF as REFUSED_BY_THE_ENDPOINT
 from tests.batch.input.test_plan import plan, write_jsonl, write_parquet
 
 ASKED = {
-    "frequency_penalty": 0.5,
-    "presence_penalty": -1,
-    "repetition_penalty": 1.1,
-    "min_tokens": 3,
-    "stop_token_ids": [2],
+    "typical_p": 0.5,
+    "diversity_penalty": -1,
+    "encoder_repetition_penalty": 1.1,
+    "min_new_tokens": 3,
+    "suppress_tokens": [2],
     "response_format": {"type": "json_object"},
     "guided_json": {"type": "object"},
     "structured_outputs": {"regex": "a+"},
-    "logit_bias": {"5": -100},
+    "sequence_bias": {"5": -100},
     "best_of": 2,
-    "top_logprobs": 5,
-    "prompt_logprobs": 1,
+    "no_repeat_ngram_size": 5,
+    "logits_processors": 1,
     "tools": [{"type": "function"}],
     "tool_choice": "required",
-    "bad_words": ["no"],
+    "bad_words_ids": ["no"],
     "max_new_tokens": 7,
     "do_sample": True,
     "sampling_params": {"temperature": 0.5},
@@ -88,7 +88,7 @@ def test_every_such_column_is_named_with_what_to_do(tmp_path):
 
 @pytest.mark.parametrize("format_", WRITERS)
 def test_values_that_ask_for_nothing_are_data(tmp_path, format_):
-    names = ["frequency_penalty", "repetition_penalty", "tool_choice", "use_beam_search", "stop_token_ids"]
+    names = ["diversity_penalty", "length_penalty", "tool_choice", "use_beam_search", "suppress_tokens"]
     off = [NO_OP_VALUES[name][0] for name in names[:-1]] + [[]]
     rows = [{"prompt": "x"} | dict(zip(names, off, strict=True)), {"prompt": "y"} | dict.fromkeys(names)]
     the_plan = plan(WRITERS[format_](tmp_path / f"a.{format_}", rows))
@@ -100,7 +100,7 @@ def test_missing_values_of_pandas_and_keys_that_a_struct_fills_up_ask_for_nothin
     kind = pa.struct([("type", pa.string()), ("json_schema", pa.string())])
     columns = {
         "prompt": ["x", "y"],
-        "frequency_penalty": pa.array([float("nan"), 0.0]),
+        "diversity_penalty": pa.array([float("nan"), 0.0]),
         "response_format": pa.array([{"type": "text"}, None], kind),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
@@ -110,16 +110,16 @@ def test_missing_values_of_pandas_and_keys_that_a_struct_fills_up_ask_for_nothin
 @pytest.mark.parametrize("on_unknown", ["warn", "carry"])
 def test_a_parameter_can_be_carried_as_data(tmp_path, caplog, monkeypatch, on_unknown):
     monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "min_tokens": 3}, {"prompt": "y", "min_tokens": 4}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "top_a": 3}, {"prompt": "y", "top_a": 4}])
     the_plan = plan(path, f"input.on_unknown={on_unknown}")
-    assert [row["min_tokens"] for row in requests_of(the_plan)] == [3, 4]
+    assert [row["top_a"] for row in requests_of(the_plan)] == [3, 4]
     said = [record.getMessage() for record in caplog.records]
-    expected = f"{path}, line 1: column 'min_tokens' (3) is a request parameter"
+    expected = f"{path}, line 1: column 'top_a' (3) is a request parameter"
     assert len(said) == (on_unknown == "warn") and all(line.startswith(expected) for line in said)
 
 
 def test_rows_beyond_the_limit_and_columns_that_are_prompts_are_no_parameters(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y", "min_tokens": 4}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y", "top_a": 4}])
     assert plan(path, "input.limit=1").num_rows == 1
     path = write_jsonl(tmp_path / "b.jsonl", [{"functions": ["x"]}])
     assert plan(path, "input.columns.prompt=functions[0]").num_rows == 1
@@ -127,9 +127,9 @@ def test_rows_beyond_the_limit_and_columns_that_are_prompts_are_no_parameters(tm
 
 @pytest.mark.parametrize("command", ["run", "validate"])
 def test_both_commands_refuse_before_anything_starts(tmp_path, capsys, command):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "logit_bias": {"1": 5}}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "sequence_bias": {"1": 5}}])
     assert cli.main([command, "-i", str(path), "-o", str(tmp_path / "out")]) == 2
-    assert "column 'logit_bias'" in capsys.readouterr().err
+    assert "column 'sequence_bias'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -153,7 +153,7 @@ def test_other_spellings_stand_for_those_in_snake_case(column, name):
     assert match_unsupported(column) == name
 
 
-@pytest.mark.parametrize("key", ["temperature", "frequency_penalty"])
+@pytest.mark.parametrize("key", ["temperature", "frequency_penalty", "top_a"])
 def test_parameters_beside_a_mapped_value_are_refused(tmp_path, key):
     rows = [{"body": {"messages": "Hi"}}, {"body": {"messages": "Hi", key: 0.7, "note": 1}}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)

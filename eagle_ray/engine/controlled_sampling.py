@@ -1,0 +1,109 @@
+"""Sample the rows of sequences with controls, each from logits that are adjusted by the row's own path.
+
+    controlled = ControlledRows.of(batch, tree, keep, num_nodes)      # None if no sequence has controls
+    ...                                                               # the target's pass
+    picks = controlled.resample(picks, logits, sampling, rows)
+
+The copy of the trees to the host starts before the target's pass, so on a GPU the host works out the adjustments while
+the pass runs. Other rows keep their picks: nothing of theirs is read or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import DeviceToHost, to_device
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sequence import Sequence as TokenSequence
+from eagle_ray.sampling.adjustments import Adjustments, Paths
+from eagle_ray.sampling.control_state import ControlState
+from eagle_ray.sampling.sampler import SamplingBatch, sample
+from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
+
+
+class ControlledRows:
+    """The controlled sequences of one step and the copy of their trees to the host. Use `of` to build it."""
+
+    def __init__(self, members: list[int], states: list[ControlState], trees: DeviceToHost | None):
+        self._members = members
+        self._states = states
+        self._trees = trees
+
+    @classmethod
+    def of(
+        cls, batch: DecodeBatch, tree: DraftTree, keep: Bool[Tensor, "B N"], num_nodes: int
+    ) -> ControlledRows | None:
+        """Return the rows of sequences with controls, or None if there are none.
+
+        Args:
+            keep: the nodes that are verified.
+            num_nodes: at least the number of kept nodes of each tree.
+        """
+        members = batch.controlled
+        if not members:
+            return None
+        states = [synced(batch.sequences[i]) for i in members]
+        if tree.num_nodes == 1:
+            return cls(members, states, None)
+        rows = to_device(members, keep.device)
+        verified = DraftTree(*(column[rows] for column in tree.tensors)).rerank(keep[rows], num_nodes)
+        columns = torch.stack([verified.tokens, verified.parents, verified.valid.long()])
+        return cls(members, states, DeviceToHost(columns))
+
+    def resample(
+        self, picks: Int[Tensor, " R"], logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows
+    ) -> Int[Tensor, " R"]:
+        """Return the picks of all rows, those of controlled sequences sampled from adjusted logits."""
+        paths = self._paths()
+        nodes = [(member, node) for member, each in zip(self._members, paths, strict=True) for node in range(len(each))]
+        members, indices = to_device(list(zip(*nodes, strict=True)), logits.device)
+        own = rows.row_of[members, indices]
+        sequences = list(zip(self._states, paths, strict=True))
+        fresh = sample_adjusted(logits[own], sequences, sampling, members, rows.positions[own] + 1)
+        return picks.index_copy(0, own, fresh)
+
+    def _paths(self) -> list[Paths]:
+        """Return the path of every verified node of each controlled sequence."""
+        if self._trees is None:
+            return [[[]] for _ in self._members]
+        [(tokens, parents, valid)] = self._trees.read()
+        return [paths_of(*columns) for columns in zip(tokens, parents, valid, strict=True)]
+
+
+def paths_of(tokens: list[int], parents: list[int], valid: list[int]) -> Paths:
+    """Return each valid node's tokens from below the root down to the node; valid nodes are a prefix."""
+    paths: Paths = []
+    for node in range(sum(valid)):
+        paths.append([*paths[parents[node]], tokens[node]] if node else [])
+    return paths
+
+
+def synced(sequence: TokenSequence) -> ControlState:
+    """Return the state of the sequence's controls after its committed tokens."""
+    state = sequence.controls
+    assert state is not None
+    state.sync(sequence.output_ids)
+    return state
+
+
+def sample_adjusted(
+    logits: Float[Tensor, "R V"],
+    sequences: Sequence[tuple[ControlState, Paths]],
+    sampling: SamplingBatch,
+    seq: Int[Tensor, " R"],
+    positions: Int[Tensor, " R"],
+) -> Int[Tensor, " R"]:
+    """Return the token that each row's target samples with controls.
+
+    Args:
+        logits: the target's own; they stay as they are.
+        sequences: states and paths, as many paths in all as there are rows, in their order.
+        seq, positions: see sampler.sample.
+    """
+    adjusted = logits.to(torch.float32, copy=True)
+    Adjustments.of(sequences, logits.device).apply(adjusted)
+    return sample(adjusted, sampling, seq, positions)

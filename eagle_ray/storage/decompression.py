@@ -1,0 +1,71 @@
+"""Read gzip and Zstandard files as if they were not compressed.
+
+>>> with open_decompressed(StoragePath.of("a.jsonl.zst").open, "zstd") as lines:      # doctest: +SKIP
+...     lines.readline()
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}  # by extension
+BUFFER_BYTES = 1 << 20
+
+
+def open_decompressed(open_source: Callable[[], BinaryIO], codec: str) -> BinaryIO:
+    """Return the content of a compressed file. codec: gzip or zstd, also of several members."""
+    return io.BufferedReader(DecompressedFile(open_source, codec), BUFFER_BYTES)
+
+
+class DecompressedFile(io.RawIOBase):
+    """The content of a compressed file. A seek reads up to its position; backwards, from the start of the file.
+
+    Reading raises OSError if the file is damaged or cut.
+    """
+
+    def __init__(self, open_source: Callable[[], BinaryIO], codec: str):
+        self._open_source, self._codec = open_source, codec
+        self._open()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("the length of a compressed file is not known")
+        target = offset + (self._position if whence == io.SEEK_CUR else 0)
+        if target < self._position:
+            self._stream.close()
+            self._open()
+        while self._position < target and self._read(min(BUFFER_BYTES, target - self._position)):
+            pass
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        data: bytes = self._stream.read(size)
+        self._position += len(data)
+        return data
+
+    def _open(self) -> None:
+        self._stream = pa.CompressedInputStream(pa.PythonFile(self._open_source(), "r"), self._codec)
+        self._position = 0

@@ -1,0 +1,170 @@
+"""Files of other storage, read through fsspec: the gs://, hf:// and http(s):// half of ``storage.StoragePath``.
+
+They are input only: without conditional writes, an output could not be exactly-once. Credentials are those of the file
+system's own package. A file's version is its ETag or what the file system has for one, else its size.
+
+    >>> stat("https://host/prompts.jsonl")                                  # doctest: +SKIP
+    FileVersion(size=4096, version='"5f3e..."')
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, BinaryIO, NoReturn
+
+from eagle_ray.storage.file_version import FileVersion
+from eagle_ray.storage.storage_errors import NotAllowed, NotFound, NotSupported, StorageError
+
+PACKAGES = {"gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}  # by scheme
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "oid", "mtime", "updated", "last_modified")
+BUFFER_BYTES = 256 << 10
+
+
+def missing_package(url: str) -> str | None:
+    """Return the package that the URL's scheme needs and this environment lacks, or None."""
+    package = PACKAGES[url.partition("://")[0]]
+    return None if find_spec(package) is not None else package
+
+
+def is_file(url: str) -> bool:
+    try:
+        stat(url)
+    except NotFound:
+        return False
+    return True
+
+
+def is_directory(url: str) -> bool:
+    with _storage_errors(url):
+        return bool(_file_system(url).isdir(url))
+
+
+def stat(url: str) -> FileVersion:
+    with _storage_errors(url):
+        info = _file_system(url).info(url)
+    if info.get("type", "file") != "file":
+        raise NotFound(f"{url}: there is no such file")
+    return _version(info)
+
+
+def read_with_version(url: str) -> tuple[bytes, FileVersion]:
+    """Return the bytes and the version that the file had right before."""
+    version = stat(url)
+    with _storage_errors(url):
+        return _file_system(url).cat_file(url), version
+
+
+def open_file(url: str) -> BinaryIO:
+    """Return a seekable file. One of an HTTP server without byte ranges is copied to a temporary file first."""
+    system = _file_system(url)
+    with _storage_errors(url):
+        if url.startswith("http") and not system.info(url).get("partial"):
+            return _copy(system, url)
+        return io.BufferedReader(RemoteFile(url, system.open(url, "rb")), BUFFER_BYTES)
+
+
+def list_files(directory: str) -> dict[str, FileVersion]:
+    with _storage_errors(directory):
+        return _versions(directory, _file_system(directory).find(directory, detail=True))
+
+
+def list_names(directory: str) -> list[str]:
+    with _storage_errors(directory):
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in _file_system(directory).ls(directory, False))
+
+
+def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
+    with _storage_errors(directory):
+        return _versions(directory, _file_system(directory).glob(f"{directory}/{pattern}", detail=True))
+
+
+def refuse_write(url: str, *arguments: Any, **options: Any) -> NoReturn:
+    """Raise NotSupported: every write of this storage."""
+    raise NotSupported(f"{url}: this storage is read only here. Write to a local path or to s3://bucket/key.")
+
+
+write_atomic = create = replace = remove = make_directory = remove_temporary = check_writable = refuse_write
+
+
+class RemoteFile(io.RawIOBase):
+    """A file of a file system of fsspec. Every failure is a StorageError with the URL."""
+
+    def __init__(self, url: str, file: Any):
+        self._url, self._file = url, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        with _storage_errors(self._url):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@lru_cache(maxsize=8)
+def _file_system_of(scheme: str) -> Any:
+    import fsspec  # with its file systems half a second: local jobs do without
+
+    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+
+
+def _file_system(url: str) -> Any:
+    return _file_system_of(url.partition("://")[0])
+
+
+def _copy(system: Any, url: str) -> BinaryIO:
+    copy = tempfile.TemporaryFile(prefix="eagle-ray-")  # noqa: SIM115 (the caller closes it)
+    with system.open(url, "rb", block_size=0) as stream:
+        shutil.copyfileobj(stream, copy, BUFFER_BYTES)
+    copy.seek(0)
+    return copy  # type: ignore[return-value]
+
+
+def _versions(directory: str, found: dict[str, dict[str, Any]]) -> dict[str, FileVersion]:
+    """Return the versions by URL. A listing of an HTTP server has no sizes, so each file is asked for."""
+    scheme = directory.partition("://")[0]
+    urls = {name if "://" in name else f"{scheme}://{name}": info for name, info in found.items()}
+    files = {url: info for url, info in urls.items() if info.get("type") == "file"}
+    return {url: _version(info) if info.get("size") is not None else stat(url) for url, info in files.items()}
+
+
+def _version(info: dict[str, Any]) -> FileVersion:
+    size = int(info.get("size") or 0)
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), f"{size} bytes")
+    return FileVersion(size, version)
+
+
+@contextmanager
+def _storage_errors(url: str) -> Iterator[None]:
+    """Turn every failure into a StorageError with the URL: each file system raises classes of its own."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except FileNotFoundError:
+        raise NotFound(f"{url}: there is no such file") from None
+    except PermissionError as error:
+        raise NotAllowed(f"{url}: {error}. Check the credentials of the file system's package.") from error
+    except Exception as error:
+        raise StorageError(f"{url}: {type(error).__name__}: {str(error) or 'no answer'}") from error

@@ -1,0 +1,130 @@
+"""Controls of a job: from its configuration and from a row's columns, in every format, into the output rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.sequences import sequences_of
+from eagle_ray.build import download
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling.controls import Controls
+from eagle_ray.tokenizer import Tokenizer
+from tests.batch.input.test_plan import plan, write_jsonl
+from tests.batch.test_logprobs import TINY
+from tests.batch.test_sequences import request
+from tests.batch.test_worker import answers
+from tests.helpers.row_invariants import broken_laws
+
+COLUMNS = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1.0,
+    "repetition_penalty": 1.2,
+    "logit_bias": {"5": -100, "17": 2.5},
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["no", "never"],
+    "min_tokens": 3,
+    "stop_token_ids": [7],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "logprobs": True,
+    "top_logprobs": 4,
+    "prompt_logprobs": True,
+}
+STORY = "Tell me a story about a fox."
+ROWS = [
+    {
+        "id": "penalties",
+        "messages": STORY,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+    },
+    {"id": "sampled", "messages": STORY, "temperature": 0.9, "frequency_penalty": 1.0, "min_tokens": 10},
+    {"id": "words", "messages": STORY, "bad_words": ["fox", "the", " a"]},
+    {"id": "allowed", "messages": STORY, "allowed_token_ids": list(range(200, 400)), "max_tokens": 20},
+    {"id": "bias", "prompt": "The", "logit_bias": {"300": 5.5}, "temperature": 0.7},
+    {"id": "stop", "messages": STORY, "stop": ["."], "include_stop_str_in_output": True},
+    {"id": "free", "messages": STORY},
+]
+
+
+def write(path: Path, row: dict) -> Path:
+    """Write a row without and a row with the controls."""
+    if path.suffix == ".jsonl":
+        return write_jsonl(path, [{"prompt": "a"}, row])
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row, {"prompt": "a"}]).slice(0), path)
+        return path
+    cells = [json.dumps(value) if not isinstance(value, str) else value for value in row.values()]
+    quoted = ",".join('"' + cell.replace('"', '""') + '"' for cell in cells)
+    path.write_text(",".join(row) + "\n" + quoted + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_every_format_has_columns_for_the_controls(tmp_path, suffix):
+    the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x"} | COLUMNS))
+    [row] = [row for row in requests_of(the_plan) if row["prompt"] == "x"]
+    assert row["error_message"] is None and the_plan.passthrough == []
+    found = {name: row[name] for name in COLUMNS} | {"logit_bias": dict(row["logit_bias"])}
+    assert found == COLUMNS | {"logit_bias": {5: -100, 17: 2.5}}
+
+
+def test_a_row_overrides_the_jobs_controls(make_job):
+    job = make_job(**{"sampling.presence_penalty": 1.0, "sampling.min_tokens": 2, "sampling.logit_bias": {"5": 1}})
+    row = request(prompt_token_ids=[1], presence_penalty=0.0, logit_bias=[(9, -1.0)], stop_token_ids=[4])
+    (sequence,) = sequences_of(row, job, None)
+    assert sequence.sampling.controls == Controls.of(min_tokens=2, logit_bias={9: -1.0})
+    assert sequence.sampling.stop_token_ids == (4,)
+    assert sequences_of(request(prompt_token_ids=[1]), make_job(), None)[0].sampling.controls is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (dict(bad_words=["no"]), "the target has no tokenizer, so 'bad_words' cannot be used"),
+        (dict(min_tokens=9, max_tokens=8), "min_tokens must be at most max_tokens (8), got 9"),
+        (dict(top_logprobs=2), "top_logprobs: only with logprobs"),
+        (dict(prompt_logprobs=True), "prompt_logprobs: only with logprobs"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(make_job, columns, message):
+    with pytest.raises(RequestError) as error:
+        sequences_of(request(prompt_token_ids=[1], **columns), make_job(), None)
+    assert str(error.value).startswith(message)
+
+
+def test_drafting_rows_are_plain_decodings(make_job):
+    job = {**TINY, "sampling.logprobs": True, "sampling.top_logprobs": 2, "sampling.prompt_logprobs": True}
+    drafted, plain = answers(make_job(ROWS, **job)), answers(make_job(ROWS, **job | {"speculative.method": "none"}))
+    for row, other in zip(drafted, plain, strict=True):
+        assert row["status"] == other["status"] == "ok", row["error_message"]
+        assert broken_laws(row) == []
+        assert (row["output_token_ids"], row["text"]) == (other["output_token_ids"], other["text"])
+        assert row["sampling_controls"] == other["sampling_controls"]
+    assert sum(row["num_accepted_draft_tokens"] for row in drafted) > 40
+    _check_effects({row["request_id"]: row for row in drafted})
+
+
+def _check_effects(rows: dict[str, dict]) -> None:
+    text = Tokenizer.load(download("embedded:tiny", "target"))
+    assert "fox" not in rows["words"]["text"] and " the " not in rows["words"]["text"]
+    assert set(rows["allowed"]["output_token_ids"]) <= set(range(200, 400))
+    assert rows["stop"]["text"].endswith(".") and rows["stop"]["finish_reason"] == "stop"
+    assert len(rows["sampled"]["output_token_ids"]) > 10
+    assert json.loads(rows["bias"]["sampling_controls"]) == {"logit_bias": {"300": 5.5}}
+    assert rows["free"]["sampling_controls"] is None
+    for row in rows.values():
+        ids = row["output_token_ids"]
+        assert [len(top) for top in row["token_top_logprobs"]] == [2] * len(ids)
+        likeliest = [top[0]["logprob"] for top in row["token_top_logprobs"]]
+        assert all(best >= own - 1e-3 for best, own in zip(likeliest, row["token_logprobs"], strict=True))
+        assert row["prompt_token_logprobs"][0] is None
+        assert len(row["prompt_token_logprobs"]) == len(row["prompt_top_logprobs"]) == row["prompt_tokens"]
+    assert text.decode(rows["free"]["output_token_ids"]) == rows["free"]["text"]

@@ -1,0 +1,224 @@
+"""With controls, outputs under trees are those of plain decoding with the same controls, token for token."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine import controlled_sampling
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.reference import reference_decode
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling.adjustments import Adjustments
+from eagle_ray.sampling.control_state import ControlState
+from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.sampler import SamplingParams
+from tests.engine.test_host_syncs import watched_step
+from tests.engine.test_lossless import SAMPLING, differing, some_prompts
+from tests.helpers.toy_models import llama, llama_engine, run
+
+EOS = 2
+VOCAB = 97
+TREES = {"plain": (0, 0, 0), "chain": (5, 5, 1), "12 nodes": (12, 4, 4), "60 nodes": (60, 6, 10)}
+CONTROLS = {
+    "presence": dict(presence_penalty=2.0),
+    "frequency": dict(frequency_penalty=1.5, presence_penalty=-0.5),
+    "repetition": dict(repetition_penalty=1.5),
+    "bias": dict(logit_bias={5: 4.0, 9: -100.0, EOS: 2.0}),
+    "allowed": dict(allowed_token_ids=[EOS, *range(10, 30)]),
+    "words": dict(bad_words=[[5], [11, 12], [40, 41, 42], *([token, token] for token in range(3, VOCAB))]),
+    "min_tokens": dict(min_tokens=12, logit_bias={EOS: 60.0}),
+    "all": dict(
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias={7: 3.0, EOS: 8.0},
+        allowed_token_ids=range(60),
+        bad_words=[[8], [7, 7]],
+        min_tokens=6,
+    ),
+}
+
+
+def some_controlled(count: int, max_tokens: int = 20) -> list[SamplingParams]:
+    """Every control, greedy and sampled in turn, and every ninth sequence without any."""
+    params = []
+    for i in range(count):
+        values = [*CONTROLS.values(), {}][i % (len(CONTROLS) + 1)]
+        sampling = SAMPLING[i // 2 % len(SAMPLING)]
+        stops = (17, 33) if i % 4 == 3 else ()
+        controls = Controls.of(**values)
+        params.append(
+            SamplingParams(max_tokens=max_tokens, seed=i, controls=controls, stop_token_ids=stops, **sampling)
+        )
+    return params
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    model, prompts, params = llama(), some_prompts(72, seed=3), some_controlled(72)
+    model.set_attn_implementation("sdpa")
+    plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    return prompts, params, plain
+
+
+def assert_equal(sequences: list[Sequence], plain: list) -> None:
+    assert differing([s.output_ids for s in sequences], plain) == []
+    assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("num_slots", [1, 5, 32])
+def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
+    prompts, params, plain = (some[: 18 * num_slots] for some in oracle)
+    sequences = run(llama_engine(num_slots, *TREES[tree]), prompts, params)
+    assert_equal(sequences, plain)
+    if tree == "60 nodes":
+        assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.controls) > 0
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
+    prompts, params, plain = oracle
+    engine = llama_engine(6, *TREES[tree], graphs=True, overlap=overlap)
+    assert_equal(run(engine, prompts, params), plain)
+    assert engine.graphs.num_replayed > 0
+
+
+def test_logprobs_are_those_of_the_targets_own_logits(oracle):
+    """As vLLM's, whose logprobs_mode is raw_logprobs by default."""
+    prompts, params, _ = (some[:9] for some in oracle)
+    asked = [replace(p, logprobs=True, top_logprobs=2) for p in params]
+    model = llama()
+    for graphs in (False, True):
+        for sequence in run(llama_engine(9, 12, 4, 4, graphs=graphs), prompts, asked):
+            ids = torch.tensor([sequence.token_ids])
+            with torch.inference_mode():
+                expected = model(ids).logits[0].log_softmax(-1)[len(sequence.prompt_ids) - 1 : -1]
+            own = expected.gather(1, torch.tensor(sequence.output_ids)[:, None])[:, 0]
+            assert sequence.output_logprobs == pytest.approx(own.tolist(), abs=1e-3)
+            assert [top[0][1] for top in sequence.output_tops] == pytest.approx(expected.amax(1).tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_preempted_sequences_keep_their_counts(graphs):
+    prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
+    params, model = [replace(p, ignore_eos=True) for p in some_controlled(9, max_tokens=50)], llama()
+    plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    engine = llama_engine(4, 8, 3, 4, kv_tokens=160, graphs=graphs, overlap=graphs)
+    assert_equal(run(engine, prompts, params), plain)
+    assert engine.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_long_prompts_in_chunks_and_shared_prefixes_change_nothing(graphs):
+    header = some_prompts(1, seed=9)[0] * 70
+    prompts = [header[:70] * (i % 2) + ids for i, ids in enumerate(some_prompts(18))]
+    params, model = some_controlled(18, max_tokens=12), llama()
+    plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    engine = llama_engine(3, 12, 4, 4, prefill_tokens=17, graphs=graphs, overlap=graphs)
+    assert_equal(run(engine, prompts, params), plain)
+
+
+def test_outputs_obey_their_controls(oracle):
+    prompts, params, _ = oracle
+    for s in run(llama_engine(16, 60, 6, 10), prompts, params):
+        controls = s.sampling.controls
+        ends = {EOS, *s.sampling.stop_token_ids}
+        assert not ends.intersection(s.output_ids[:-1])
+        if controls is None:
+            continue
+        assert len(s.output_ids) > controls.min_tokens or s.finish_reason == "length"
+        assert controls.allowed_token_ids is None or set(s.output_ids) <= set(controls.allowed_token_ids)
+        ids = s.token_ids
+        for end in range(len(s.prompt_ids) + 1, len(ids) + 1):
+            assert not any(tuple(ids[max(0, end - len(word)) : end]) == word for word in controls.bad_words)
+
+
+def test_a_step_without_controls_calls_nothing_of_them(monkeypatch):
+    def fail(*_: object) -> None:
+        raise AssertionError("a step without controls does work for them")
+
+    for owner, name in (
+        (Adjustments, "of"),
+        (Adjustments, "apply"),
+        (ControlState, "__init__"),
+        (ControlState, "sync"),
+    ):
+        monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
+    monkeypatch.setattr(controlled_sampling, "to_device", fail)
+    assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["tolist"])
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def num_operations(engine: Engine, *controls: Controls | None) -> int:
+    """Return the tensor operations of one step of three sequences, besides those in flight in the engine."""
+    for i, own in enumerate(controls):
+        engine.add(Sequence(str(i), [5, 6 + i], SamplingParams(max_tokens=50, ignore_eos=True, controls=own)))
+    engine.step()
+    with CountOperations() as operations:
+        engine.step()
+    return operations.num
+
+
+def test_only_a_batch_with_controls_has_operations_for_them():
+    """The count of a batch without controls stays what it is when others with controls have come and gone."""
+    controls = Controls.of(presence_penalty=1.0)
+    fresh = num_operations(llama_engine(3), None, None, None)
+    used = llama_engine(3)
+    run(used, [[5]], [SamplingParams(max_tokens=3, controls=controls)])
+    assert num_operations(used, None, None, None) == fresh
+    assert num_operations(llama_engine(3), None, controls, None) > fresh
+
+
+def test_neighbours_with_controls_change_nothing(oracle):
+    prompts, params, _ = (some[:27] for some in oracle)
+    beside = run(llama_engine(9, 12, 4, 4), prompts, params)
+    free = [i for i, p in enumerate(params) if p.controls is None]
+    alone = run(llama_engine(9, 12, 4, 4), [prompts[i] for i in free], [params[i] for i in free])
+    assert [beside[i].output_ids for i in free] == [s.output_ids for s in alone]
+
+
+@pytest.mark.parametrize(
+    "controls, stops, message",
+    [
+        (dict(logit_bias={VOCAB: 1.0}), (), "logit_bias: token id 97 is not in the target's vocabulary of 97"),
+        (dict(allowed_token_ids=[5, 200]), (), "allowed_token_ids: token id 200 is not in"),
+        (dict(allowed_token_ids=[EOS, 5], min_tokens=1), (5,), "min_tokens: allowed_token_ids holds only"),
+    ],
+)
+def test_controls_that_the_target_cannot_take_are_refused(controls, stops, message):
+    params = SamplingParams(controls=Controls.of(**controls), stop_token_ids=stops)
+    with pytest.raises(RequestError) as error:
+        llama_engine(1).add(Sequence("a", [5], params))
+    assert str(error.value).startswith(message)
+
+
+def test_aborted_and_added_sequences_do_not_mix_their_counts():
+    rng, model = random.Random(0), llama()
+    engine = llama_engine(3, 12, 4, 4)
+    prompts, params = some_prompts(30, seed=5), some_controlled(30, max_tokens=14)
+    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    waiting, done = list(sequences), []
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop())
+        done += engine.step()
+        if rng.random() < 0.2 and (running := [s for s in sequences if s.status.value == "running"]):
+            engine.abort(rng.choice(running))
+    plain = [reference_decode(model, s.prompt_ids, s.sampling, frozenset([EOS])) for s in done]
+    assert_equal(done, plain)

@@ -1,0 +1,153 @@
+"""Controls change logits as transformers' processors and the slow reference do, at every path of a tree."""
+
+import random
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from eagle_ray.engine.reference import controlled_logits
+from eagle_ray.sampling.adjustments import Adjustments, unpack_mask
+from eagle_ray.sampling.control_state import ControlState, pack_mask
+from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.sampler import SamplingParams
+
+VOCAB = 53
+ENDS = frozenset([2, 7])
+
+
+def adjusted(
+    logits: torch.Tensor, controls: Controls, prompt: list[int], output: list[int], path: list[int]
+) -> torch.Tensor:
+    """Return one row's logits after the engine's adjustments: `output` is committed, `path` is drafted."""
+    state = ControlState(controls, prompt, ENDS, len(logits))
+    state.sync(output[: len(output) // 2])
+    state.sync(output)
+    result = logits.clone()[None]
+    Adjustments.of([(state, [path])]).apply(result)
+    return result[0]
+
+
+def random_ids(rng: random.Random, low: int, high: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
+
+
+def random_controls(rng: random.Random) -> Controls:
+    some = [rng.randrange(VOCAB) for _ in range(6)]
+    return Controls.of(
+        presence_penalty=rng.choice([0.0, 1.5, -0.5]),
+        frequency_penalty=rng.choice([0.0, 0.75, -1.0]),
+        repetition_penalty=rng.choice([1.0, 1.3, 0.7]),
+        logit_bias=rng.choice([None, {some[0]: 3.5, some[1]: -100.0}]),
+        allowed_token_ids=rng.choice([None, range(3, VOCAB, 2), [*range(20), 44]]),
+        bad_words=rng.choice([(), [[some[2]], some[3:5]], [some[:3], [some[5]]]]),
+        min_tokens=rng.choice([0, 3, 20]),
+    ) or Controls(presence_penalty=1.0)
+
+
+def test_paths_are_adjusted_as_committed_tokens_are():
+    rng = random.Random(0)
+    for _ in range(300):
+        controls, prompt, tokens = random_controls(rng), random_ids(rng, 1, 12), random_ids(rng, 0, 10)
+        cut = rng.randint(0, len(tokens))
+        logits = torch.randn(VOCAB) * 4
+        result = adjusted(logits, controls, prompt, tokens[:cut], tokens[cut:])
+        torch.testing.assert_close(result, controlled_logits(logits, controls, prompt, tokens, ENDS))
+
+
+def test_rows_of_several_sequences_are_adjusted_each_by_its_own():
+    rng = random.Random(1)
+    cases = [(random_controls(rng), random_ids(rng, 1, 9), random_ids(rng, 0, 9)) for _ in range(5)]
+    paths = [[[], [4], [4, 4], [9]], [[]], [[], [3], [3, 11]], [[]], [[], [1]]]
+    states = []
+    for controls, prompt, output in cases:
+        states.append(ControlState(controls, prompt, ENDS, VOCAB))
+        states[-1].sync(output)
+    logits = torch.randn(sum(map(len, paths)), VOCAB) * 4
+    expected = [
+        controlled_logits(logits[0], controls, prompt, [*output, *path], ENDS)
+        for (controls, prompt, output), each in zip(cases, paths, strict=True)
+        for path in each
+    ]
+    rows = logits[:1].repeat(len(logits), 1)
+    Adjustments.of(list(zip(states, paths, strict=True))).apply(rows)
+    torch.testing.assert_close(rows, torch.stack(expected))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_adjustments_are_those_of_transformers(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    prompt, output = random_ids(rng, 4, 12), random_ids(rng, 0, 8)
+    words = [[rng.randrange(3, VOCAB)], [prompt[-1], 9], [*(prompt + output)[-2:], 11], [5, 6, 7]]
+    allowed, bias = list(range(3, VOCAB)), {4: 2.5, 9: -1.5}
+    processors = LogitsProcessorList(
+        [
+            hf.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()]),
+            hf.RepetitionPenaltyLogitsProcessor(1.4),
+            hf.NoBadWordsLogitsProcessor(words, eos_token_id=[2]),
+            hf.MinNewTokensLengthLogitsProcessor(len(prompt), 5, [2, 7]),
+            hf.PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1),
+        ]
+    )
+    controls = Controls.of(
+        repetition_penalty=1.4, logit_bias=bias, allowed_token_ids=allowed, bad_words=words, min_tokens=5
+    )
+    logits = torch.randn(VOCAB) * 4
+    expected = processors(torch.tensor([prompt + output]), logits.clone()[None])[0]
+    cut = rng.randint(0, len(output))
+    torch.testing.assert_close(adjusted(logits, controls, prompt, output[:cut], output[cut:]), expected)
+
+
+def test_counting_penalties_are_openais():
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, over output tokens alone."""
+    controls = Controls.of(presence_penalty=0.5, frequency_penalty=0.25)
+    logits = torch.ones(VOCAB)
+    result = adjusted(logits, controls, [3, 3, 3], [4, 5, 4], [4, 6])
+    assert (result - 1).nonzero().flatten().tolist() == [4, 5, 6]
+    assert result[[4, 5, 6]].tolist() == [1 - 1.25, 1 - 0.75, 1 - 0.75]
+
+
+def test_words_yield_before_no_token_is_left():
+    controls = Controls.of(allowed_token_ids=[5, 6], bad_words=[[5, 5], [5, 6]])
+    assert adjusted(torch.zeros(VOCAB), controls, [5], [], []).isfinite().nonzero().flatten().tolist() == [5, 6]
+    assert adjusted(torch.zeros(VOCAB), controls, [9], [], [6]).isfinite().sum() == 2
+
+
+def test_a_mask_has_a_bit_for_each_token():
+    ids = [0, 31, 32, 52]
+    mask = pack_mask(ids, VOCAB)
+    assert mask.dtype == torch.int32 and mask.shape == (2,)
+    assert unpack_mask(mask[None], VOCAB)[0].nonzero().flatten().tolist() == ids
+
+
+def test_nothing_asked_for_is_no_controls():
+    assert Controls.of() is None
+    assert Controls.of(repetition_penalty=1, logit_bias={4: 0.0}, bad_words=[], min_tokens=0) is None
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(presence_penalty=2.1), "presence_penalty must be a number between -2 and 2, got 2.1"),
+        (dict(frequency_penalty=-3), "frequency_penalty must be a number between -2 and 2, got -3"),
+        (dict(repetition_penalty=0.0), "repetition_penalty must be a number between 0.01 and 100, got 0.0"),
+        (dict(logit_bias={4: 101}), "logit_bias must map token ids to numbers between -100 and 100, got 4: 101"),
+        (dict(logit_bias={-4: 1}), "logit_bias must map"),
+        (dict(allowed_token_ids=[]), "allowed_token_ids must hold at least one"),
+        (dict(allowed_token_ids=[-1]), "allowed_token_ids must hold token ids"),
+        (dict(allowed_token_ids=[5], bad_words=[[5]]), "bad_words forbid every one of allowed_token_ids"),
+        (dict(bad_words=[[]]), "bad_words must hold words of at least one token"),
+        (dict(min_tokens=-1), "min_tokens must be an integer, 0 or more, got -1"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(values, message):
+    with pytest.raises(ValueError) as error:
+        Controls.of(**values)
+    assert str(error.value).startswith(message)
+
+
+def test_min_tokens_is_at_most_max_tokens():
+    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens"):
+        SamplingParams(max_tokens=4, controls=Controls.of(min_tokens=5))
