@@ -121,7 +121,7 @@ def _where(output: StoragePath) -> str:
     here = output.display_path
     files = f"{here}/data/*.parquet"
     return (
-        f"rows: {files} (plain decoding: {here}/baseline/data), numbers: {here}/{SUMMARY}\n"
+        f"rows: {files}, numbers: {here}/{SUMMARY}\n"
         f"report: {here}/{REPORT}\n"
         f"try:  {os.path.relpath(sys.executable)} -c \"import duckdb; print(duckdb.read_parquet('{files}')"
         ".aggregate('category, avg(mean_acceptance_length) tau'))\""

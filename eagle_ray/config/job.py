@@ -103,8 +103,11 @@ class InputConfig(StrictModel):
     on_bad_row: Literal["error_row", "fail"] = Field(default="error_row", description="error_row or fail")
 
 
+EMBEDDED_PAIRS = ("embedded:tiny", "embedded:smollm2")
+
+
 class ModelConfig(StrictModel):
-    """Target and draft model. draft defaults to embedded:tiny if target is embedded:tiny, and to null otherwise."""
+    """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise."""
 
     target: Name = Field(
         default="embedded:tiny",
@@ -112,7 +115,8 @@ class ModelConfig(StrictModel):
     )
     draft: Name | None = Field(
         default=None,
-        description="embedded:tiny, a local directory, a hub id such as org/name, or null with method none",
+        description="embedded:tiny, embedded:smollm2, a local directory, a hub id such as org/name, or null with "
+        "method none",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"
@@ -129,9 +133,10 @@ class ModelConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _embedded_head(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "draft" not in data and data.get("target", "embedded:tiny") == "embedded:tiny":
-            return data | {"draft": "embedded:tiny"}
-        return data
+        if not isinstance(data, dict) or "draft" in data:
+            return data
+        target = data.get("target", "embedded:tiny")
+        return data | {"draft": target} if target in EMBEDDED_PAIRS else data
 
 
 class SpeculativeConfig(StrictModel):
