@@ -61,7 +61,7 @@ class RankingFeedback:
     members: Int[Tensor, " M"] | slice
     sampling: SamplingBatch
     lengths: Int[Tensor, " M"]
-    features: list[Float[Tensor, "M F H"]]
+    features: list[Float[Tensor, "M _ H"]]
     offered: Offered
 
 

@@ -261,7 +261,7 @@ class PaddedDraft:
             levels.append(OfferedLevel(frontier, of.offered[i, :num, :width], of.scores[i, :num, :width]))
         return Offered(kinds, levels)
 
-    def features(self, num: int, depth: int) -> list[Float[Tensor, "B F H"]]:
+    def features(self, num: int, depth: int) -> list[Float[Tensor, "B _ H"]]:
         return [self._all.features[i, :num, : self.width if i else 1] for i in range(depth)]
 
     def _frontier(self, level: int | Tensor, num: int | None = None) -> Frontier:
