@@ -73,11 +73,11 @@ def map_engine(
     batch_size: int,
     workers: WorkerPlan,
     actor_args: tuple,
-    actor: type[EngineActor] = EngineActor,
+    actor: type[EngineActor] | None = None,
 ) -> ray.data.Dataset:
-    """Return the nested output rows of the requests, lazily. actor_args: see EngineActor."""
+    """Return the nested output rows of the requests, lazily. actor_args: see EngineActor, the default actor."""
     return requests.map_batches(
-        actor,
+        actor or EngineActor,
         fn_constructor_args=actor_args,
         batch_size=batch_size,
         batch_format="pyarrow",

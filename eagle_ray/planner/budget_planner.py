@@ -261,11 +261,9 @@ class BudgetPlanner:
         return replace(plan, probe=True)
 
     def _partial_probe(self, batch: DecodeBatch) -> DraftPlan:
-        """Return the widest draft for a part of the batch, by turns; for all of it if drafts are replayed, which a part
-        would not be.
-        """
+        """Return the widest draft for a part of the batch, by turns."""
         size, num_members = len(batch), -(-len(batch) // NUM_PROBES)
-        if num_members == size or not self._can_sync:
+        if num_members == size:
             return self._widest_plan(batch, None)
         first = self._num_drafts * num_members
         return self._widest_plan(batch, tuple(sorted((first + i) % size for i in range(num_members))))

@@ -32,7 +32,8 @@ def target():
 
 
 def test_everything_shipped_is_small():
-    assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) <= 12 * MEGABYTE
+    """The tiny pair, and a head of 12 MB at most for SmolLM2."""
+    assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) <= 24 * MEGABYTE
 
 
 def test_the_target_has_the_published_files():
