@@ -98,12 +98,13 @@ def attend(
             deepest = tl.max(tl.load(depths, mask=real, other=0), 0).to(tl.int32)
             clear = tl.maximum(low, length + deepest - window + 1)
         for column in tl.range(begin, tl.minimum(end, clear), BLOCK_N, num_stages=1):
-            columns = column + tl.arange(0, BLOCK_N)
-            seen, there = _seen(
-                columns, length, low, real, words, num_words, depths, column_depths, num_columns, window
-            )
+            columns = column + tl.arange(0, BLOCK_N)  # all of them committed
+            there = columns >= low
+            seen = there[None, :]
+            if window is not None:
+                seen &= _in_window(columns, length, real, depths, window)
             acc, top, total = _step(
-                acc, top, total, q, keys, values, blocks, columns, seen, there & (columns < last), scaling, softcap,
+                acc, top, total, q, keys, values, blocks, columns, seen, there, scaling, softcap,
                 KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
             )  # fmt: skip
         begin = tl.maximum(begin, tl.cdiv(clear, BLOCK_N) * BLOCK_N)
@@ -251,10 +252,15 @@ def _seen(columns, length, low, real, words, num_words, depths, column_depths, n
     if window is not None:
         inside = (in_tree >= 0) & (in_tree < num_columns)
         column_depth = tl.load(column_depths + in_tree, mask=inside, other=0).to(tl.int32)
-        position = tl.where(in_tree < 0, columns, length + column_depth)
-        depth = tl.load(depths, mask=real, other=0).to(tl.int32)
-        seen &= (length + depth)[:, None] - position[None, :] < window
+        seen &= _in_window(tl.where(in_tree < 0, columns, length + column_depth), length, real, depths, window)
     return seen, used_by_any
+
+
+@triton.jit
+def _in_window(positions, length, real, depths, window):
+    """Return which rows have which positions in their window."""
+    depth = tl.load(depths, mask=real, other=0).to(tl.int32)
+    return (length + depth)[:, None] - positions[None, :] < window
 
 
 @triton.jit
