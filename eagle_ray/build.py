@@ -288,7 +288,7 @@ def _capacity(
         of_pass = profile_pass(causal_lm, layers, PREFILL_TOKENS["cuda"])
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
+        itemsize = _itemsize(causal_lm)
         per_token = _bytes_of_token(causal_lm) + _bytes_of_draft_token(weights, itemsize)
         hidden = causal_lm.config.get_text_config(decoder=True).hidden_size
         queued = 0 if weights is None else QUEUE_WINDOW * hidden * len(layers or [0]) * itemsize
@@ -309,8 +309,12 @@ def _bytes_of_logits(causal_lm: nn.Module, speculative: SpeculativeConfig) -> in
     if speculative.method == "none" or (speculative.budget == "global" and speculative.method not in FIXED_PLANNERS):
         return 0
     config = causal_lm.config.get_text_config(decoder=True)
-    itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
-    return COPIES_OF_LOGITS * (1 + speculative.max_nodes) * config.vocab_size * itemsize
+    return COPIES_OF_LOGITS * (1 + speculative.max_nodes) * config.vocab_size * _itemsize(causal_lm)
+
+
+def _itemsize(causal_lm: nn.Module) -> int:
+    """Return the bytes of one number of the model's activations."""
+    return causal_lm.get_input_embeddings().weight.dtype.itemsize
 
 
 def model_text(causal_lm: nn.Module) -> str:
@@ -530,8 +534,7 @@ def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
 def _bytes_of_token(causal_lm: nn.Module) -> int:
     """Return the bytes of keys and values of one token in all layers."""
     config = causal_lm.config.get_text_config(decoder=True)
-    itemsize = causal_lm.get_input_embeddings().weight.dtype.itemsize
-    return config.num_hidden_layers * kv_elements_per_token(config) * itemsize
+    return config.num_hidden_layers * kv_elements_per_token(config) * _itemsize(causal_lm)
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:

@@ -18,7 +18,6 @@ from eagle_ray.batch.output.manifest import REPORT, SUMMARY
 from eagle_ray.batch.run import log, run_and_report, run_to_completion
 from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.config.models import EMBEDDED
 from eagle_ray.report.text import run_table
 from eagle_ray.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.storage.path import StoragePath
@@ -30,6 +29,9 @@ SETTINGS: dict[str, Any] = {
     "execution.ray_address": "local",
     "execution.actors": 1,
     "execution.slots": 8,
+    "speculative.max_nodes": 12,
+    "speculative.max_depth": 4,
+    "speculative.top_k": 4,
     "output.if_exists": "overwrite",
     "logging.progress_every_s": 5.0,
 }
@@ -38,20 +40,15 @@ TINY = {
     "input.path": "embedded:prompts",
     "model.target": "embedded:tiny",
     "model.draft": "embedded:tiny",
-    "speculative.max_nodes": 12,
-    "speculative.max_depth": 4,
-    "speculative.top_k": 4,
     "sampling.max_tokens": 128,
 }
 SMOLLM2 = {
     "input.path": "embedded:questions",
     "model.target": "embedded:smollm2",
     "model.draft": "embedded:smollm2",
-    "speculative.max_nodes": 12,
-    "speculative.max_depth": 4,
-    "speculative.top_k": 4,
     "sampling.max_tokens": 64,
 }
+LIVE_PER_CATEGORY = 2  # questions that are answered live
 LEGEND = (
     "tau: tokens per pass of the target; speed-up: both methods answered each question, one after the other, in one "
     "process"
@@ -65,10 +62,9 @@ SLOWER = (
 
 @dataclass(frozen=True, slots=True)
 class DemoPair:
-    """settings: the pair, its questions and its draft trees. live_per_category: questions that are answered live."""
+    """settings: the pair and its questions."""
 
     settings: dict[str, Any]
-    live_per_category: int
     description: str
 
 
@@ -78,10 +74,10 @@ def run_demo(output: StoragePath) -> int:
 
 
 def demo_pair() -> DemoPair:
-    """Return the real model if it is installed and this release has a head for it, otherwise the tiny pair."""
-    if SMOLLM2["model.draft"] in EMBEDDED["draft"] and gguf_file() is not None:
-        return DemoPair(SMOLLM2, 2, "SmolLM2-135M-Instruct, a real if small model, and its EAGLE-2 head")
-    return DemoPair(TINY, 2, f"the tiny pair, which knows an invented world only ({INSTALL} gets a real model)")
+    """Return the real model if it is installed, otherwise the tiny pair."""
+    if gguf_file() is not None:
+        return DemoPair(SMOLLM2, "SmolLM2-135M-Instruct, a real if small model, and its EAGLE-2 head")
+    return DemoPair(TINY, f"the tiny pair, which knows an invented world only ({INSTALL} gets a real model)")
 
 
 def demo_config(output: StoragePath, pair: DemoPair) -> JobConfig:
@@ -93,7 +89,7 @@ def _demo(output: StoragePath) -> str:
     started, pair = time.monotonic(), demo_pair()
     config = demo_config(output, pair)
     log.info("loading %s", pair.description)
-    live = answer_live(config, _write, pair.live_per_category)
+    live = answer_live(config, _write, LIVE_PER_CATEGORY)
     _write(f"\n{_live_text(live)}\n\n")
     log.info("all questions as a job, into %s", output.display_path)
     summary = run_to_completion(config)

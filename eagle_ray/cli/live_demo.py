@@ -68,7 +68,7 @@ class LiveQuestion:
         return sequences_of(self._row, self._config, self._text, n=1)[0]
 
 
-def answer_live(config: JobConfig, write: Write, per_category: int | None = None) -> LiveResult:
+def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResult:
     """Answer the rows of the input one by one and write each answer while it is made.
 
     per_category: only the first rows of each category. Raises ConfigError for models or rows that cannot be used.
@@ -87,7 +87,7 @@ def answer_live(config: JobConfig, write: Write, per_category: int | None = None
     return LiveResult(_table(turns), _picture(turns, trees, text), _identity(causal_lm, turns), _speed_up(turns))
 
 
-def _first_of_each(number: int | None, questions: Sequence[LiveQuestion]) -> list[LiveQuestion]:
+def _first_of_each(number: int, questions: Sequence[LiveQuestion]) -> list[LiveQuestion]:
     by_category: dict[str, list[LiveQuestion]] = {}
     for question in questions:
         by_category.setdefault(question.category, []).append(question)

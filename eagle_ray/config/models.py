@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from eagle_ray.chat_templates import NAMES
-from eagle_ray.config.job import ConfigError, JobConfig, ModelConfig, SpeculativeConfig
+from eagle_ray.config.job import EMBEDDED_PAIRS, ConfigError, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
 from eagle_ray.config.serve import ServeConfig
 
-EMBEDDED = {"target": ["embedded:tiny", "embedded:smollm2"], "draft": ["embedded:tiny", "embedded:smollm2"]}
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
 ALL_TOKENS = "all"  # as speculative.draft_vocab
@@ -68,9 +67,9 @@ def check_target_name(name: str) -> None:
 
 
 def _check_name(part: str, name: str) -> None:
-    if name in EMBEDDED[part] or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
+    if name in EMBEDDED_PAIRS or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
         return
-    near = difflib.get_close_matches(name, [*EMBEDDED[part], *_siblings(name)], 1)
+    near = difflib.get_close_matches(name, [*EMBEDDED_PAIRS, *_siblings(name)], 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"model.{part}: must be {_allowed(part)}, got {name!r}{hint}")
 

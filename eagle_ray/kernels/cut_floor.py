@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.sort_key import ORDER_BITS, order
-from eagle_ray.kernels.topk_topp import DIGIT, DIGITS, MASS, scores_of
+from eagle_ray.kernels.sort_key import ORDER_BITS
+from eagle_ray.kernels.topk_topp import DIGIT, DIGITS, MASS, order_of, scores_of
 
 BLOCK = 4096  # tokens that are read at once
 
@@ -78,12 +78,6 @@ def _block(source, vocab, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _orders(x, ORDER_BITS: tl.constexpr):
-    """Orders of logits: a positive temperature keeps them."""
-    return order(x) >> (32 - ORDER_BITS)
-
-
-@triton.jit
 def _units(x, temperature, highest, kept):
     """exp(score - highest) in whole units, so that no sum depends on the order it is made in."""
     share = tl.exp(scores_of(x, temperature) - highest)
@@ -105,7 +99,7 @@ def _amount(source, vocab, temperature, highest, base, ORDER_BITS: tl.constexpr,
     total = tl.full((), 0, tl.int64)
     for start in range(0, vocab, BLOCK):
         real, x = _block(source, vocab, start, BLOCK)
-        total += tl.sum(_units(x, temperature, highest, real & (_orders(x, ORDER_BITS) >= base)))
+        total += tl.sum(_units(x, temperature, highest, real & (order_of(x, x, ORDER_BITS) >= base)))
     return total
 
 
@@ -122,7 +116,7 @@ def _least_order(
         reached = tl.full((DIGITS,), 0, tl.int64)
         for start in range(0, vocab, BLOCK):
             real, x = _block(source, vocab, start, BLOCK)
-            orders = _orders(x, ORDER_BITS)
+            orders = order_of(x, x, ORDER_BITS)
             real &= orders >= least
             weights = _units(x, temperature, highest, real) if IS_MASS else real.to(tl.int64)
             place = tl.minimum(tl.maximum(orders - base, 0) >> shift, DIGITS - 1)
@@ -141,7 +135,7 @@ def _least_logit(
     floor, count = tl.full((), float("inf"), tl.float32), tl.full((), 0, tl.int32)
     for start in range(0, vocab, BLOCK):
         real, x = _block(source, vocab, start, BLOCK)
-        kept = real & (_orders(x, ORDER_BITS) >= base)
+        kept = real & (order_of(x, x, ORDER_BITS) >= base)
         kept &= tl.exp(scores_of(x, temperature) - highest) >= min_p
         count += tl.sum(kept.to(tl.int32))
         floor = tl.minimum(floor, tl.min(tl.where(kept, x, float("inf"))))

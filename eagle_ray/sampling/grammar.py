@@ -23,11 +23,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling.control_state import WORD_BITS
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0
 MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
-WORD_BITS = 32
 ANY_OBJECT = '{"type": "object"}'
 
 

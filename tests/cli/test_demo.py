@@ -42,7 +42,7 @@ def test_the_demo_shows_text_speed_and_sameness(ray_session, tmp_path, capsys, m
 
 def test_the_demos_settings_are_those_of_its_configuration_file(tmp_path):
     file = load_config(CONFIGS / "demo.yaml", env={}).model_dump(mode="json")
-    pair = demo.DemoPair(demo.TINY, 1, "")
+    pair = demo.DemoPair(demo.TINY, "")
     assert changed_keys(file, demo_config(StoragePath.of(tmp_path), pair).model_dump(mode="json")) == []
 
 
