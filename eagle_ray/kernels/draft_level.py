@@ -2,7 +2,7 @@
 
     append_level(buffers, width, tokens, scores, own, parameters)      # what PaddedDraft.append does by torch
 
-One program per sequence. It does in registers what torch does in some 60 operations: a level has at most a few hundred
+One program per sequence. It does in registers what torch does in 68 operations: a level has at most a few hundred
 nodes, so the launches would take longer than the work. The level stays a number on the device.
 """
 
