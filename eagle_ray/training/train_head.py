@@ -98,9 +98,7 @@ class HeadTraining:
         self.computed = ComputedFeatures(self.causal_lm, self.layers, config.data.max_length)
         self.state = self._resumed()
         self.recipe = self._recipe()
-        self.order = BatchOrder(
-            [len(document) for document in self.data.documents], config.training.batch_tokens, config.training.seed
-        )
+        self.order = BatchOrder(self.data.documents.lengths, config.training.batch_tokens, config.training.seed)
         self.num_steps = config.training.steps or self.order.num_steps(config.training.epochs)
         self._saved_at = time.monotonic()
         self.prompts = held_out_prompts(self.data.held_out, config.evaluation.prompts)
@@ -273,7 +271,7 @@ class HeadTraining:
             "config": self.config.model_dump(mode="json"),
             "num_steps": self.num_steps,
             "num_documents": len(self.data.documents),
-            "num_tokens": sum(map(len, self.data.documents)),
+            "num_tokens": sum(self.data.documents.lengths),
             "num_parameters": sum(parameter.numel() for parameter in self.recipe.head.parameters()),
             "draft_vocab_size": len(self.target.token_ids),
             "usage": usage_line(self.config, self.output),
