@@ -62,7 +62,8 @@ def server(folder: Path, target: str) -> Iterator[str]:
         command += ["--set", setting]
     log, url = folder / "server.log", f"http://127.0.0.1:{port}"
     with log.open("w") as output:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        places = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     try:
         _until_ready(process, url, log)
