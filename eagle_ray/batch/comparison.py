@@ -1,0 +1,80 @@
+"""Compare the rows that the input asks for with the rows in the files, a range of ids at a time.
+
+Memory holds one range and a byte for each row of the input, which is in a temporary file if there are many.
+
+    >>> found = compare(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
+    >>> found.num_rows - found.num_done_rows
+    96
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from eagle_ray.batch.expected_rows import ExpectedRows
+from eagle_ray.batch.id_digests import EMPTY, Digests, index_of
+from eagle_ray.batch.output.output_index import OutputIndex, excess_in
+from eagle_ray.batch.row_index import num_ranges
+from eagle_ray.storage.path import StoragePath
+
+MAX_ROWS_IN_MEMORY = 1 << 24
+MISSING_SHOWN = 4  # ids that are kept for a message
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the files hold of the expected rows.
+
+    Attributes:
+        done: for each row of the input, in its order, whether its output rows are all in one file.
+        num_rows: output rows that the input asks for.
+        num_done_rows: those of them that are done.
+        num_missing: ids that are not done.
+        missing: a few of those.
+        excess: the ids to remove from each file so that every id is in one file.
+    """
+
+    done: np.ndarray
+    num_rows: int
+    num_done_rows: int
+    num_missing: int
+    missing: Digests
+    excess: Mapping[StoragePath, Digests]
+
+
+def compare(expected: ExpectedRows, output: OutputIndex) -> Comparison:
+    """Return the comparison, in one pass over both indexes."""
+    done = _flags(len(expected))
+    num_rows = num_done_rows = num_missing = 0
+    missing = EMPTY
+    excess: dict[StoragePath, list[Digests]] = {}
+    parts = num_ranges(len(expected) + output.num_entries)
+    for asked, found in zip(expected.by_range(parts), output.by_range(parts), strict=True):
+        places = index_of(found["id"], asked["id"])
+        wanted = np.append(asked["rows"], np.uint32(expected.default_rows))[places]  # -1, of no place, is the last
+        is_complete = found["rows"] == wanted
+        is_done = np.zeros(len(asked["id"]), bool)
+        is_done[places[is_complete & (places >= 0)]] = True
+        done[asked["place"][is_done]] = True
+        num_rows += int(asked["rows"].sum())
+        num_done_rows += int(asked["rows"][is_done].sum())
+        left = asked["id"][~is_done]
+        num_missing += len(left)
+        missing = np.concatenate([missing, left[: MISSING_SHOWN - len(missing)]])
+        extra = excess_in(found, is_complete)
+        for rank in np.unique(extra["file"]):
+            excess.setdefault(output.files[rank], []).append(extra["id"][extra["file"] == rank])
+    joined = {file: np.concatenate(ids) for file, ids in excess.items()}
+    return Comparison(done, num_rows, num_done_rows, num_missing, missing, joined)
+
+
+def _flags(number: int) -> np.ndarray:
+    """Return this many flags, all unset."""
+    if number <= MAX_ROWS_IN_MEMORY:
+        return np.zeros(number, bool)
+    with tempfile.TemporaryFile(prefix="eagle-ray-") as file:
+        return np.memmap(file, bool, "w+", shape=number)
