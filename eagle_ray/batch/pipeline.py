@@ -58,7 +58,7 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarra
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
     partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
     schema = next_schema(run.data, plan.passthrough)
-    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions, progress)
     batch_size = _batch_size(usual_slots(config.execution.slots, workers.num_gpus > 0), workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading_message(config.model.target, workers))
