@@ -22,10 +22,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.comparison import compare
+from eagle_ray.batch.completeness import count_done
 from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.fingerprints import check_unchanged
 from eagle_ray.batch.finished import finished_key, previous_run, record_finished
+from eagle_ray.batch.input.parallel_scan import ParallelScan
 from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of, sample_ids
 from eagle_ray.batch.input.source_check import check_changes, check_sources
 from eagle_ray.batch.job_errors import (
@@ -184,7 +185,7 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
     output = output_of(config)
     check_disjoint(config.input.path, output)
     previous = previous_run(output, config)
-    plan = plan_input(config, previous)
+    plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
     check_not_empty(plan, config)
     if plan.key != previous.finished_key:
         Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
@@ -275,7 +276,7 @@ def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> 
 def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
     """Generate the rows of ids that no file holds yet."""
     check_sources(run, plan.files, plan.rows)
-    found = compare(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
+    found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
     num_rows = found.num_rows - found.num_done_rows
     log.info("%d rows asked for, %d already there", found.num_rows, found.num_done_rows)
     if num_rows == 0:
@@ -321,7 +322,7 @@ def _check_models(config: JobConfig) -> None:
 
 def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
     """Recount the ids in the files. Remove duplicates; raise Incomplete if ids are missing."""
-    found = compare(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
+    found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
     for file, ids in found.excess.items():
         log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
         before = file.stat().version

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eagle_ray.batch.comparison import compare
+from eagle_ray.batch.completeness import count_done
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output import verification
 from eagle_ray.batch.output.manifest import RunHandle
@@ -103,9 +103,9 @@ def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job,
     rows = [row | {"worker_id": "w"} for row in answers(config)]
 
     write(run, rows[1:])  # without the first turn of a
-    assert compare(plan.rows, OutputIndex.read(run.data)).done.tolist() == [False, True]
+    assert count_done(plan.rows, OutputIndex.read(run.data)).done.tolist() == [False, True]
     write(run, rows)
-    assert compare(plan.rows, OutputIndex.read(run.data)).done.tolist() == [True, True]
+    assert count_done(plan.rows, OutputIndex.read(run.data)).done.tolist() == [True, True]
 
     monkeypatch.setattr(verification, "_in_a_worker", lambda job, chosen: verification._check(job, chosen, 1))
     found = verification.run_checks(config, plan, run, plan.rows, {"verify_rows": 9})["verify_rows"]

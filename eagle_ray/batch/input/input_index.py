@@ -60,8 +60,8 @@ NO_ROWS: Table = {
     "row": np.empty(0, np.uint32),  # which of its file's rows, blank lines not counted
     "rows": np.empty(0, np.uint32),  # output rows
 }
-ScanPart = Callable[[InputFile, FilePart], Iterable[tuple[FileScan, Table]]]
-"""Scan a part of a file; yield consecutive pieces of it, each with its rows in order (columns id, request, rows)."""
+Scan = Callable[[list[tuple[InputFile, FilePart]]], Iterable[Iterable[tuple[FileScan, Table]]]]
+"""Scan parts of files; yield for each part its consecutive pieces with their rows (columns id, request, rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,35 +164,41 @@ class InputIndex:
         self,
         files: Iterable[InputFile],
         fingerprints: Mapping[str, Fingerprint],
-        scan: ScanPart,
+        scan: Scan,
         has_grown: Callable[[InputFile, Fingerprint], bool],
     ) -> None:
         """Scan the files that the index does not have as they are now.
 
         has_grown: whether a file holds the lines of a fingerprint, and more behind them.
         """
+        bases = []
+        for file in files:
+            old = self.files.get(file.path)
+            if old is not None and old.describes(file, fingerprints[file.path]):
+                continue
+            is_same = old is not None and (old.name, old.format) == (file.name, file.format)
+            grown = old if is_same and has_grown(file, old.fingerprint) else None
+            bases.append((file, *self._base(file, fingerprints[file.path], grown)))
         with RowWriter(self) as rows:
-            for file in files:
-                fingerprint = fingerprints[file.path]
-                old = self.files.get(file.path)
-                if old is not None and old.describes(file, fingerprint):
-                    continue
-                is_same = old is not None and (old.name, old.format) == (file.name, file.format)
-                grown = old if is_same and has_grown(file, old.fingerprint) else None
-                self.files[file.path] = self._scanned(file, fingerprint, scan, rows, grown)
+            scanned = scan([(file, part) for file, _, part, _ in bases])
+            for (file, base, _, num_known), found in zip(bases, scanned, strict=True):
+                self.files[file.path] = _joined(base, found, rows, num_known)
 
-    def _scanned(
-        self, file: InputFile, fingerprint: Fingerprint, scan: ScanPart, rows: RowWriter, grown: IndexedFile | None
-    ) -> IndexedFile:
-        """Scan a file; of one that has grown, its last shard and what is behind it."""
-        if (old := grown) is not None and old.shards:
-            *kept, (start, row, line, known) = old.shards
+    def _base(
+        self, file: InputFile, fingerprint: Fingerprint, grown: IndexedFile | None
+    ) -> tuple[IndexedFile, FilePart, int]:
+        """Return what is known of a file, the part to scan, and how many of that part's rows are known.
+
+        Of a file that has grown, the part is its last shard and what is behind it.
+        """
+        if grown is not None and grown.shards:
+            *kept, (start, row, line, num_known) = grown.shards
             log.info("%s has grown: reading its new rows", file.path)
-            base = IndexedFile(old.number, file.path, file.name, file.format, fingerprint, dict(old.types), kept)
-            return _joined(base, scan(file, FilePart(start, RowPosition(row, line))), rows, known)
+            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), shards=kept)
+            return base, FilePart(start, RowPosition(row, line)), num_known
         number, self.next_number = self.next_number, self.next_number + 1
         base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [])
-        return _joined(base, scan(file, FilePart(0, FIRST)), rows, 0)
+        return base, FilePart(0, FIRST), 0
 
     @property
     def numbers(self) -> set[int]:

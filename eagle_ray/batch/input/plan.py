@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from eagle_ray.batch.fingerprints import Fingerprint, begins_with, content_of, f
 from eagle_ray.batch.id_digests import DIGEST, EMPTY, Digests, digest, digests, isin
 from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
 from eagle_ray.batch.input.files import InputFile, find_files
-from eagle_ray.batch.input.input_index import InputIndex, ScanPart, changed_ids, index_key
+from eagle_ray.batch.input.input_index import InputIndex, Scan, changed_ids, index_key
 from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
@@ -148,12 +148,14 @@ class PreviousRun:
     finished_key: str | None = None
 
 
-def plan_input(config: JobConfig, previous: PreviousRun | None = None) -> InputPlan:
+def plan_input(
+    config: JobConfig, previous: PreviousRun | None = None, scan_with: Callable[[RowScanner], Scan] | None = None
+) -> InputPlan:
     """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
 
     With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
     parameters which rows cannot set raise. If the previous run is finished, its rows stay on disk and are not checked
-    again.
+    again. scan_with: makes the scan of new files from one that scans them here.
     """
     files = _files_of(config.input)
     columns = request_columns(config.input.columns)
@@ -164,7 +166,8 @@ def plan_input(config: JobConfig, previous: PreviousRun | None = None) -> InputP
     index = InputIndex(index_key({"columns": columns, "n": config.sampling.n, "version": __version__}))
     if previous is not None:
         index = InputIndex.load(previous.index, index.key, with_rows=not finished)
-    changes = _update(index, files, noted, prints, RowScanner(config, columns))
+    scanner = RowScanner(config, columns)
+    changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
 
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
@@ -193,7 +196,7 @@ def _update(
     files: Iterable[InputFile],
     noted: Mapping[str, Fingerprint],
     prints: Mapping[str, Fingerprint],
-    scan_part: ScanPart,
+    scan_parts: Scan,
 ) -> InputChanges:
     """Scan the files that the index lacks, and return what changed since the run's manifest was written."""
     files = list(files)
@@ -201,7 +204,7 @@ def _update(
     differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
     growth = Growth(prints)
     grown = {file.path for file in differing if growth(file, noted[file.path])}
-    index.add(files, prints, scan_part, growth)
+    index.add(files, prints, scan_parts, growth)
 
     old = {path: number for path, number in before.items() if index.files[path].number != number}
     rewritten = tuple(file.path for file in differing if file.path in old and file.path not in grown)
@@ -237,12 +240,16 @@ def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class RowScanner:
-    """Scans a part of a file: yields its types and shards, and a row of the index for each of its rows."""
+    """Scans parts of files: yields the types and shards of each, and a row of the index for each of its rows."""
 
     config: JobConfig
     columns: RequestColumns
 
-    def __call__(self, file: InputFile, part: FilePart) -> Iterator[tuple[FileScan, Table]]:
+    def __call__(self, parts: Iterable[tuple[InputFile, FilePart]]) -> Iterator[list[tuple[FileScan, Table]]]:
+        for file, part in parts:
+            yield [self._scan(file, part)]
+
+    def _scan(self, file: InputFile, part: FilePart) -> tuple[FileScan, Table]:
         needed = needed_columns(self.columns)
         has_turns = "turns" in self.columns.prompts
         ids, requests, rows = bytearray(), array("Q"), array("I")
@@ -261,7 +268,7 @@ class RowScanner:
             "request": np.frombuffer(requests, np.uint64),
             "rows": np.frombuffer(rows, np.uint32),
         }
-        yield found, table
+        return found, table
 
     def _num_rows(self, row: InputRow, location: RowLocation) -> int:
         return num_rows(table_of([parse_row(row, self.columns, location)], REQUEST).to_pylist()[0], self.config)

@@ -4,7 +4,7 @@ An id is done if its n samples are in one file. Each file is read once: what it 
 the file changes. Duplicates of an id are removed.
 
     >>> index = OutputIndex.read(run.data, run.output / INDEX)
-    >>> compare(plan.rows, index).num_done
+    >>> count_done(plan.rows, index).num_done
     480
 """
 

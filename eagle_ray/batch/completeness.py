@@ -2,7 +2,7 @@
 
 Memory holds one range and a byte for each row of the input, which is in a temporary file if there are many.
 
-    >>> found = compare(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
+    >>> found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
     >>> found.num_rows - found.num_done_rows
     96
 """
@@ -26,7 +26,7 @@ MISSING_SHOWN = 4  # ids that are kept for a message
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Completeness:
     """What the files hold of the expected rows.
 
     Attributes:
@@ -46,8 +46,8 @@ class Comparison:
     excess: Mapping[StoragePath, Digests]
 
 
-def compare(expected: ExpectedRows, output: OutputIndex) -> Comparison:
-    """Return the comparison, in one pass over both indexes."""
+def count_done(expected: ExpectedRows, output: OutputIndex) -> Completeness:
+    """Return what the files hold, in one pass over both indexes."""
     done = _flags(len(expected))
     num_rows = num_done_rows = num_missing = 0
     missing = EMPTY
@@ -69,7 +69,7 @@ def compare(expected: ExpectedRows, output: OutputIndex) -> Comparison:
         for rank in np.unique(extra["file"]):
             excess.setdefault(output.files[rank], []).append(extra["id"][extra["file"] == rank])
     joined = {file: np.concatenate(ids) for file, ids in excess.items()}
-    return Comparison(done, num_rows, num_done_rows, num_missing, missing, joined)
+    return Completeness(done, num_rows, num_done_rows, num_missing, missing, joined)
 
 
 def _flags(number: int) -> np.ndarray:
