@@ -34,20 +34,21 @@ class Killed(Exception):
 
 
 class ToyEngine:
-    """Writes the missing rows, three to a file. max_files: it is killed after so many. bad: ids that become errors."""
+    """Writes the missing rows. max_files: it is killed after so many. bad: ids that become errors."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
+        self.rows_per_file = 3
         self.max_files: int | None = None
         self.bad: set[str] = set()
 
     def generate(self, config: JobConfig, plan: Any, run: Any, done: Any, num_rows: int) -> None:
         left = [row for row, is_done in zip(plan_module.requests_of(plan), done, strict=True) if not is_done]
         schema = next_schema(run.data, plan.passthrough)
-        for number, start in enumerate(range(0, len(left), 3)):
+        for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:
                 raise Killed
-            rows = [self._answer(row, run, schema) for row in left[start : start + 3]]
+            rows = [self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
             file = Path(run.data.text) / part_name(run.attempt, number)
             pq.write_table(pa.Table.from_pylist(rows, schema), file)
             self.made += [row["request_id"] for row in rows]
@@ -211,6 +212,7 @@ def test_lines_and_files_are_added(make_job: MakeJob, engine, scans, tmp_path):
 
 
 def test_a_long_file_is_read_from_its_last_shard_on(make_job: MakeJob, engine, scans, tmp_path):
+    engine.rows_per_file = 400
     config = make_job(rows(*(f"r{i}" for i in range(1200))))
     run_to_completion(config)
     size = (tmp_path / "in.jsonl").read_bytes().index(b'{"id": "r1024"')
