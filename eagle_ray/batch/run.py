@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -212,6 +213,8 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     plan.index.save(run.output / INDEX)
     if retry_errors:
         _drop_error_rows(config, run, plan.rows)
+    if len(plan.changes.changed):
+        _drop_late_answers(config, plan, run)
     there = read_json_object(run.output / SUMMARY)
     if there and finished_key(run.output) == plan.key:
         log.info("%d ids asked for, all of them answered", len(plan.rows))
@@ -271,6 +274,20 @@ def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> 
         if len(wrong := wrong[asked.contains(wrong)]):
             log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
             _rewrite(file, before, without_ids(file, wrong), config, run)
+
+
+def _drop_late_answers(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
+    """Remove answers to the old form of changed rows. None was there before this attempt: a killed one's workers wrote
+    them since.
+    """
+    wait_for_stale_writers(run)
+    index = OutputIndex.read(run.data, run.output / INDEX)
+    late = index.find(plan.changes.changed)
+    for rank in np.unique(late["file"]):
+        file = index.files[rank]
+        before, ids = file.stat().version, late["id"][late["file"] == rank]
+        log.warning("%d late answers to rows that changed are taken out of %s", len(ids), file)
+        _rewrite(file, before, without_ids(file, ids), config, run)
 
 
 def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:

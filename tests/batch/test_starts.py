@@ -263,6 +263,29 @@ def test_a_row_may_change_before_it_is_answered(make_job: MakeJob, engine, tmp_p
     assert answered(tmp_path)["d"] == "Ho d" and answered(tmp_path)["e"] == "Hi e"
 
 
+def test_a_late_answer_to_a_row_that_changed_is_not_kept(make_job: MakeJob, engine, tmp_path, monkeypatch):
+    """A killed attempt's worker publishes after the answers were compared and before the attempt is raised."""
+    config = make_job(rows(*"abcdef"))
+    engine.max_files = 1
+    with pytest.raises(Killed):
+        run_to_completion(config)
+    make_job([*rows(*"abc"), *rows("d", text="Ho"), *rows("e", "f")])
+    engine.max_files = None
+    check = run_module.check_changes
+
+    def check_then_publish(*args: Any) -> None:
+        check(*args)
+        table = pq.read_table(tmp_path / "out" / "data" / "part-001-000000.parquet").slice(0, 1)
+        for name, value in (("request_id", "d"), ("prompt", "Hi d")):
+            place = table.schema.names.index(name)
+            table = table.set_column(place, table.schema.field(name), pa.array([value]))
+        pq.write_table(table, tmp_path / "out" / "data" / "part-001-000001.parquet")
+
+    monkeypatch.setattr(run_module, "check_changes", check_then_publish)
+    run_to_completion(config)
+    assert answered(tmp_path)["d"] == "Ho d" and len(answered(tmp_path)) == 6
+
+
 def test_rows_that_are_gone_are_named_and_their_answers_stay(make_job: MakeJob, engine, tmp_path, caplog):
     config = make_job(rows(*"abcd"))
     run_to_completion(config)
