@@ -13,6 +13,9 @@ which bounds memory whatever the number of rows.
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +33,7 @@ from eagle_ray.storage.path import StoragePath, read_json_object
 INDEX = "_index"  # a directory next to data/
 SEGMENT_ROWS = 1 << 21
 RANGE_ROWS = 1 << 20  # rows in memory at a time
-MAX_SEGMENTS = 64  # more are merged
+MAX_SMALL_SEGMENTS = 64  # above those that the rows fill
 PREFIXES = 1 << 16  # ranges are cut at two-byte prefixes of the digest
 
 Table = dict[str, np.ndarray]
@@ -87,7 +90,7 @@ def read_segment(directory: StoragePath, segment: Segment) -> Table:
     """Return a segment, mapped into memory if it is local. Raises IndexDamaged."""
     file = directory / segment.name
     try:
-        source = pa.memory_map(file.text) if file.is_local else pa.BufferReader(file.read_bytes())
+        source = _mapped(file)
         if zlib.crc32(source.read_buffer()) != segment.checksum:
             raise IndexDamaged(f"{file} is not what was written. Delete {directory}: it is built again.")
         source.seek(0)
@@ -95,6 +98,16 @@ def read_segment(directory: StoragePath, segment: Segment) -> Table:
         return {name: _as_numpy(arrow[name]) for name in arrow.column_names}
     except (OSError, pa.ArrowException) as error:
         raise IndexDamaged(f"{file} cannot be read ({error}). Delete {directory}: it is built again.") from error
+
+
+def _mapped(file: StoragePath) -> pa.MemoryMappedFile:
+    """Map a file into memory; one that is elsewhere is copied to a temporary file that lives as long as the map."""
+    if file.is_local:
+        return pa.memory_map(file.text)
+    with tempfile.NamedTemporaryFile(prefix="eagle-ray-index-") as copy, file.open() as stream:
+        shutil.copyfileobj(stream, copy)
+        copy.flush()
+        return pa.memory_map(copy.name)
 
 
 def segments_in(facts: list[dict[str, Any]]) -> list[Segment]:
@@ -136,6 +149,16 @@ def remove_unused(directory: StoragePath, kind: str, used: Iterable[Segment]) ->
         for file in directory.glob(f"{kind}-*.arrow"):
             if file.name not in names:
                 file.remove()
+
+
+def has_many_segments(num_segments: int, num_rows: int) -> bool:
+    """Return whether segments should be merged: each start may add a small one."""
+    return num_segments > MAX_SMALL_SEGMENTS + 2 * num_rows // SEGMENT_ROWS
+
+
+def write_facts(file: StoragePath, facts: dict[str, Any]) -> None:
+    """Write a JSON file of the index without white space, since it may list many files and shards."""
+    file.write_atomic(json.dumps(facts, separators=(",", ":")).encode())
 
 
 def num_ranges(num_rows: int) -> int:

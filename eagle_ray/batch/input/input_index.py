@@ -29,12 +29,12 @@ from eagle_ray.batch.input.passthrough import join_into
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.shards import FilePart, FileScan, Shard
 from eagle_ray.batch.row_index import (
-    MAX_SEGMENTS,
     SEGMENT_ROWS,
     IndexDamaged,
     Segment,
     Table,
     cut,
+    has_many_segments,
     join,
     num_ranges,
     ranges,
@@ -44,10 +44,11 @@ from eagle_ray.batch.row_index import (
     segments_in,
     sorted_by_id,
     take,
+    write_facts,
     write_rows,
     write_segment,
 )
-from eagle_ray.storage.path import StoragePath, write_json
+from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 FILE = "input.json"
@@ -220,12 +221,13 @@ class InputIndex:
         is_saved = not self.unsaved and all(place == directory for place, _ in self.segments)
         if is_saved and self._facts() == read_index_file(directory / FILE):
             return
-        if len(self.segments) + len(self.unsaved) > MAX_SEGMENTS or self._num_stale() > self._num_rows() // 2:
+        num_segments = len(self.segments) + len(self.unsaved)
+        if has_many_segments(num_segments, self._num_rows()) or self._num_stale() > self._num_rows() // 2:
             self._merge(directory)
         self.segments = [(directory, self._saved(place, segment, directory)) for place, segment in self.segments]
         self.segments += [(directory, write_segment(directory, KIND, table)) for table in self.unsaved]
         self.unsaved = []
-        write_json(directory / FILE, self._facts())
+        write_facts(directory / FILE, self._facts())
         remove_unused(directory, KIND, [segment for _, segment in self.segments])
         self._tables = None
 

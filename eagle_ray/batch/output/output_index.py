@@ -23,10 +23,10 @@ from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.batch.row_index import (
-    MAX_SEGMENTS,
     IndexDamaged,
     Segment,
     Table,
+    has_many_segments,
     join,
     num_ranges,
     ranges,
@@ -36,9 +36,10 @@ from eagle_ray.batch.row_index import (
     segments_in,
     sorted_by_id,
     take,
+    write_facts,
     write_rows,
 )
-from eagle_ray.storage.path import StorageError, StoragePath, write_json
+from eagle_ray.storage.path import StorageError, StoragePath
 
 FILE = "output.json"
 KIND = "output"
@@ -150,7 +151,7 @@ class KnownFiles:
         segments = [*self.segments, *write_rows(directory, KIND, added)]
         tables = [read_segment(directory, segment) for segment in segments]
         numbers = [number for number, _ in files.values()]
-        if len(segments) > MAX_SEGMENTS:
+        if has_many_segments(len(segments), sum(segment.num_rows for segment in segments)):
             segments = write_rows(directory, KIND, _alive(tables, numbers))
             tables = [read_segment(directory, segment) for segment in segments]
         next_number = max([self.next_number, *(number + 1 for number in numbers)])
@@ -161,7 +162,7 @@ class KnownFiles:
             "files": names,
             "segments": [segment.as_json() for segment in segments],
         }
-        write_json(directory / FILE, facts)
+        write_facts(directory / FILE, facts)
         remove_unused(directory, KIND, segments)
         return KnownFiles(files, segments, tables, next_number)
 
