@@ -38,9 +38,12 @@ def finished_key(output: StoragePath) -> str | None:
     return found.get("key")
 
 
-def record_finished(output: StoragePath, key: str) -> None:
-    """Record that the files hold every row of the plan with this key."""
-    write_json(output / INDEX / FILE, {"key": key, "files": files_key(output)})
+def record_finished(output: StoragePath, key: str, counted: str) -> None:
+    """Record that the files hold every row of the plan with this key.
+
+    counted: the key of the files before they were counted, so that the record does not hold for a late file.
+    """
+    write_json(output / INDEX / FILE, {"key": key, "files": counted})
 
 
 def files_key(output: StoragePath) -> str:

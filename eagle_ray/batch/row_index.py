@@ -26,7 +26,7 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.id_digests import DIGEST, SIZE, Digests, index_of
+from eagle_ray.batch.id_digests import DIGEST, SIZE
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.storage.path import StoragePath, read_json_object
 
@@ -123,6 +123,12 @@ def read_index_file(file: StoragePath) -> dict[str, Any] | None:
         return None
 
 
+def remove_index(output: StoragePath) -> None:
+    """Delete the index of an output, so that it is built again. Its segments go when the next index is written."""
+    for file in (output / INDEX).glob("*.json"):
+        file.remove()
+
+
 def write_rows(directory: StoragePath, kind: str, tables: Iterable[Table]) -> list[Segment]:
     """Write tables in any order as segments of at most SEGMENT_ROWS rows, each sorted."""
     segments: list[Segment] = []
@@ -172,12 +178,6 @@ def ranges(tables: Sequence[Table], parts: int) -> Iterator[list[Table]]:
     cuts = [[0, *np.searchsorted(table["id"], bounds).tolist(), len(table["id"])] for table in tables]
     for i in range(parts):
         yield [cut(table, at[i], at[i + 1]) for table, at in zip(tables, cuts, strict=True)]
-
-
-def find(ids: Digests, table: Table) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of the ids a sorted table has, as a mask, and where each of those is in it."""
-    places = index_of(ids, table["id"])
-    return places >= 0, places[places >= 0]
 
 
 def _bound(part: int, parts: int) -> bytes:

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from eagle_ray.batch.completeness import count_done
 from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.fingerprints import check_unchanged
-from eagle_ray.batch.finished import finished_key, previous_run, record_finished
+from eagle_ray.batch.finished import files_key, finished_key, previous_run, record_finished
 from eagle_ray.batch.input.parallel_scan import ParallelScan
 from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of, sample_ids
 from eagle_ray.batch.input.source_check import check_changes, check_sources
@@ -66,7 +66,7 @@ from eagle_ray.batch.output.schema import schema_differences, unread_settings
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.ray_jobs import check_output_outlives_job
-from eagle_ray.batch.row_index import INDEX
+from eagle_ray.batch.row_index import INDEX, IndexDamaged, remove_index
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig
@@ -182,6 +182,17 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
         ConfigError: before anything has started.
         JobError: the job cannot be completed.
     """
+    try:
+        return _run_attempt(config, retry_errors)
+    except IndexDamaged as error:
+        log.warning("the index of %s is built again: %s", config.output.path, error)
+    remove_index(output_of(config))
+    resumed = config.output.model_copy(update={"if_exists": "resume"})  # what the attempt has made stays
+    return _run_attempt(config.model_copy(update={"output": resumed}), retry_errors)
+
+
+def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
+    """Do what run_to_completion does. Raises IndexDamaged, too."""
     log.info("reading the input")
     output = output_of(config)
     check_disjoint(config.input.path, output)
@@ -216,6 +227,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     if len(plan.changes.changed):
         _drop_late_answers(config, plan, run)
     there = read_json_object(run.output / SUMMARY)
+    counted = files_key(run.output)
     if there and finished_key(run.output) == plan.key:
         log.info("%d ids asked for, all of them answered", len(plan.rows))
         wait_for_stale_writers(run)
@@ -224,7 +236,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
         with _checking_input(plan, run):
             _generate_missing(config, plan, run)
             wait_for_stale_writers(run)
-            _deduplicate_and_check(config, plan, run)
+            counted = _deduplicate_and_check(config, plan, run)
         there = read_json_object(run.output / SUMMARY) or {}  # removed before rows are generated, so still valid
         summary = there | summarize_run(run)
     summary |= _checks(config, plan, run, there)
@@ -232,7 +244,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     write_json(run.output / SUMMARY, summary, run.check_current)
     _check_error_rate(summary["total"], config.execution.max_error_rate)
     (run.output / SUCCESS).write_atomic(b"", run.check_current)
-    record_finished(run.output, plan.key)
+    record_finished(run.output, plan.key, counted)
     return summary
 
 
@@ -337,8 +349,9 @@ def _check_models(config: JobConfig) -> None:
     check_models(config.model, config.speculative)
 
 
-def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
-    """Recount the ids in the files. Remove duplicates; raise Incomplete if ids are missing."""
+def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle) -> str:
+    """Recount the ids in the files and return their key. Remove duplicates; raise Incomplete if ids are missing."""
+    counted = files_key(run.output)
     found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
     for file, ids in found.excess.items():
         log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
@@ -347,6 +360,7 @@ def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle) -
     if found.num_missing:
         names = sample_ids(found.missing, plan)
         raise Incomplete(f"{found.num_missing} of {len(plan.rows)} ids are missing: {names}; run the job again")
+    return _deduplicate_and_check(config, plan, run) if found.excess else counted
 
 
 def _checks(config: JobConfig, plan: InputPlan, run: RunHandle, there: dict[str, Any]) -> dict[str, Any]:

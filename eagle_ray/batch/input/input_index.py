@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray.batch.fingerprints import Fingerprint, what_changed
-from eagle_ray.batch.id_digests import DIGEST, Digests
+from eagle_ray.batch.id_digests import DIGEST, Digests, isin
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.passthrough import join_into
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
@@ -116,6 +116,7 @@ class InputIndex:
         key: how rows were read: an index with another key says nothing about this job.
         files: by path, as they were last scanned.
         next_number: of the next file that is scanned.
+        vanished: number and count of the rows that are in no file any more, if there are any: their answers stand.
         segments: on disk, with the directory of each.
         unsaved: tables that are in memory only.
     """
@@ -123,6 +124,7 @@ class InputIndex:
     key: str
     files: dict[str, IndexedFile] = field(default_factory=dict)
     next_number: int = 0
+    vanished: tuple[int, int] | None = None
     segments: list[tuple[StoragePath, Segment]] = field(default_factory=list)
     unsaved: list[Table] = field(default_factory=list)
     _tables: list[Table] | None = None
@@ -140,7 +142,8 @@ class InputIndex:
         try:
             files = {entry["path"]: IndexedFile.from_json(entry) for entry in facts["files"]}
             segments = [(directory, segment) for segment in segments_in(facts["segments"])]
-            index = cls(key, files, facts["next_number"], segments)
+            vanished = tuple(facts["vanished"]) if facts["vanished"] else None
+            index = cls(key, files, facts["next_number"], vanished, segments)
             if with_rows:
                 index._tables = index._read()
         except (IndexDamaged, KeyError, TypeError, ValueError, binascii.Error, pa.ArrowException) as error:
@@ -167,8 +170,8 @@ class InputIndex:
         fingerprints: Mapping[str, Fingerprint],
         scan: Scan,
         has_grown: Callable[[InputFile, Fingerprint], bool],
-    ) -> None:
-        """Scan the files that the index does not have as they are now.
+    ) -> int:
+        """Scan the files that the index does not have as they are now. Return their number.
 
         has_grown: whether a file holds the lines of a fingerprint, and more behind them.
         """
@@ -184,6 +187,7 @@ class InputIndex:
             scanned = scan([(file, part) for file, _, part, _ in bases])
             for (file, base, _, num_known), found in zip(bases, scanned, strict=True):
                 self.files[file.path] = _joined(base, found, rows, num_known)
+        return len(bases)
 
     def _base(
         self, file: InputFile, fingerprint: Fingerprint, grown: IndexedFile | None
@@ -203,13 +207,39 @@ class InputIndex:
 
     @property
     def numbers(self) -> set[int]:
-        return {entry.number for entry in self.files.values()}
+        """Return the numbers of all rows that are not out of date."""
+        return {entry.number for entry in self.files.values()} | ({self.vanished[0]} if self.vanished else set())
 
     def rows_of_files(self, numbers: Iterable[int]) -> Table:
         """Return the rows of some files, sorted by id. They are held in memory."""
         wanted = list(numbers)
         found = [take(table, np.isin(table["file"], wanted)) for table in self.tables]
         return sorted_by_id(join(found, NO_ROWS))
+
+    def compare(self, replaced: Iterable[int], current: Iterable[int]) -> tuple[Digests, Digests]:
+        """Return the ids of earlier rows whose request is another one now, and of those that have vanished since.
+
+        Earlier rows are those of replaced files, and those that had vanished before. What has vanished is kept, so that
+        a row that comes back is compared, too. current: the numbers of the files that are asked for.
+        """
+        number, num_before = self.vanished or (None, 0)
+        numbers = [*replaced, *([number] if self.vanished else [])]
+        rows = self.rows_of_files(numbers) if numbers else NO_ROWS
+        changed, gone = _changed_ids(rows, self, current)
+        vanished = take(rows, isin(rows["id"], gone))
+        is_new = vanished["file"] != number
+        if is_new.any() or len(is_new) != num_before:
+            self._set_vanished(vanished)
+        return changed, vanished["id"][is_new]
+
+    def _set_vanished(self, rows: Table) -> None:
+        count = len(rows["id"])
+        self.vanished = None
+        if count:
+            self.vanished = self.next_number, count
+            self.unsaved.append(rows | {"file": np.full(count, self.next_number, np.uint32)})
+            self.next_number += 1
+            self.reload()
 
     def by_range(self) -> Iterator[Table]:
         """Yield all rows, those out of date too, sorted by id, a range of the digest at a time."""
@@ -247,13 +277,15 @@ class InputIndex:
         return sum(len(table["id"]) for table in self.tables)
 
     def _num_stale(self) -> int:
-        return self._num_rows() - sum(entry.num_rows for entry in self.files.values())
+        kept = sum(entry.num_rows for entry in self.files.values()) + (self.vanished[1] if self.vanished else 0)
+        return self._num_rows() - kept
 
     def _facts(self) -> dict[str, Any]:
         return {
             "version": VERSION,
             "key": self.key,
             "next_number": self.next_number,
+            "vanished": list(self.vanished) if self.vanished else None,
             "files": [entry.as_json() | {"shards": list(map(list, entry.shards))} for entry in self.files.values()],
             "segments": [segment.as_json() for _, segment in self.segments],
         }
@@ -319,7 +351,7 @@ def _joined(base: IndexedFile, found: Iterable[tuple[FileScan, Table]], rows: Ro
     return replace(base, types=types, shards=shards)
 
 
-def changed_ids(old: Table, new: InputIndex, numbers: Iterable[int]) -> tuple[Digests, Digests]:
+def _changed_ids(old: Table, new: InputIndex, numbers: Iterable[int]) -> tuple[Digests, Digests]:
     """Return the ids of old rows whose request is another one now, and of those that are gone.
 
     old: sorted rows. numbers: the files that are asked for now.

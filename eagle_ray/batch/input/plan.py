@@ -26,7 +26,7 @@ from eagle_ray.batch.fingerprints import Fingerprint, begins_with, content_of, f
 from eagle_ray.batch.id_digests import DIGEST, EMPTY, Digests, digest, digests, isin
 from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
 from eagle_ray.batch.input.files import InputFile, find_files
-from eagle_ray.batch.input.input_index import InputIndex, Scan, changed_ids, index_key
+from eagle_ray.batch.input.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
@@ -204,15 +204,14 @@ def _update(
     differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
     growth = Growth(prints)
     grown = {file.path for file in differing if growth(file, noted[file.path])}
-    index.add(files, prints, scan_parts, growth)
-
-    old = {path: number for path, number in before.items() if index.files[path].number != number}
-    rewritten = tuple(file.path for file in differing if file.path in old and file.path not in grown)
-    if not rewritten:
+    if not index.add(files, prints, scan_parts, growth):
         return InputChanges(tuple(sorted(grown)))
+
+    replaced = {path: number for path, number in before.items() if index.files[path].number != number}
+    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
     current = {index.files[file.path].number for file in files}
-    rows = index.rows_of_files(old[path] for path in rewritten)
-    return InputChanges(tuple(sorted(grown)), rewritten, *changed_ids(rows, index, current))
+    changed, gone = index.compare(replaced.values(), current)
+    return InputChanges(tuple(sorted(grown)), rewritten, changed, gone)
 
 
 class Growth:

@@ -42,9 +42,15 @@ def check_changes(plan: InputPlan, output: StoragePath, retry_errors: bool) -> N
     changes = plan.changes
     for path in changes.grown:
         log.info("%s has grown since %s was made from it: its new rows are added", path, output.display_path)
+    for path in changes.rewritten:
+        log.warning(
+            "%s was rewritten since %s was made from it: answered rows keep the carried columns that they have",
+            path,
+            output.display_path,
+        )
     if not (len(changes.changed) or len(changes.vanished)):
         return
-    files = ", ".join(changes.rewritten)
+    files = ", ".join((*changes.rewritten, *changes.grown)) or "the input"
     index = OutputIndex.read(output / DATA, output / INDEX)
     answered = index.find(changes.changed)
     if retry_errors:
