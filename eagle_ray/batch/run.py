@@ -288,12 +288,18 @@ def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> 
             _rewrite(file, before, without_ids(file, wrong), config, run)
 
 
+def _output_index(run: RunHandle) -> OutputIndex:
+    """Return the index of the files as they are now, which is kept. An output that was deleted stays deleted."""
+    run.check_current()
+    return OutputIndex.read(run.data, run.output / INDEX)
+
+
 def _drop_late_answers(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
     """Remove answers to the old form of changed rows. None was there before this attempt: a killed one's workers wrote
     them since.
     """
     wait_for_stale_writers(run)
-    index = OutputIndex.read(run.data, run.output / INDEX)
+    index = _output_index(run)
     late = index.find(plan.changes.changed)
     for rank in np.unique(late["file"]):
         file = index.files[rank]
@@ -305,7 +311,7 @@ def _drop_late_answers(config: JobConfig, plan: InputPlan, run: RunHandle) -> No
 def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
     """Generate the rows of ids that no file holds yet."""
     check_sources(run, plan.files, plan.rows)
-    found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
+    found = count_done(plan.rows, _output_index(run))
     num_rows = found.num_rows - found.num_done_rows
     log.info("%d rows asked for, %d already there", found.num_rows, found.num_done_rows)
     if num_rows == 0:
@@ -352,7 +358,7 @@ def _check_models(config: JobConfig) -> None:
 def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle) -> str:
     """Recount the ids in the files and return their key. Remove duplicates; raise Incomplete if ids are missing."""
     counted = files_key(run.output)
-    found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
+    found = count_done(plan.rows, _output_index(run))
     for file, ids in found.excess.items():
         log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
         before = file.stat().version
