@@ -235,6 +235,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     else:
         with _checking_input(plan, run):
             _generate_missing(config, plan, run)
+            run.check_current()  # an output that was deleted has no manifest to read
             wait_for_stale_writers(run)
             counted = _deduplicate_and_check(config, plan, run)
         there = read_json_object(run.output / SUMMARY) or {}  # removed before rows are generated, so still valid

@@ -6,6 +6,7 @@ A toy engine writes one row per sample where the pipeline would run; the rest is
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from eagle_ray.batch import pipeline
 from eagle_ray.batch import run as run_module
 from eagle_ray.batch.input import plan as plan_module
-from eagle_ray.batch.job_errors import OutputMismatch
+from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.batch.output import output_index
 from eagle_ray.batch.output.part_files import next_schema, part_name
 from eagle_ray.batch.row_index import INDEX
@@ -340,3 +341,15 @@ def test_limits_and_other_inputs_share_an_index(make_job: MakeJob, engine, scans
     run_to_completion(make_job(**{"input.limit": 4}))
     assert engine.made == ["a", "b", "x", "c", "d"]
     assert scans == [("in.jsonl", 0), ("other.jsonl", 0)]
+
+
+def test_an_output_that_is_deleted_while_the_job_runs_is_not_made_again(
+    make_job: MakeJob, engine, monkeypatch, tmp_path
+):
+    def generate(*_: Any) -> None:
+        shutil.rmtree(tmp_path / "out")
+
+    monkeypatch.setattr(pipeline, "generate", generate)
+    with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
+        run_to_completion(make_job(rows("a")))
+    assert not (tmp_path / "out").exists()
