@@ -23,7 +23,8 @@ from eagle_ray.config import JobConfig
 class IndexedRows(Protocol):
     """Tables of rows, each sorted by id, with columns id, request, file, row and rows."""
 
-    tables: list[Table]
+    @property
+    def tables(self) -> list[Table]: ...
 
 
 @dataclass(frozen=True, slots=True)

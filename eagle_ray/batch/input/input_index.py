@@ -180,8 +180,9 @@ class InputIndex:
             old = self.files.get(file.path)
             if old is not None and old.describes(file, fingerprints[file.path]):
                 continue
-            is_same = old is not None and (old.name, old.format) == (file.name, file.format)
-            grown = old if is_same and has_grown(file, old.fingerprint) else None
+            grown = None
+            if old is not None and (old.name, old.format) == (file.name, file.format):
+                grown = old if has_grown(file, old.fingerprint) else None
             bases.append((file, *self._base(file, fingerprints[file.path], grown)))
         with RowWriter(self) as rows:
             scanned = scan([(file, part) for file, _, part, _ in bases])

@@ -140,6 +140,7 @@ class TaskFunction:
     function: Callable[..., Any]
 
     def __call__(self, batch: pa.Table) -> pa.Table:
+        result: tuple[Exception | None, Any]
         try:
             with extended_retries():
                 result = None, self.function(*pickle.loads(batch["arguments"][0].as_py()))
@@ -154,7 +155,7 @@ def _scan_piece(scanner: RowScanner, file: InputFile, part: FilePart) -> list[Fo
 
 def _count_lines(file: InputFile, part: FilePart) -> int:
     """Return the number of line ends in a part."""
-    count, left = 0, part.stop - part.start
+    count, left = 0, (file.version.size if part.stop is None else part.stop) - part.start
     with file.open() as stream:
         stream.seek(part.start)
         while left > 0 and (data := stream.read(min(READ_BYTES, left))):

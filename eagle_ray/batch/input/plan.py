@@ -89,16 +89,19 @@ class InputPlan:
 
     @property
     def rows(self) -> ExpectedRows:
-        """Return the rows of the plan by id."""
-        numbers = {file.path: self.index.files[file.path].number for file in self.files}
-        allowed = np.zeros(self.index.next_number, np.int64)
+        """Return the rows of the plan by id. Raises ValueError for a reader's plan, which has no index."""
+        index = self.index
+        if index is None:
+            raise ValueError("the plan of a reader has no index of rows")
+        numbers = {file.path: index.files[file.path].number for file in self.files}
+        allowed = np.zeros(index.next_number, np.int64)
         for shard in self.shards:
             allowed[numbers[shard.file.path]] += shard.num_rows
         starts, total = np.zeros_like(allowed), 0
         for file in self.files:
             starts[numbers[file.path]] = total
             total += int(allowed[numbers[file.path]])
-        return ExpectedRows(self.index, allowed, starts, self.default_rows)
+        return ExpectedRows(index, allowed, starts, self.default_rows)
 
     @property
     def passthrough(self) -> list[pa.Field]:
@@ -409,7 +412,7 @@ def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]
 
 def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
     """Return the first of these ids as text, for a message."""
-    names = []
+    names: list[str] = []
     for name, _ in ids_in(plan, np.sort(ids)):
         if len(names) == most:
             return ", ".join([*names, "..."])
