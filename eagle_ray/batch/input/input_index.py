@@ -224,7 +224,7 @@ class InputIndex:
         a row that comes back is compared, too. current: the numbers of the files that are asked for.
         """
         number, num_before = self.vanished or (None, 0)
-        numbers = [*replaced, *([number] if self.vanished else [])]
+        numbers = [*replaced, *([self.vanished[0]] if self.vanished else [])]
         rows = self.rows_of_files(numbers) if numbers else NO_ROWS
         changed, gone = _changed_ids(rows, self, current)
         vanished = take(rows, isin(rows["id"], gone))
