@@ -441,7 +441,11 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
     """Return the target's tokenizer, or None if it has none. Raises ConfigError if it cannot be read."""
     try:
         return Tokenizer.load(
-            download_metadata(model.target, "target"), model.chat_template, model_limits(model).max_model_len
+            download_metadata(model.target, "target"),
+            model.chat_template,
+            model_limits(model).max_model_len,
+            model.tool_parser,
+            model.reasoning_parser,
         )
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from eagle_ray.chat.chat_options import ChatOptions
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.tokenizer import TextOptions
@@ -37,6 +38,20 @@ def controls_of(values: Mapping[str, Any], tokenizer: WordEncoder | None) -> Con
         return Controls.of(**own)
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
+
+
+def check_grammar(options: ChatOptions) -> None:
+    """Raise RequestError for options that need an output held to a grammar, which no engine does yet."""
+    if options.must_call:
+        wrong = "required" if options.named is None else f"{options.named!r}"
+        raise RequestError(
+            "unsupported_parameter",
+            f"tool_choice: {wrong} is not supported, since it needs a grammar. Use auto or none",
+        )
+    if options.has_strict_tools:
+        raise RequestError(
+            "unsupported_parameter", "tools: strict is not supported, since it needs a grammar. Leave strict out"
+        )
 
 
 def text_options(values: Mapping[str, Any]) -> TextOptions:

@@ -14,15 +14,17 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from eagle_ray.batch.chat_rows import chat_options_of
 from eagle_ray.batch.expected_rows import num_samples
 from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.row_location import location_text
+from eagle_ray.chat.chat_options import ChatOptions
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, text_options
+from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, check_grammar, controls_of, text_options
 from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
@@ -74,7 +76,9 @@ def _sequences(
 ) -> list[Sequence]:
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
-    prompt_ids, stops = prompt_ids_of(row, tokenizer), stop_strings(row, config)
+    chat_options = chat_options_of(row, config)
+    prompt_ids, stops = prompt_ids_of(row, tokenizer, chat_options), stop_strings(row, config)
+    check_grammar(chat_options)
     values = sampling_values(row, config)
     controls, options = controls_of(values, tokenizer), text_options(values)
     return [
@@ -131,18 +135,18 @@ def controls_json(row: RequestRow, config: JobConfig) -> str | None:
     return json.dumps(own, ensure_ascii=False) if own else None
 
 
-def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
+def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None, options: ChatOptions) -> list[int]:
     if row["prompt_token_ids"] is not None:
         return row["prompt_token_ids"]
     if (messages := messages_of(row)) is not None:
-        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages))
+        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages), options)
     return _require_tokenizer(tokenizer, "prompt").encode(row["prompt"])
 
 
-def prompt_text_of(row: RequestRow, tokenizer: Tokenizer | None) -> str | None:
+def prompt_text_of(row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None) -> str | None:
     """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
     if (messages := messages_of(row)) is not None and tokenizer is not None:
-        return tokenizer.render_chat(template_messages(messages))
+        return tokenizer.render_chat(template_messages(messages), options=chat_options_of(row, config))
     return row["prompt"]
 
 

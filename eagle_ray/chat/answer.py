@@ -43,6 +43,10 @@ class Answer:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
 
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Return why the answer ended, by why its sequence did: stop, length or None."""
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
 
 def answer_of(events: Iterable[ChatEvent]) -> Answer:
     """Return the answer that all events of an output make."""

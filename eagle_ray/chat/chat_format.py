@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.chat.answer import ToolCall
 
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
@@ -55,6 +59,17 @@ class ChatFormat:
         """Return the markers that the parsers look for."""
         names = (name for name in (self.tool_parser, self.reasoning_parser) if name is not None)
         return tuple(marker for name in names for marker in MARKERS[name])
+
+    def openai_calls(self, calls: Sequence[ToolCall], key: str) -> list[dict[str, Any]]:
+        """Return tool calls in OpenAI's form. key: names the answer that they are in."""
+        return [
+            {
+                "id": self.call_id(key, index),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(calls)
+        ]
 
     def call_id(self, key: str, index: int) -> str:
         """Return the id of a tool call. Equal keys, which name an answer, have equal ids."""

@@ -46,12 +46,14 @@ _NOT_KWARGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Attributes:
-    tools: as the template reads them; empty if tool_choice is none.
-    tool_choice: auto, none, required, or the name of the tool that must be called, as `named`.
-    named: that tool.
-    parallel_tool_calls: whether an answer may have several calls; otherwise the first is kept.
-    template_kwargs: further values for the chat template.
+    """The options of one request.
+
+    Attributes:
+        tools: as the template reads them; empty if tool_choice is none.
+        tool_choice: auto, none, required or named.
+        named: the tool that must be called, if tool_choice is named.
+        parallel_tool_calls: whether an answer may have several calls; otherwise the first is kept.
+        template_kwargs: further values for the chat template.
     """
 
     tools: tuple[dict[str, Any], ...] = ()

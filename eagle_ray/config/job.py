@@ -20,6 +20,15 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from eagle_ray.chat.chat_format import REASONING_PARSERS, TOOL_PARSERS
+from eagle_ray.chat.chat_options import (
+    CHOICE_FORM,
+    KWARGS_FORM,
+    TOOLS_FORM,
+    ChatOptions,
+    check_template_kwargs,
+    check_tools,
+)
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.sampling_limits import (
@@ -107,7 +116,11 @@ EMBEDDED_PAIRS = ("embedded:tiny", "embedded:smollm2")
 
 
 class ModelConfig(StrictModel):
-    """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise."""
+    """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise.
+
+    tool_parser: the form in which the target writes tool calls.
+    reasoning_parser: how its reasoning is told from its answer.
+    """
 
     target: Name = Field(
         default="embedded:tiny",
@@ -128,6 +141,12 @@ class ModelConfig(StrictModel):
     )
     chat_template: Name = Field(
         default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+    )
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+        default="auto", description=f"auto (by the chat template's markers), {', '.join(TOOL_PARSERS)}, or none"
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
+        default="auto", description=f"auto (by the chat template's markers), {', '.join(REASONING_PARSERS)}, or none"
     )
 
     @model_validator(mode="before")
@@ -258,6 +277,34 @@ class RowSampling(SamplingConfig):
     """Sampling parameters of one row, from the input columns that override `sampling` and `seed`."""
 
     seed: Seed | None = Field(default=None, description="a 64-bit integer")
+
+
+class ChatConfig(StrictModel):
+    """What the chat template gets besides messages. A row or a request can override each key.
+
+    tools: functions that the answer may call, as in OpenAI's API.
+    tool_choice: none leaves the tools out of the prompt; required and a named tool force a call.
+    parallel_tool_calls: with false, only the first call of an answer is kept.
+    chat_template_kwargs: a row's or a request's names are added to these.
+    """
+
+    tools: Annotated[list[dict[str, Any]], AfterValidator(check_tools)] = Field(default=[], description=TOOLS_FORM)
+    tool_choice: str | dict[str, Any] = Field(default="auto", description=CHOICE_FORM)
+    parallel_tool_calls: bool = Field(default=True, description="true or false")
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(
+        default={}, description=KWARGS_FORM
+    )
+
+    def options(self, own: Mapping[str, Any]) -> ChatOptions:
+        """Return the options of a row or a request with these values of its own; null ones are not given.
+
+        Raises ValueError that begins with the name of a wrong value.
+        """
+        values = self.model_dump() | {name: value for name, value in own.items() if value is not None}
+        if own.get("tools") is not None and own.get("tool_choice") is None:
+            values["tool_choice"] = None  # the default may name a tool that these are not
+        kwargs = check_template_kwargs(own.get("chat_template_kwargs"))
+        return ChatOptions.of(values | {"chat_template_kwargs": self.chat_template_kwargs | kwargs})
 
 
 class ActorRange(StrictModel):
@@ -407,6 +454,7 @@ class JobConfig(StrictModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())
     speculative: SpeculativeConfig = SpeculativeConfig()
     sampling: SamplingConfig = SamplingConfig()
+    chat: ChatConfig = ChatConfig()
     execution: ExecutionConfig = ExecutionConfig()
     output: OutputConfig
     report: ReportConfig = ReportConfig()
