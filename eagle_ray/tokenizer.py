@@ -101,9 +101,12 @@ class Tokenizer:
     def with_markers(self) -> Tokenizer:
         """Return this tokenizer with texts that keep the special tokens that the answers' parsers look for."""
         if self._with_markers is None:
-            special = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
+            added = self._tokenizer.added_tokens_decoder
+            special = {id_: token.content for id_, token in added.items() if token.special}
+            special |= dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
+            shown = self.chat_format.markers
             showing = copy.copy(self)
-            showing._hidden_ids = frozenset(id_ for token, id_ in special if token not in self.chat_format.markers)
+            showing._hidden_ids = frozenset(id_ for id_, token in special.items() if token not in shown)
             self._with_markers = showing
         return self._with_markers
 

@@ -77,8 +77,8 @@ def _sequences(
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
     chat_options = chat_options_of(row, config)
-    prompt_ids, stops = prompt_ids_of(row, tokenizer, chat_options), stop_strings(row, config)
     check_grammar(chat_options)
+    prompt_ids, stops = prompt_ids_of(row, tokenizer, chat_options), stop_strings(row, config)
     values = sampling_values(row, config)
     controls, options = controls_of(values, tokenizer), text_options(values)
     return [

@@ -27,6 +27,8 @@ MARKERS = {
     "deepseek_r1": ("<think>", "</think>"),
 }
 _OTHER_FORMS = ("<function=", "<arg_key>")  # Qwen3-Coder's and GLM's calls, within <tool_call> too
+_BLOCK = re.compile(r"\{[{%](.*?)[}%]\}", re.DOTALL)
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 MISTRAL_ID_CHARS = 9  # Mistral's templates refuse ids of another length
 
 
@@ -51,7 +53,7 @@ class ChatFormat:
         return cls(
             _tool_parser_of(text) if tool_parser == "auto" else _named(tool_parser),
             _reasoning_parser_of(text) if reasoning_parser == "auto" else _named(reasoning_parser),
-            re.search(r"\btools\b", text) is not None,
+            _reads_tools(text),
         )
 
     @property
@@ -75,6 +77,12 @@ class ChatFormat:
         """Return the id of a tool call. Equal keys, which name an answer, have equal ids."""
         digest = hashlib.blake2b(f"{key}\x1f{index}".encode(), digest_size=12).hexdigest()
         return digest[:MISTRAL_ID_CHARS] if self.tool_parser == "mistral" else f"call_{digest}"
+
+
+def _reads_tools(template: str) -> bool:
+    """Return whether `tools` stands in one of the template's blocks, strings aside."""
+    blocks = (_STRING.sub("", block) for block in _BLOCK.findall(template))
+    return any(re.search(r"\btools\b", block) for block in blocks)
 
 
 def _named(name: str) -> str | None:

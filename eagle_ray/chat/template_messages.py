@@ -14,12 +14,9 @@ from typing import Any
 
 
 def template_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a checked message with its content as one text and the arguments of its tool calls as objects.
-
-    A null content, of a message with tool calls alone, is left out: a template would write it as the word None.
-    """
+    """Return a checked message with its content as one text and the arguments of its tool calls as objects."""
     content, calls = message.get("content"), message.get("tool_calls")
-    written = {key: value for key, value in message.items() if key != "content" or value is not None}
+    written = dict(message)
     if isinstance(content, list):
         written["content"] = "".join(part["text"] for part in content)
     if isinstance(calls, list):

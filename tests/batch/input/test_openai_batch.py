@@ -67,7 +67,7 @@ def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
     ("bad", "code", "says"),
     [
         (line(stream=True), "unsupported_parameter", "body.stream is not supported"),
-        (line(tools=[{"type": "function"}]), "unsupported_parameter", "body.tools"),
+        (line(functions=[{"name": "f"}]), "unsupported_parameter", "body.functions"),
         (line(frequency_penalty=2.5), "bad_sampling", "'frequency_penalty' must be a number between -2 and 2"),
         (line(presence_penalty="much"), "bad_sampling", "'presence_penalty' must be a number between -2 and 2"),
         (line(best_of=2), "unsupported_parameter", "body.best_of"),

@@ -1,0 +1,165 @@
+"""Tools and template values of rows, and the columns that an answer's parts have."""
+
+import asyncio
+import json
+
+import pyarrow as pa
+import pytest
+
+from eagle_ray.api.prompt_rows import prompt_rows
+from eagle_ray.batch.chat_rows import chat_options_of
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.output.schema import request_schema, table_of
+from eagle_ray.batch.sequences import prompt_text_of, sequences_of
+from eagle_ray.batch.worker import Worker
+from eagle_ray.errors import RequestError
+from eagle_ray.report.batch_output import line_of
+from eagle_ray.storage.path import StoragePath
+from eagle_ray.tokenizer import Tokenizer
+from tests.helpers.chat_templates import QWEN3, R1
+from tests.helpers.row_invariants import broken_laws
+from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.tokenizers import write_tokenizer
+
+ASK = [{"role": "user", "content": "Add 1 and 2."}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+THINKING = "<think>\nHm.\n</think>\n\n"
+
+
+@pytest.fixture
+def answered(make_job, tmp_path):
+    """A function of rows: the output rows of a worker, whose engine writes `text` where that is given."""
+
+    def rows_of(rows, template, text=None, **settings):
+        path = tmp_path / "template.jinja"
+        path.write_text(template)
+        pair = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "model.chat_template": str(path)}
+        config = make_job(rows, **pair, **settings)
+        plan = plan_input(config)
+        worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+        if text is not None:
+            tokenizer = worker._tokenizer
+            ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]
+            worker._engine = ScriptedEngine(worker._engine, ids, tokenizer.eos_ids)
+        try:
+            table: pa.Table = asyncio.run(
+                worker.answer(table_of(list(requests_of(plan)), request_schema(plan.passthrough)))
+            )
+            return table.to_pylist()
+        finally:
+            worker.close()
+
+    return rows_of
+
+
+def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
+    rows = [
+        {"id": "tools", "messages": ASK, "tools": [ADD], "n": 2},
+        {"id": "plain", "messages": ASK},
+        {"id": "text", "prompt": "Add"},
+        {"id": "none", "messages": ASK, "tools": json.dumps([ADD]), "tool_choice": "none"},
+        {"id": "required", "messages": ASK, "tools": [ADD], "tool_choice": "required"},
+        {"id": "bad", "messages": ASK, "tools": [{"type": "function"}]},
+        {"id": "choice", "messages": ASK, "tool_choice": "all"},
+        {"id": "prompt", "prompt": "Add", "tools": [ADD]},
+    ]
+    answers = answered(rows, QWEN3, f"{THINKING}I add.\n{CALL}", **{"sampling.max_tokens": 200})
+    by_id = {(row["request_id"], row["sample_index"]): row for row in answers}
+    names = ("content", "reasoning_content", "finish_reason")
+    first, second = by_id["tools", 0], by_id["tools", 1]
+    assert [first[name] for name in names] == ["I add.", "Hm.", "tool_calls"]
+    assert first["text"] == f"{THINKING}I add.\n{CALL}"
+    [call] = json.loads(first["tool_calls"])
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert call["id"] != json.loads(second["tool_calls"])[0]["id"]
+    for id_ in ("plain", "none"):
+        assert [by_id[id_, 0][name] for name in names] == [f"I add.\n{CALL}", "Hm.", "stop"]
+        assert by_id[id_, 0]["tool_calls"] is None and "add" not in by_id[id_, 0]["prompt"]
+    assert [by_id["text", 0][name] for name in names] == [None, None, "stop"]
+    errors = {id_: by_id[id_, 0]["error_message"] for id_ in ("required", "bad", "choice", "prompt")}
+    assert "tool_choice: required is not supported" in errors["required"]
+    assert "column tools[0]: must be" in errors["bad"] and "line 6" in errors["bad"]
+    assert "tool_choice: must be none, auto" in errors["choice"]
+    assert "tools: only with messages" in errors["prompt"]
+
+    body = line_of([first], str)["response"]["body"]["choices"][0]
+    assert body["finish_reason"] == "tool_calls"
+    assert body["message"] == {
+        "role": "assistant",
+        "content": "I add.",
+        "refusal": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [call],
+    }
+
+
+def test_a_real_engines_answer_to_an_open_reasoning_is_reasoning(answered):
+    """The tiny target never closes it."""
+    [row] = answered([{"id": "a", "messages": ASK}], R1)
+    assert row["prompt"].endswith("<assistant><think>\n") and row["text"]
+    assert (row["content"], row["reasoning_content"]) == ("", row["text"].lstrip("\n"))
+    assert broken_laws(row) == []
+    [row] = answered([{"id": "a", "messages": ASK}], R1, **{"model.reasoning_parser": "none"})
+    assert (row["content"], row["reasoning_content"]) == (None, None)
+
+
+def batch_line(id_, **body):
+    return {"custom_id": id_, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ASK, **body}}
+
+
+def test_rows_of_each_form_have_the_same_prompt(make_job, tmp_path):
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t", QWEN3))
+    kwargs = {"enable_thinking": False}
+    forms = [
+        {"id": "a", "messages": ASK, "tools": [ADD], "chat_template_kwargs": kwargs},
+        {"id": "a", "messages": ASK, "tools": json.dumps([ADD]), "chat_template_kwargs": json.dumps(kwargs)},
+        batch_line("a", tools=[ADD], chat_template_kwargs=kwargs, tool_choice="auto", parallel_tool_calls=True),
+    ]
+    configs = [make_job([form]) for form in forms]
+    configs.append(
+        make_job([{"id": "a", "messages": ASK}], **{"chat.tools": [ADD], "chat.chat_template_kwargs": kwargs})
+    )
+    prompts = []
+    for form, config in zip([*forms, {"id": "a", "messages": ASK}], configs, strict=True):
+        (tmp_path / "in.jsonl").write_text(json.dumps(form) + "\n")
+        [row] = requests_of(plan_input(config))
+        assert row["error_message"] is None
+        prompts.append(prompt_text_of(row, config, tokenizer))
+    [row] = prompt_rows({"messages": ASK, "tools": [ADD], "chat_template_kwargs": kwargs})
+    prompts.append(prompt_text_of(row, make_job(), tokenizer))
+    assert len(set(prompts)) == 1
+    assert json.dumps(ADD) in prompts[0] and prompts[0].endswith("</think>\n\n")
+
+
+def test_a_rows_own_values_win_over_the_jobs(make_job):
+    def options(row, **settings):
+        return chat_options_of(prompt_rows({"messages": ASK} | row)[0], make_job(**settings))
+
+    settings = {"chat.tools": [ADD], "chat.chat_template_kwargs": {"a": 1, "b": 1}, "chat.tool_choice": "none"}
+    assert options({}, **settings).tools == ()
+    assert options({"tool_choice": "auto", "chat_template_kwargs": {"b": 2}}, **settings).template_kwargs == {
+        "a": 1,
+        "b": 2,
+    }
+    other = {"type": "function", "function": {"name": "other"}}
+    assert options({"tools": [other]}, **settings).callable_names == ("other",)
+
+
+def test_text_completions_of_a_batch_file_take_no_tools(make_job):
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "tools": [ADD]}}
+    [row] = requests_of(plan_input(make_job([line])))
+    assert "body.tools is not supported" in row["error_message"]
+
+
+def test_a_choice_that_the_jobs_tools_lack_is_an_error_before_the_start(make_job):
+    with pytest.raises(Exception, match=r"chat\.tool_choice: 'required' needs tools"):
+        make_job(**{"chat.tool_choice": "required"})
+
+
+def test_strict_tools_are_refused(make_job):
+    strict = {"type": "function", "function": {"name": "add", "strict": True}}
+    [row] = prompt_rows({"messages": ASK, "tools": [strict]})
+    with pytest.raises(RequestError, match="strict is not supported"):
+        sequences_of(row, make_job(), None)
