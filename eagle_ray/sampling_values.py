@@ -8,13 +8,16 @@ TextOptions(..., skip_special_tokens=False, ...)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from eagle_ray.chat.answer_parser import reasoning_at
 from eagle_ray.chat.chat_options import ChatOptions
+from eagle_ray.chat.tool_grammar import needs_grammar, tool_grammar
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
-from eagle_ray.tokenizer import TextOptions
+from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 CONTROL_NAMES = tuple(Controls.__dataclass_fields__)
 TEXT_NAMES = ("stop_token_ids", "min_tokens", "skip_special_tokens", "include_stop_str_in_output")
@@ -40,8 +43,21 @@ def controls_of(values: Mapping[str, Any], tokenizer: WordEncoder | None) -> Con
         raise RequestError("invalid_sampling", str(error)) from None
 
 
-def check_grammar(options: ChatOptions) -> None:
-    """Raise RequestError for options that need an output held to a grammar, which no engine does yet."""
+def tool_call_grammar(options: ChatOptions, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> GrammarSpec | None:
+    """Return the grammar that a request's tools hold its answers to; None if they are free."""
+    chat_format = tokenizer.chat_format
+    if not needs_grammar(options) or chat_format.tool_parser is None:
+        return None
+    reasoning = reasoning_at(chat_format.reasoning_parser, tokenizer.prompt_end(prompt_ids))
+    source = tool_grammar(options, chat_format.tool_parser, tokenizer.special_marker_ids(), reasoning)
+    return GrammarSpec("grammar", source)
+
+
+def refuse_grammar(options: ChatOptions) -> None:
+    """Raise RequestError for options that need an output held to a grammar, which the engine does not do yet.
+
+    The place to attach a grammar: give SamplingParams what tool_call_grammar returns, and drop this function.
+    """
     if options.must_call:
         wrong = "required" if options.named is None else f"{options.named!r}"
         raise RequestError(

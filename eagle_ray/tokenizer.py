@@ -101,14 +101,21 @@ class Tokenizer:
     def with_markers(self) -> Tokenizer:
         """Return this tokenizer with texts that keep the special tokens that the answers' parsers look for."""
         if self._with_markers is None:
-            added = self._tokenizer.added_tokens_decoder
-            special = {id_: token.content for id_, token in added.items() if token.special}
-            special |= dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
-            shown = self.chat_format.markers
+            shown = self.special_marker_ids().values()
             showing = copy.copy(self)
-            showing._hidden_ids = frozenset(id_ for id_, token in special.items() if token not in shown)
+            showing._hidden_ids = frozenset(self._special_tokens()) - frozenset(shown)
             self._with_markers = showing
         return self._with_markers
+
+    def special_marker_ids(self) -> dict[str, int]:
+        """Return the ids of the answers' markers that are special tokens."""
+        return {token: id_ for id_, token in self._special_tokens().items() if token in self.chat_format.markers}
+
+    def _special_tokens(self) -> dict[int, str]:
+        """Return the tokens that a text leaves out by default, by their ids."""
+        added = self._tokenizer.added_tokens_decoder
+        special = {id_: token.content for id_, token in added.items() if token.special}
+        return special | dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises RequestError if it is far

@@ -24,7 +24,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, check_grammar, controls_of, text_options
+from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, refuse_grammar, text_options
 from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
@@ -77,7 +77,7 @@ def _sequences(
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
     chat_options = chat_options_of(row, config)
-    check_grammar(chat_options)
+    refuse_grammar(chat_options)
     prompt_ids, stops = prompt_ids_of(row, tokenizer, chat_options), stop_strings(row, config)
     values = sampling_values(row, config)
     controls, options = controls_of(values, tokenizer), text_options(values)

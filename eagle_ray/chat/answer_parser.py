@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from eagle_ray.chat.answer import Answer, ChatEvent, answer_of
 from eagle_ray.chat.chat_format import ChatFormat
 from eagle_ray.chat.chat_options import ChatOptions
-from eagle_ray.chat.reasoning_parser import CLOSE, OPEN, ReasoningParser
+from eagle_ray.chat.reasoning_parser import CLOSE, OPEN, ReasoningParser, ReasoningStart
 from eagle_ray.chat.tool_forms import HermesParser, Llama3JsonParser, MistralParser
 from eagle_ray.chat.tool_parser import ToolParser
 
@@ -36,7 +36,8 @@ class AnswerParser:
         """Return a new parser for one answer. prompt_end: the last characters of the prompt, markers included."""
         reasoning = tools = None
         if chat_format.reasoning_parser is not None:
-            reasoning = ReasoningParser(starts_in_reasoning(chat_format.reasoning_parser, prompt_end))
+            is_inside = reasoning_at(chat_format.reasoning_parser, prompt_end) == "inside"
+            reasoning = ReasoningParser(is_inside)
         if options.has_tools and chat_format.tool_parser is not None:
             tools = _TOOL_PARSERS[chat_format.tool_parser](options.callable_names)
         return cls(reasoning, tools, options.parallel_tool_calls)
@@ -78,10 +79,12 @@ def parse_answer(text: str, parser: AnswerParser) -> Answer:
     return answer_of([*parser.feed(text), *parser.end()])
 
 
-def starts_in_reasoning(reasoning_parser: str, prompt_end: str) -> bool:
-    """Return whether an answer begins with reasoning that no opening marker announces.
+def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStart:
+    """Return whether an answer begins with reasoning: none, inside (no opening marker announces it), or optional.
 
     A template may open the reasoning in the prompt, or close it there, as Qwen 3's does for enable_thinking: false.
     """
     end = prompt_end.rstrip()
-    return not end.endswith(CLOSE) if reasoning_parser == "deepseek_r1" else end.endswith(OPEN)
+    if reasoning_parser is None or end.endswith(CLOSE):
+        return "none"
+    return "inside" if reasoning_parser == "deepseek_r1" or end.endswith(OPEN) else "optional"

@@ -9,9 +9,13 @@ Newlines right before and after a marker belong to it. A text that ends within t
 
 from __future__ import annotations
 
+from typing import Literal
+
 from eagle_ray.chat.incremental_parser import IncrementalParser, Step
 
 OPEN, CLOSE = "<think>", "</think>"
+ReasoningStart = Literal["none", "inside", "optional"]
+"""How an answer begins: without reasoning, inside of it, or with a marker that may open it."""
 
 
 class ReasoningParser(IncrementalParser):

@@ -21,7 +21,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, check_grammar, controls_of, text_options
+from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, refuse_grammar, text_options
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
@@ -93,7 +93,7 @@ def prepare_generation(
     kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
-    check_grammar(chat_options)
+    refuse_grammar(chat_options)
     prompts = _prompts(request, text, chat_options)
     stops = config.sampling.stop if request.stops is None else request.stops
     values = _other_values(request, config)
