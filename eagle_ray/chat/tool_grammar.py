@@ -13,8 +13,8 @@ what the parser of the form reads:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from eagle_ray.chat.chat_options import ChatOptions
 from eagle_ray.chat.reasoning_parser import CLOSE, OPEN, ReasoningStart
@@ -123,7 +123,21 @@ class _MistralWriter:
         }
 
 
-_FORMS = {"hermes": _HermesWriter, "llama3_json": _Llama3JsonWriter, "mistral": _MistralWriter}
+class _FormWriter(Protocol):
+    """Writes the rules of one form."""
+
+    def calls(self) -> dict[str, str]:
+        """Return the rule `calls`, of an answer that is calls alone, and the rules that it needs."""
+
+    def free(self) -> dict[str, str]:
+        """Return the rule `answer`, of an answer that may call or not, and the rules that only it needs."""
+
+
+_FORMS: dict[str, Callable[[ChatOptions, Mapping[str, int]], _FormWriter]] = {
+    "hermes": _HermesWriter,
+    "llama3_json": _Llama3JsonWriter,
+    "mistral": _MistralWriter,
+}
 
 
 def _callable(options: ChatOptions) -> list[Tool]:
