@@ -31,7 +31,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def compiler():
-    return GrammarCompiler(FILE.read_text(), VOCAB, [END])
+    return GrammarCompiler(FILE.read_text, VOCAB, [END])
 
 
 def allowed(mask: np.ndarray) -> list[int]:
