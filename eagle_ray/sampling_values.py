@@ -8,14 +8,18 @@ TextOptions(..., skip_special_tokens=False, ...)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.sampling_limits import STRUCTURED_KEYS
 from eagle_ray.tokenizer import TextOptions
 
 CONTROL_NAMES = tuple(Controls.__dataclass_fields__)
+GRAMMAR_NAMES = STRUCTURED_KEYS
 TEXT_NAMES = ("stop_token_ids", "min_tokens", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -37,6 +41,31 @@ def controls_of(values: Mapping[str, Any], tokenizer: WordEncoder | None) -> Con
         return Controls.of(**own)
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
+
+
+def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults overridden by a row's or a request's own values, of which None are absent.
+
+    One that says what its output must be does without what the defaults say about that.
+    """
+    own = {name: value for name, value in own.items() if value is not None}
+    kept = dict(defaults)
+    if any(own.get(name) for name in GRAMMAR_NAMES):
+        kept |= {name: None for name in GRAMMAR_NAMES if name in kept}
+    return kept | own
+
+
+def grammar_of(values: Mapping[str, Any]) -> GrammarSpec | None:
+    """Return what the output must be, by the values of GRAMMAR_NAMES; None if it is free."""
+    response_format = json.loads(values["response_format"] or "{}")
+    if (kind := response_format.get("type")) == "json_schema":
+        return GrammarSpec(kind, json.dumps(response_format[kind]["schema"], ensure_ascii=False))
+    if kind == "json_object" or values["json_object"]:
+        return GrammarSpec("json_object")
+    if values["choice"]:
+        return GrammarSpec("choice", json.dumps(list(values["choice"]), ensure_ascii=False))
+    found = [name for name in ("json_schema", "regex", "grammar") if values[name]]
+    return GrammarSpec(found[0], values[found[0]]) if found else None
 
 
 def text_options(values: Mapping[str, Any]) -> TextOptions:

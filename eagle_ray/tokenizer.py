@@ -112,6 +112,13 @@ class Tokenizer:
         special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
         return {"tokenizer_class": type(self._tokenizer).__name__, **special, "chat_template": self._chat_template}
 
+    def to_json(self) -> str:
+        """Return the text of its tokenizer.json. Raises ValueError if it has no such form."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(self._tokenizer).__name__} has no form as tokenizer.json")
+        return str(backend.to_str())
+
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the ids of a conversation, exactly as the template writes it, up to the answer. Raises
         RequestError.

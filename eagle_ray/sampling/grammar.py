@@ -28,6 +28,9 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0
 MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
 ANY_OBJECT = '{"type": "object"}'
+# Between the parts of a JSON text: nothing, a space, or a line break with an indent. Without a bound, embedded:tiny
+# wrote white space to its last token in the first object that a schema asked of it.
+JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,8 @@ def _source(spec: GrammarSpec) -> str:
     """Return what llguidance compiles. Raises RequestError naming the kind."""
     try:
         if spec.kind in ("json_schema", "json_object"):
-            return LLMatcher.grammar_from_json_schema(spec.source if spec.kind == "json_schema" else ANY_OBJECT)
+            schema = spec.source if spec.kind == "json_schema" else ANY_OBJECT
+            return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.source)
         if spec.kind == "choice":

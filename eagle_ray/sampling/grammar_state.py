@@ -30,6 +30,9 @@ class GrammarState:
         vocab_size: of the target's logits.
         eos_ids: tokens that end the output. They are not parsed, and nothing may follow them.
         after: see GrammarSpec.
+
+    Attributes:
+        has_end: the output's last token is an end.
     """
 
     def __init__(self, compiled: LLMatcher, vocab_size: int, eos_ids: Collection[int], after: int | None = None):
@@ -38,6 +41,7 @@ class GrammarState:
         self._num_words = num_words(vocab_size)
         self._free = ~pack_mask(self._ends, vocab_size)  # an output cannot end before its grammar has begun
         self._begun = after is None
+        self.has_end = False
         self._parsed: list[int] = []  # committed tokens since the grammar began
         self._num_output = 0
         self._dead_ends: dict[tuple[int, ...], RequestError] = {}
@@ -57,7 +61,8 @@ class GrammarState:
         new = list(output_ids[self._num_output :])
         self._num_output = len(output_ids)
         self._dead_ends.clear()
-        if new and new[-1] in self._ends:
+        self.has_end = bool(output_ids) and output_ids[-1] in self._ends
+        if new and self.has_end:
             new.pop()
         try:
             self.commit(new)

@@ -18,15 +18,24 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, text_options
+from eagle_ray.sampling_values import (
+    CONTROL_NAMES,
+    GRAMMAR_NAMES,
+    TEXT_NAMES,
+    controls_of,
+    grammar_of,
+    merged_values,
+    text_options,
+)
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
-OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES)))
+OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ def prepare_generation(
     prompts = _prompts(request, text)
     stops = config.sampling.stop if request.stops is None else request.stops
     values = _other_values(request, config)
-    controls, options = controls_of(values, text), text_options(values)
+    controls, options, grammar = controls_of(values, text), text_options(values), grammar_of(values)
     n = request.n or config.sampling.n
     choices = [
         Choice(
@@ -100,7 +109,7 @@ def prepare_generation(
             sequence=Sequence(
                 f"{id}/{i * n + j}",
                 prompt.ids,
-                _sampling(request, config, j, controls, tuple(values["stop_token_ids"])),
+                _sampling(request, config, j, controls, grammar, tuple(values["stop_token_ids"])),
                 text.stop_check(stops, options),
             ),
             num_wanted=0 if request.wanted_tokens == 0 else None,
@@ -152,7 +161,7 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NullTok
 def _other_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
     """Return the server's controls and text settings overridden by the request's."""
     own = {name: value for name in OTHER_NAMES if (value := getattr(request, name)) is not None}
-    return config.sampling.model_dump(include=set(OTHER_NAMES)) | own
+    return merged_values(config.sampling.model_dump(include=set(OTHER_NAMES)), own)
 
 
 def _sampling(
@@ -160,6 +169,7 @@ def _sampling(
     config: ServeConfig,
     index: int,
     controls: Controls | None,
+    grammar: GrammarSpec | None,
     stop_token_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the server's settings overridden by the request's, with a random seed if it has none."""
@@ -178,6 +188,7 @@ def _sampling(
             prompt_logprobs=request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
             stop_token_ids=stop_token_ids,
             controls=controls,
+            grammar=grammar,
         )
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
