@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from eagle_ray.chat.chat_format import TOOL_PARSERS, ChatFormat
 from eagle_ray.chat.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.chat.incremental_parser import num_begun
+from eagle_ray.chat.reasoning_parser import CLOSE
 from eagle_ray.chat_templates import NAMES, template_path
 from eagle_ray.errors import EngineError, RequestError, one_line
 
@@ -107,6 +108,16 @@ class Tokenizer:
             self._with_markers = showing
         return self._with_markers
 
+    def reasoning_end_id(self) -> int:
+        """Return the token that ends an answer's reasoning. Raises RequestError if it takes several."""
+        ids = self._tokenizer.encode(CLOSE, add_special_tokens=False)
+        if len(ids) > 1:
+            message = (
+                f"the target writes {CLOSE} with {len(ids)} tokens, so an output's form cannot begin after it. Set"
+            )
+            raise RequestError("invalid_sampling", f"{message} model.reasoning_parser to none")
+        return int(ids[0])
+
     def special_marker_ids(self) -> dict[str, int]:
         """Return the ids of the answers' markers that are special tokens."""
         return {token: id_ for id_, token in self._special_tokens().items() if token in self.chat_format.markers}
@@ -149,6 +160,13 @@ class Tokenizer:
         """Return the tokenizer's class, its special tokens by role and the chat template in use, as JSON."""
         special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
         return {"tokenizer_class": type(self._tokenizer).__name__, **special, "chat_template": self._chat_template}
+
+    def to_json(self) -> str:
+        """Return the text of its tokenizer.json. Raises ValueError if it has no such form."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(self._tokenizer).__name__} has no form as tokenizer.json")
+        return str(backend.to_str())
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> list[int]:
         """Return the ids of a conversation, exactly as the template writes it, up to the answer. Raises

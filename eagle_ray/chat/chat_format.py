@@ -39,12 +39,15 @@ class ChatFormat:
     Attributes:
         tool_parser: one of TOOL_PARSERS, or None if the form of its calls is not known.
         reasoning_parser: one of REASONING_PARSERS, or None if it does not think.
+        has_thinking_switch: whether the template has enable_thinking, so that answers begin with reasoning unless the
+            prompt has closed it.
         reads_tools: whether the chat template writes tools into a prompt.
     """
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     reads_tools: bool = False
+    has_thinking_switch: bool = False
 
     @classmethod
     def of(cls, template: str | None, tool_parser: str, reasoning_parser: str) -> ChatFormat:
@@ -54,6 +57,7 @@ class ChatFormat:
             _tool_parser_of(text) if tool_parser == "auto" else _named(tool_parser),
             _reasoning_parser_of(text) if reasoning_parser == "auto" else _named(reasoning_parser),
             _reads_tools(text),
+            "enable_thinking" in text,
         )
 
     @property

@@ -7,7 +7,7 @@ what the parser of the form reads:
     start: SPACE answer
     calls: "<|python_tag|>"? call ("; " call)*
     call: object_0
-    object_0: "{\\"name\\": \\"add\\", \\"parameters\\": " %json {"type": "object"} "}"
+    object_0: "{\\"name\\": \\"add\\", \\"parameters\\": " %json {"type": "object", ...} "}"
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from eagle_ray.chat.reasoning_parser import CLOSE, OPEN, ReasoningStart
 from eagle_ray.chat.tool_forms import ARGS, PYTHON_TAG, TOOL_CALLS, TOOL_CLOSE, TOOL_OPEN
 
 Tool = dict[str, Any]
+JSON_OPTIONS = {"whitespace_pattern": " ?"}  # a model may write white space without an end
 _NO_OBJECT = r"/[^{\s](.|\n)*/"  # a text that does not begin like a call
 
 
@@ -157,7 +158,7 @@ def _object(tool: Tool, key: str) -> str:
 
 def _arguments(tool: Tool) -> str:
     """Return the rule of a tool's arguments: an object that fits its schema, if it has one."""
-    schema = {"type": "object"} | (tool["function"].get("parameters") or {})
+    schema = {"type": "object"} | (tool["function"].get("parameters") or {}) | {"x-guidance": JSON_OPTIONS}
     return f"%json {json.dumps(schema)}"
 
 

@@ -18,7 +18,17 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from eagle_ray.chat.chat_format import REASONING_PARSERS, TOOL_PARSERS
 from eagle_ray.chat.chat_options import (
@@ -31,6 +41,7 @@ from eagle_ray.chat.chat_options import (
 )
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
+from eagle_ray.config.structured import choice_list, response_format_text, schema_text
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -38,6 +49,7 @@ from eagle_ray.sampling_limits import (
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
+    STRUCTURED_KEYS,
 )
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
@@ -56,6 +68,7 @@ def _integer_keys(value: Any) -> Any:
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
+ONLY_ONE = "at most one of json_schema, json_object, regex, choice, grammar and response_format is set"
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 LogitBias = Annotated[dict[TokenId, Bias], BeforeValidator(_integer_keys)]
 
@@ -231,6 +244,10 @@ class SamplingConfig(StrictModel):
     skip_special_tokens: whether the text leaves special tokens out.
     top_logprobs: with logprobs, also store this many of the likeliest tokens at each place.
     prompt_logprobs: with logprobs, also store the prompt's log-probabilities.
+    json_schema, json_object, regex, choice, grammar, response_format: what an output must be. Only tokens that fit can
+        be sampled, before all other parameters. A row that sets one of them does without the job's. grammar is in
+        llguidance's Lark syntax (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md); a schema's
+        keywords that llguidance does not support are errors of the row.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
@@ -271,6 +288,27 @@ class SamplingConfig(StrictModel):
     stop_token_ids: list[TokenId] = Field(default=[], description="a list of token ids")
     include_stop_str_in_output: bool = Field(default=False, description="true or false")
     skip_special_tokens: bool = Field(default=True, description="true or false")
+    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = Field(
+        default=None, description=f"a JSON schema, as an object or as JSON text, or null; {ONLY_ONE}"
+    )
+    json_object: bool = Field(default=False, description=f"true or false; {ONLY_ONE}")
+    regex: Name | None = Field(default=None, description=f"a regular expression, or null; {ONLY_ONE}")
+    choice: Annotated[list[Name], Field(min_length=1), BeforeValidator(choice_list)] | None = Field(
+        default=None, description=f"a list of texts, none of them empty, or null; {ONLY_ONE}"
+    )
+    grammar: Name | None = Field(default=None, description=f"a Lark grammar, or null; {ONLY_ONE}")
+    response_format: Annotated[str, BeforeValidator(response_format_text)] | None = Field(
+        default=None,
+        description="OpenAI's {type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}, "
+        f"or null; {ONLY_ONE}",
+    )
+
+    @field_validator(*STRUCTURED_KEYS)
+    @classmethod
+    def _only_one(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and any(info.data.get(name) for name in STRUCTURED_KEYS if name != info.field_name):
+            raise ValueError("another key says what outputs must be")
+        return value
 
 
 class RowSampling(SamplingConfig):

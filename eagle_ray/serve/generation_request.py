@@ -20,15 +20,24 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, refuse_grammar, text_options
+from eagle_ray.sampling_values import (
+    CONTROL_NAMES,
+    GRAMMAR_NAMES,
+    TEXT_NAMES,
+    answer_grammar,
+    controls_of,
+    merged_values,
+    text_options,
+)
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
-OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES)))
+OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +102,11 @@ def prepare_generation(
     kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
-    refuse_grammar(chat_options)
     prompts = _prompts(request, text, chat_options)
     stops = config.sampling.stop if request.stops is None else request.stops
     values = _other_values(request, config)
     controls, options = controls_of(values, text), text_options(values)
+    grammar = answer_grammar(values, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     n = request.n or config.sampling.n
     choices = [
         Choice(
@@ -106,7 +115,7 @@ def prepare_generation(
             sequence=Sequence(
                 f"{id}/{i * n + j}",
                 prompt.ids,
-                _sampling(request, config, j, controls, tuple(values["stop_token_ids"])),
+                _sampling(request, config, j, controls, grammar, tuple(values["stop_token_ids"])),
                 text.stop_check(stops, options),
             ),
             num_wanted=0 if request.wanted_tokens == 0 else None,
@@ -186,7 +195,7 @@ def _prompts(
 def _other_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
     """Return the server's controls and text settings overridden by the request's."""
     own = {name: value for name in OTHER_NAMES if (value := getattr(request, name)) is not None}
-    return config.sampling.model_dump(include=set(OTHER_NAMES)) | own
+    return merged_values(config.sampling.model_dump(include=set(OTHER_NAMES)), own)
 
 
 def _sampling(
@@ -194,6 +203,7 @@ def _sampling(
     config: ServeConfig,
     index: int,
     controls: Controls | None,
+    grammar: GrammarSpec | None,
     stop_token_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the server's settings overridden by the request's, with a random seed if it has none."""
@@ -212,6 +222,7 @@ def _sampling(
             prompt_logprobs=request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
             stop_token_ids=stop_token_ids,
             controls=controls,
+            grammar=grammar,
         )
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
 from eagle_ray.chat.template_messages import template_message
+from eagle_ray.config.structured import response_format_text, schema_text
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -22,6 +23,7 @@ from eagle_ray.sampling_limits import (
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
+    STRUCTURED_KEYS,
 )
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
@@ -175,6 +177,19 @@ class Request(Body):
     )
     include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
+    json_schema: Annotated[Text, BeforeValidator(schema_text)] | None = Field(
+        default=None, description="a JSON schema, as an object or as JSON text"
+    )
+    json_object: bool | None = Field(default=None, description="true or false")
+    regex: Stop | None = Field(default=None, description="a regular expression")
+    choice: Annotated[list[Stop], Field(min_length=1, max_length=1024, fail_fast=True)] | None = Field(
+        default=None, description="a list of 1 to 1024 texts, none of them empty"
+    )
+    grammar: Stop | None = Field(default=None, description="a Lark grammar")
+    response_format: Annotated[Text, BeforeValidator(response_format_text)] | None = Field(
+        default=None,
+        description="{type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}",
+    )
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(
         default=None, description="{include_usage: true or false, include_steps: true or false}, with stream"
@@ -206,6 +221,10 @@ class Request(Body):
         if self.min_tokens and self.wanted_tokens is not None and self.min_tokens > self.wanted_tokens:
             message = f"min_tokens: must be at most max_tokens ({self.wanted_tokens}), got {self.min_tokens}"
             raise ApiError(400, message, "min_tokens", "bad_value")
+        set_keys = [name for name in STRUCTURED_KEYS if getattr(self, name)]
+        if len(set_keys) > 1:
+            both = f"{set_keys[0]} and {set_keys[1]}"
+            raise ApiError(400, f"{both} both say what the output must be: give one", set_keys[1], "bad_value")
         refuse_unbuilt(self.model_extra or {})
 
 

@@ -27,7 +27,6 @@ SAYS_NOTHING = (
 )  # of the tokens
 OFF: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none", "auto"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import jsonschema
 import pyarrow as pa
 import pytest
 
@@ -15,12 +16,13 @@ from eagle_ray.batch.sequences import prompt_text_of, sequences_of
 from eagle_ray.batch.worker import Worker
 from eagle_ray.errors import RequestError
 from eagle_ray.report.batch_output import line_of
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.tokenizer import Tokenizer
-from tests.helpers.chat_templates import QWEN3, R1
+from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.helpers.row_invariants import broken_laws
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.helpers.tokenizers import write_tokenizer
+from tests.helpers.tokenizers import special_tokenizer, write_tokenizer
 
 ASK = [{"role": "user", "content": "Add 1 and 2."}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}
@@ -60,7 +62,6 @@ def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
         {"id": "plain", "messages": ASK},
         {"id": "text", "prompt": "Add"},
         {"id": "none", "messages": ASK, "tools": json.dumps([ADD]), "tool_choice": "none"},
-        {"id": "required", "messages": ASK, "tools": [ADD], "tool_choice": "required"},
         {"id": "bad", "messages": ASK, "tools": [{"type": "function"}]},
         {"id": "choice", "messages": ASK, "tool_choice": "all"},
         {"id": "prompt", "prompt": "Add", "tools": [ADD]},
@@ -78,9 +79,8 @@ def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
         assert [by_id[id_, 0][name] for name in names] == [f"I add.\n{CALL}", "Hm.", "stop"]
         assert by_id[id_, 0]["tool_calls"] is None and "add" not in by_id[id_, 0]["prompt"]
     assert [by_id["text", 0][name] for name in names] == [None, None, "stop"]
-    errors = {id_: by_id[id_, 0]["error_message"] for id_ in ("required", "bad", "choice", "prompt")}
-    assert "tool_choice: required is not supported" in errors["required"]
-    assert "column tools[0]: must be" in errors["bad"] and "line 6" in errors["bad"]
+    errors = {id_: by_id[id_, 0]["error_message"] for id_ in ("bad", "choice", "prompt")}
+    assert "column tools[0]: must be" in errors["bad"] and "line 5" in errors["bad"]
     assert "tool_choice: must be none, auto" in errors["choice"]
     assert "tools: only with messages" in errors["prompt"]
 
@@ -158,8 +158,51 @@ def test_a_choice_that_the_jobs_tools_lack_is_an_error_before_the_start(make_job
         make_job(**{"chat.tool_choice": "required"})
 
 
-def test_strict_tools_are_refused(make_job):
-    strict = {"type": "function", "function": {"name": "add", "strict": True}}
-    [row] = prompt_rows({"messages": ASK, "tools": [strict]})
-    with pytest.raises(RequestError, match="strict is not supported"):
-        sequences_of(row, make_job(), None)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ONE = {"type": "function", "function": {"name": "one", "parameters": SCHEMA}}
+TWO = {"type": "function", "function": {"name": "two", "strict": True, "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize(("template", "form"), [(QWEN3, "hermes"), (LLAMA3, "llama3_json"), (MISTRAL, "mistral")])
+def test_a_real_engine_must_call_a_tool_as_its_schema_says(answered, template, form):
+    """The tiny target was never shown a tool: the grammar alone makes it call one, by drafts or without any."""
+    ask = {
+        "messages": ASK,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "tools": [ONE, TWO],
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }
+    named = {"type": "function", "function": {"name": "two"}}
+    rows = [{"id": "g", **ask, "tool_choice": "required"}, {"id": "n", **ask, "tool_choice": named}]
+    rows.append({"id": "s", **ask, "tool_choice": "required", "temperature": 0.9, "seed": 3, "n": 2})
+    drafted = answered(rows, template)
+    for row in drafted:
+        assert row["status"] == "ok" and row["finish_reason"] == "tool_calls", row["text"]
+        [call] = json.loads(row["tool_calls"])
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+        assert call["function"]["name"] in (("two",) if row["request_id"] == "n" else ("one", "two"))
+    assert all(row["num_draft_tokens"] for row in drafted)
+    plain = answered(rows, template, **{"speculative.method": "none", "model.draft": None})
+    assert [row["output_token_ids"] for row in plain] == [row["output_token_ids"] for row in drafted]
+
+
+def test_a_form_begins_after_reasoning_that_the_prompt_has_opened(make_job, tmp_path):
+    tokenizer = special_tokenizer(tmp_path / "t", R1, "<think>", "</think>")
+    [row] = prompt_rows({"messages": ASK, "json_object": True})
+    [sequence] = sequences_of(row, make_job(), tokenizer)
+    assert sequence.sampling.grammar == GrammarSpec("json_object", after=tokenizer.reasoning_end_id())
+    [row] = prompt_rows({"prompt": "Hi", "json_object": True})
+    assert sequences_of(row, make_job(), tokenizer)[0].sampling.grammar == GrammarSpec("json_object")
+
+
+def test_tools_and_a_form_that_both_say_what_the_answer_must_be(make_job, tmp_path):
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t", QWEN3))
+    [row] = prompt_rows({"messages": ASK, "tools": [ADD], "tool_choice": "required", "json_object": True})
+    with pytest.raises(RequestError, match="json_object: the tools of the request say"):
+        sequences_of(row, make_job(), tokenizer)

@@ -1,7 +1,5 @@
 """Parsers are chosen by a template's markers, and markers that are special tokens reach them."""
 
-import json
-
 import pytest
 
 from eagle_ray.chat.answer import ToolCall
@@ -12,7 +10,7 @@ from eagle_ray.config import ConfigError, load_config
 from eagle_ray.errors import RequestError
 from eagle_ray.tokenizer import Tokenizer
 from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
-from tests.helpers.tokenizers import TEMPLATE, write_tokenizer
+from tests.helpers.tokenizers import TEMPLATE, special_tokenizer, write_tokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = ChatOptions.of({"tools": [ADD]})
@@ -54,19 +52,8 @@ def test_ids_of_calls_fit_their_template_and_name_their_answer():
     assert len(mistral.call_id("q1/0", 0)) == 9 and mistral.call_id("q1/0", 0).isalnum()
 
 
-def special(directory, template, *tokens):
-    """A tokenizer directory whose special tokens include these."""
-    write_tokenizer(directory, template)
-    path = directory / "tokenizer.json"
-    content = json.loads(path.read_text())
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    content["added_tokens"] += [{"id": 400 + i, "content": token, **flags} for i, token in enumerate(tokens)]
-    path.write_text(json.dumps(content))
-    return Tokenizer.load(directory)
-
-
 def test_markers_that_are_special_tokens_are_seen_by_the_parser_alone(tmp_path):
-    tokenizer = special(tmp_path, MISTRAL, "[TOOL_CALLS]", "[OTHER]")
+    tokenizer = special_tokenizer(tmp_path, MISTRAL, "[TOOL_CALLS]", "[OTHER]")
     ids = tokenizer.encode('[TOOL_CALLS][{"name": "add", "arguments": {}}][OTHER]', add_special_tokens=False)
     assert tokenizer.decode(ids) == '[{"name": "add", "arguments": {}}]'
     text = tokenizer.with_markers().final_text([*ids, 1], [])

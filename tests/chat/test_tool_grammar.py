@@ -42,7 +42,7 @@ def written(request):
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
         ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
         assert max(ids.values()) < VOCAB
-    return GrammarCompiler(tokenizer.to_str(), VOCAB, [END]), tokenizer, ids
+    return GrammarCompiler(tokenizer.to_str, VOCAB, [END]), tokenizer, ids
 
 
 def allows(written, source, text):

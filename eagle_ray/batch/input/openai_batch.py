@@ -24,7 +24,7 @@ from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.chat.chat_options import CHAT_NAMES
 from eagle_ray.errors import RequestError
-from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
+from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
 from eagle_ray.storage.path import StorageError
 
 log = logging.getLogger("eagle_ray")
@@ -52,6 +52,7 @@ SAMPLING = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "prompt_logprobs",
+    *STRUCTURED_KEYS,
 )
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens

@@ -56,6 +56,7 @@ class OutputRows:
         return [
             shared
             | {"sample_index": j, "text": self._text(request, sequence)}
+            | self._structured(request, sequence)
             | self._tokens(sequence)
             | self._answer(request, sequence)
             | _sampled(sequence)
@@ -89,6 +90,17 @@ class OutputRows:
             return None
         stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
         return self.text.final_text(sequence.output_ids, stops, options)
+
+    def _structured(self, request: RequestRow, sequence: Sequence) -> RequestRow:
+        spec, state = sequence.sampling.grammar, sequence.grammar
+        if spec is None or state is None:
+            return {}
+        is_cut = sequence.finish_reason == "stop" and not state.has_end
+        is_cut = is_cut and not text_options_of(request, self.config).include_stop
+        return {
+            "structured": spec.kind,
+            "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
+        }
 
     def _answer(self, request: RequestRow, sequence: Sequence) -> RequestRow:
         """Return the parts of the text, and the finish reason tool_calls if it has such calls."""

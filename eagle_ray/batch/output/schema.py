@@ -50,6 +50,12 @@ SAMPLING_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop_token_ids", pa.list_(pa.int64())),
     pa.field("include_stop_str_in_output", pa.bool_()),
     pa.field("skip_special_tokens", pa.bool_()),
+    pa.field("json_schema", pa.string()),  # JSON
+    pa.field("json_object", pa.bool_()),
+    pa.field("regex", pa.string()),
+    pa.field("choice", pa.list_(pa.string())),
+    pa.field("grammar", pa.string()),
+    pa.field("response_format", pa.string()),  # JSON
 )
 
 # Optional columns of the input that override `chat` for their row, all but one of them JSON.
@@ -117,6 +123,8 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("seed", pa.int64()),
+    pa.field("structured", pa.string()),  # json_schema, json_object, regex, choice or grammar: what the output must be
+    pa.field("structured_outcome", pa.string()),  # complete, or truncated: the output ended before what it must be
     pa.field("sampling_controls", pa.string()),  # JSON of the other sampling keys that are not at their defaults
     # provenance
     pa.field("target_model", pa.string()),
@@ -170,6 +178,8 @@ ADDED_COLUMNS = (
     "prompt_token_logprobs",
     "prompt_top_logprobs",
     "sampling_controls",
+    "structured",
+    "structured_outcome",
     "content",
     "reasoning_content",
     "tool_calls",
@@ -198,6 +208,8 @@ def unread_settings(stored: pa.Schema) -> list[str]:
     """Return the settings of a row that the version that made a run's files did not read."""
     missing, names = missing_columns(stored), [field.name for field in SAMPLING_FIELDS]
     later = names[names.index("top_logprobs") :] if "sampling_controls" in missing else []
+    if "structured" in missing:
+        later = later or names[names.index("json_schema") :]
     chat = [field.name for field in CHAT_FIELDS] if "tool_calls" in missing else []
     return [name for name in missing if name in ADDED_SETTINGS] + later + chat
 

@@ -29,7 +29,6 @@ ASKED = {
     "encoder_repetition_penalty": 1.1,
     "min_new_tokens": 3,
     "suppress_tokens": [2],
-    "response_format": {"type": "json_object"},
     "guided_json": {"type": "object"},
     "structured_outputs": {"regex": "a+"},
     "sequence_bias": {"5": -100},
