@@ -1,4 +1,4 @@
-"""Structured outputs of a job: from its configuration and from a row's columns, in every format, into the output rows."""
+"""Structured outputs of a job: from its configuration and from a row's columns into the output rows."""
 
 from __future__ import annotations
 
