@@ -64,13 +64,13 @@ from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.registry import (
-    FIXED_PLANNERS,
+    OWN_PLANNERS,
     check_weights,
     feature_layers,
-    fixed_planner,
     has_own_vocab,
     load_weights,
     make_drafter,
+    own_planner,
 )
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.slot_limits import Auto, usual_slots
@@ -262,7 +262,7 @@ def build_engine(
             with start.part("recorded", RECORDING):
                 capture_fixed(engine)
         return engine
-    fixed = fixed_planner(speculative, drafter)
+    fixed = own_planner(speculative, drafter)
     tree = _tree_of(speculative)
     planner, sizes = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
     engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, sizes)
@@ -314,7 +314,7 @@ def _bytes_of_logits(causal_lm: nn.Module, speculative: SpeculativeConfig) -> in
     """Return the bytes of logits that each slot adds to a pass: all of its tree's if trees have a fixed size, otherwise
     none, since one budget bounds the rows of the batch.
     """
-    if speculative.method == "none" or (speculative.budget == "global" and speculative.method not in FIXED_PLANNERS):
+    if speculative.method == "none" or (speculative.budget == "global" and speculative.method not in OWN_PLANNERS):
         return 0
     config = causal_lm.config.get_text_config(decoder=True)
     return COPIES_OF_LOGITS * (1 + speculative.max_nodes) * config.vocab_size * _itemsize(causal_lm)

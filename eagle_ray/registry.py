@@ -4,7 +4,7 @@
     weights = load_weights(speculative, path, target_config)        # of model.draft, if the method reads one
     target = TargetModel(..., feature_layers=feature_layers(weights, num_layers))
     drafter = make_drafter(speculative, target, weights)
-    planner = fixed_planner(speculative, drafter)                   # if the method has a fixed tree
+    planner = own_planner(speculative, drafter)                   # if the method decides its tree
 
 The names and their requirements are in `config/methods.py`.
 """
@@ -39,6 +39,7 @@ from eagle_ray.models.eagle_heads import DraftHead, Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_head, meta_head
 from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 from eagle_ray.models.target import TargetModel
+from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
 from eagle_ray.planner.planner import Planner
 from eagle_ray.planner.static_planner import SequoiaPlanner, StaticPlanner
 from eagle_ray.sampling.calibration import Calibration
@@ -81,9 +82,9 @@ def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: W
     return EnsembleDrafter(parts, EnsembleCalibration(speculative.max_depth, len(parts), target.device))
 
 
-def fixed_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
-    """Return the planner of a method with a fixed tree, or None if speculative.budget decides."""
-    make = FIXED_PLANNERS.get(speculative.method)
+def own_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
+    """Return the planner of a method that decides its tree, or None if speculative.budget does."""
+    make = OWN_PLANNERS.get(speculative.method)
     return make(speculative, drafter) if make else None
 
 
@@ -111,6 +112,11 @@ def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
 
 def _eagle(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> EagleDrafter:
     return _drafter(speculative, target, head, _calibration(speculative, target))
+
+
+def _own_ranking(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> EagleDrafter:
+    """Return a drafter for rules that are published over the head's own probabilities."""
+    return _drafter(speculative.model_copy(update={"ranking": "published"}), target, head, None)
 
 
 def _path(speculative: SpeculativeConfig, target: TargetModel, heads: Weights) -> MedusaDrafter:
@@ -163,6 +169,15 @@ def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> S
     return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
 
 
+def _ddd_planner(speculative: SpeculativeConfig, drafter: Drafter) -> RulePlanner:
+    return RulePlanner(speculative.max_nodes, speculative.max_depth, speculative.top_k, ddd_stops)
+
+
+def _opt_tree_planner(speculative: SpeculativeConfig, drafter: Drafter) -> RulePlanner:
+    nodes = speculative.max_nodes
+    return RulePlanner(nodes, speculative.max_depth, speculative.top_k, opt_tree_stops(nodes))
+
+
 def _text(source: LookupIndex, speculative: SpeculativeConfig) -> LookupDrafter:
     return LookupDrafter(source, Calibration(speculative.max_depth))
 
@@ -203,6 +218,7 @@ LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
     MEDUSA: load_medusa,
 }
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, TargetModel, Weights], Drafter]] = {
+    "ddd": _own_ranking,
     "draft_model": _eagle,
     "eagle1": _eagle,
     "eagle2": _eagle,
@@ -211,12 +227,15 @@ DRAFTERS: dict[str, Callable[[SpeculativeConfig, TargetModel, Weights], Drafter]
     "lookahead": _lookahead,
     "medusa": _path,
     "ngram": _ngram,
+    "opt_tree": _own_ranking,
     "recycling": _recycling,
     "rest": _rest,
     "sequoia": _sequoia,
     "suffix": _suffix,
 }
-FIXED_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
+OWN_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
+    "ddd": _ddd_planner,
     "eagle1": _eagle1_planner,
+    "opt_tree": _opt_tree_planner,
     "sequoia": _sequoia_planner,
 }

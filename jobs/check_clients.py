@@ -2,6 +2,7 @@
 
     make clients                                    # makes an environment for them first: 2.5 GB in .venv-clients
     python -m jobs.check_clients --python .venv-clients/bin/python --only openai,curl
+    python -m jobs.check_clients --python .venv-clients/bin/python --only lm-eval --target embedded:smollm2
 
 Each is a program of its own under tests/clients that knows nothing of eagle_ray; schemathesis, last, sends malformed
 requests by the hundred from the served OpenAPI document. Exit code 1 where one fails.
@@ -20,11 +21,14 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+from eagle_ray.build import download
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "clients"
-TOKENIZER = ROOT / "eagle_ray" / "assets" / "tiny" / "target"
 READY_WITHIN_S = 300.0
 ENDS_WITHIN_S = 90.0
 EACH_WITHIN_S = 600.0
@@ -34,8 +38,8 @@ SCHEMATHESIS += ["--request-timeout", "60", "--seed", "1", "--generation-determi
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """The demo's endpoint on a free port; yields its URL and ends it in good order."""
+def server(folder: Path, target: str) -> Iterator[str]:
+    """The demo's endpoint on a free port, in fp32; yields its URL and ends it in good order."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -49,10 +53,17 @@ def server(folder: Path) -> Iterator[str]:
         "--port",
         str(port),
     ]
-    command += ["--set", "serving.ray_address=local"]
+    for setting in (
+        "serving.ray_address=local",
+        f"model.target={target}",
+        f"model.draft={target}",
+        "model.dtype=float32",
+    ):
+        command += ["--set", setting]
     log, url = folder / "server.log", f"http://127.0.0.1:{port}"
     with log.open("w") as output:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        places = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     try:
         _until_ready(process, url, log)
@@ -78,33 +89,57 @@ def _until_ready(process: subprocess.Popen, url: str, log: Path) -> None:
     raise AssertionError(f"not ready after {READY_WITHIN_S:g} s:\n{log.read_text()}")
 
 
-def program(name: str) -> Callable[[str, str, Path], list[str]]:
-    return lambda python, url, folder: [python, str(PROGRAMS / f"{name}_client.py"), url]
+@dataclass(frozen=True)
+class Bench:
+    """What clients are tried against.
+
+    python: of the clients' environment. target: name of the served target.
+    """
+
+    python: str
+    url: str
+    folder: Path
+    target: str
+
+    @cached_property
+    def target_directory(self) -> str:
+        return str(download(self.target, "target"))
+
+    def write_reference(self) -> None:
+        """Write lm-eval's documents and what transformers makes of them into the folder."""
+        command = [sys.executable, str(PROGRAMS / "reference.py"), str(self.folder), self.target_directory]
+        subprocess.run(command, check=True, capture_output=True)
 
 
-def lm_eval(python: str, url: str, folder: Path) -> list[str]:
-    subprocess.run([sys.executable, str(PROGRAMS / "reference.py"), str(folder)], check=True, capture_output=True)
-    return [*program("lm_eval")(python, url, folder), str(folder)]
+def program(name: str) -> Callable[[Bench], list[str]]:
+    return lambda bench: [bench.python, str(PROGRAMS / f"{name}_client.py"), bench.url]
 
 
-def lm_eval_in_process(python: str, url: str, folder: Path) -> list[str]:
+def lm_eval(bench: Bench) -> list[str]:
+    bench.write_reference()
+    return [*program("lm_eval")(bench), str(bench.folder), bench.target]
+
+
+def lm_eval_in_process(bench: Bench) -> list[str]:
     """lm-eval over an engine of its own process: this environment's packages, and lm-eval from the clients'."""
-    subprocess.run([sys.executable, str(PROGRAMS / "reference.py"), str(folder)], check=True, capture_output=True)
+    bench.write_reference()
     places = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    found = subprocess.run([python, "-c", places], check=True, capture_output=True, text=True).stdout.strip()
-    return [sys.executable, str(PROGRAMS / "lm_eval_in_process.py"), str(folder), found]
+    found = subprocess.run([bench.python, "-c", places], check=True, capture_output=True, text=True).stdout.strip()
+    return [sys.executable, str(PROGRAMS / "lm_eval_in_process.py"), str(bench.folder), bench.target, found]
 
 
-def aiperf(python: str, url: str, folder: Path) -> list[str]:
-    return [*program("aiperf")(python, url, folder), str(TOKENIZER), str(folder / "aiperf")]
+def aiperf(bench: Bench) -> list[str]:
+    return [*program("aiperf")(bench), bench.target_directory, str(bench.folder / "aiperf")]
 
 
-def schemathesis(python: str, url: str, folder: Path) -> list[str]:
-    return [str(Path(python).with_name("schemathesis")), "run", f"{url}/openapi.json", *SCHEMATHESIS]
+def schemathesis(bench: Bench) -> list[str]:
+    return [str(Path(bench.python).with_name("schemathesis")), "run", f"{bench.url}/openapi.json", *SCHEMATHESIS]
 
 
-CLIENTS = {"openai": program("openai"), "litellm": program("litellm"), "curl": program("curl")}
-CLIENTS |= {
+CLIENTS = {
+    "openai": program("openai"),
+    "litellm": program("litellm"),
+    "curl": program("curl"),
     "lm-eval": lm_eval,
     "lm-eval-in-process": lm_eval_in_process,
     "aiperf": aiperf,
@@ -112,11 +147,10 @@ CLIENTS |= {
 }
 
 
-def check(name: str, python: str, url: str, folder: Path) -> bool:
+def check(name: str, bench: Bench) -> bool:
     """Run one client; print its line, or all it said where it failed."""
     began = time.monotonic()
-    command = CLIENTS[name](python, url, folder)
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=EACH_WITHIN_S)
+    ran = subprocess.run(CLIENTS[name](bench), cwd=bench.folder, capture_output=True, text=True, timeout=EACH_WITHIN_S)
     seconds = time.monotonic() - began
     if ran.returncode:
         print(f"FAIL  {name} after {seconds:.0f} s\n{ran.stdout}\n{ran.stderr}", flush=True)
@@ -131,12 +165,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="of an environment that has infra/clients.txt")
     parser.add_argument("--only", default=",".join(CLIENTS), help=f"some of {','.join(CLIENTS)}")
+    parser.add_argument("--target", default="embedded:tiny", help="embedded:tiny or embedded:smollm2")
     options = parser.parse_args()
     names, python = options.only.split(","), str(Path(options.python).absolute())
     if unknown := set(names) - CLIENTS.keys():
         parser.error(f"--only: no client {', '.join(sorted(unknown))}")
-    with tempfile.TemporaryDirectory(prefix="eagle-ray-clients-") as folder, server(Path(folder)) as url:
-        passed = [check(name, python, url, Path(folder)) for name in names]
+    with tempfile.TemporaryDirectory(prefix="eagle-ray-clients-") as name, server(Path(name), options.target) as url:
+        bench = Bench(python, url, Path(name), options.target)
+        passed = [check(name, bench) for name in names]
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             idle = "eagle_ray_num_requests_running 0\n" in answer.read().decode()
         print("ok    every slot is free again" if idle else "FAIL  a slot is still taken")

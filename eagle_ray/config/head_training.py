@@ -20,6 +20,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 TrainMethod = Literal["eagle2", "eagle3", "medusa", "hydra"]
 PUBLISHED_RATE = {"eagle2": 3e-5, "eagle3": 5e-5, "medusa": 1e-3, "hydra": 1e-3}
 PUBLISHED_WARMUP = {"eagle2": 2000, "eagle3": 12000, "medusa": 40, "hydra": 40}
+PUBLISHED_PASSES = {"eagle2": 1, "eagle3": 7}
 MUON_RATE, MUON_WARMUP = 4e-3, 40
 MAX_WARMUP_SHARE = 0.05  # of a run, for `auto`: the published numbers are those of 800,000 steps
 
@@ -102,6 +103,7 @@ class HeadConfig(StrictModel):
         or all if the target has no more, and all tokens for eagle2. An eagle2 head gets a draft_vocab.txt.
     intermediate_size: width of the head's MLP; null is the target's.
     num_levels: heads of medusa and hydra.
+    start: eagle2 or eagle3 head that is trained further, of the same method; its shape and draft vocabulary are kept.
     layout: sglang writes an eagle2 head with SGLang's architecture name, an fc bias of zeros and the embedding.
     """
 
@@ -109,6 +111,7 @@ class HeadConfig(StrictModel):
     draft_vocab_size: PositiveInt | None = Field(default=None, description="a number of tokens, 1 or more, or null")
     intermediate_size: PositiveInt | None = Field(default=None, description="a number, 1 or more, or null")
     num_levels: PositiveInt = Field(default=4, description="a number of heads, 1 or more")
+    start: Name | None = Field(default=None, description="a head's directory or hub id, or null for a new head")
     layout: Literal["published", "sglang"] = Field(default="published", description="published or sglang")
 
 
@@ -116,13 +119,15 @@ class LossConfig(StrictModel):
     """Weights of the loss.
 
     feature, token, noise: of eagle2. noise is the width of uniform noise on the features, for 512 tokens.
-    passes: unrolled passes of eagle3. decay: weight of each further pass of eagle3, or head of medusa and hydra.
+    passes: unrolled passes of eagle2 and eagle3, in which the head reads its own outputs. null is the published number,
+        7 for eagle3 and 1 for eagle2; 3 or 4 train an eagle2 head as HASS does (arXiv 2408.15766).
+    decay: weight of each further pass, or head of medusa and hydra.
     """
 
     feature: NonNegativeFloat = Field(default=1.0, description="a number, 0 or more")
     token: NonNegativeFloat = Field(default=0.1, description="a number, 0 or more")
     noise: NonNegativeFloat = Field(default=0.2, description="a number, 0 or more")
-    passes: PositiveInt = Field(default=7, description="a number of passes, 1 or more")
+    passes: PositiveInt | None = Field(default=None, description="a number of passes, 1 or more, or null")
     decay: Share = Field(default=0.8, description="a number above 0, at most 1")
 
 
@@ -232,6 +237,11 @@ def peak_rate(config: TrainConfig) -> float:
     if rate != "auto":
         return rate
     return MUON_RATE if config.optimizer.kind == "muon" else PUBLISHED_RATE[config.head.method]
+
+
+def num_passes(config: TrainConfig) -> int:
+    """Return the unrolled passes that loss.passes stands for."""
+    return config.loss.passes or PUBLISHED_PASSES[config.head.method]
 
 
 def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:

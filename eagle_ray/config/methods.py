@@ -19,6 +19,7 @@ DATASTORE = "rest"  # the method that reads speculative.datastore
 
 # What model.draft must be for each method; None for methods that use no draft model.
 DRAFT_REQUIREMENT: dict[str, str | None] = {
+    "ddd": HEAD,  # Dynamic Depth Decoding: EAGLE-2's tree, as deep as its beam is probable
     "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
     "eagle1": HEAD,  # EAGLE-1's static tree; accepts EAGLE-1, -2 and -3 heads
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; accepts EAGLE-1, -2 and -3 heads
@@ -28,12 +29,13 @@ DRAFT_REQUIREMENT: dict[str, str | None] = {
     "medusa": MEDUSA,  # one head per tree level, conditioned on the target's last feature
     "ngram": None,  # prompt lookup: continuations of matching tokens earlier in the sequence
     "none": None,  # plain decoding
+    "opt_tree": HEAD,  # OPT-Tree: EAGLE-2's tree, as deep as another level adds expected drafts
     "recycling": None,  # Token Recycling: the target's latest top tokens after each token
     "rest": None,  # REST: continuations of matching tokens in speculative.datastore
     "sequoia": HEAD,  # Sequoia: the best static tree for the acceptance rates measured so far
     "suffix": None,  # continuations of the longest matching suffix in any sequence
 }
-FIXED_TREES = {"eagle1", "sequoia"}  # their nodes do not depend on the scores of the drafted tokens
+OWN_PLANNERS = {"ddd", "eagle1", "opt_tree", "sequoia"}  # which decide their trees and ignore speculative.budget
 
 
 def validate_method(method: str) -> str:
@@ -45,8 +47,8 @@ def validate_method(method: str) -> str:
             raise ValueError(f"{part!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
     if len(set(parts)) < len(parts) or (len(parts) > 1 and "none" in parts):
         raise ValueError("the parts of a merge are different ways of drafting")
-    if len(parts) > 1 and (fixed := FIXED_TREES & set(parts)):
-        raise ValueError(f"the tree of {min(fixed)} is fixed, so it cannot be merged")
+    if len(parts) > 1 and (alone := OWN_PLANNERS & set(parts)):
+        raise ValueError(f"{min(alone)} decides its tree alone, so it cannot be merged")
     if sum(DRAFT_REQUIREMENT[part] is not None for part in parts) > 1:
         raise ValueError("only one part of a merge can read model.draft")
     return method

@@ -27,7 +27,7 @@ from eagle_ray.evaluation.ablations import ExpandedPlanner, OwnConfidence, num_e
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 PLAIN, PUBLISHED, OURS = "plain", "eagle2", "ours"
-FIXED_TREES = ("eagle1", "sequoia")  # over the same head
+OWN_TREES = ("eagle1", "sequoia", "ddd", "opt_tree")  # over the same head
 WITHOUT_VALUE, WITHOUT_RERANKING = "eagle2-without-value", "eagle2-without-reranking"
 Adjust = Callable[[Engine, SpeculativeConfig], None]
 AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
@@ -60,7 +60,7 @@ def default_names(speculative: SpeculativeConfig) -> list[str]:
     if draft_requirement(speculative.method) not in (HEAD, HEAD_3):
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
-    names = [*FIXED_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
+    names = [*OWN_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
     return list(dict.fromkeys(name for way in names for name in (way, _reference_method(way, speculative))))
 
 

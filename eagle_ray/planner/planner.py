@@ -7,6 +7,7 @@ allocated before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from eagle_ray.core.step_timer import StepTimes
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
 from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import TreeBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,13 @@ class UniformPlanner:
             drafted.
         max_depth: longest draft path.
         top_k: beam width.
+        should_stop: as in DraftPlan.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, top_k: int):
-        self._plan = DraftPlan(min(max_depth, max_nodes), top_k)
+    def __init__(
+        self, max_nodes: int, max_depth: int, top_k: int, should_stop: Callable[[TreeBuilder], bool] | None = None
+    ):
+        self._plan = DraftPlan(min(max_depth, max_nodes), top_k, should_stop=should_stop)
         self._num_nodes = 1 + max_nodes
 
     @property

@@ -50,6 +50,7 @@ class Eagle3Recipe:
         raw_config: the head's config.json.
         feature_scale: factor of each number of the target's concatenated features (see `feature_scale`).
         dtype: of matrix products.
+        start: head to train further; None draws a new one.
     """
 
     def __init__(
@@ -59,15 +60,17 @@ class Eagle3Recipe:
         feature_scale: Float[Tensor, " F"],
         loss: UnrolledLoss,
         dtype: torch.dtype,
+        start: Eagle3Head | None = None,
     ):
         size, config = len(target.token_ids), head_config(raw_config)
-        head = Eagle3Head(config, draft_vocab_size=size, feature_size=len(feature_scale), own_embedding=False)
-        self.head = head.to(target.device)
+        new = Eagle3Head(config, draft_vocab_size=size, feature_size=len(feature_scale), own_embedding=False)
+        self.head = (start or new).to(target.device)
         self._feature_scale = feature_scale.to(target.device)
         self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
         self.num_counts = loss.num_passes
         self.names = ("loss", "token_loss", *agreement_names(loss.num_passes))
-        initialize_eagle3(self.head, target)
+        if start is None:
+            initialize_eagle3(self.head, target)
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " S"]:
         """Return the positions of each pass's loss."""

@@ -8,6 +8,10 @@ i+1:
 Only positions whose predicted token, i+2, is an answer's count. Uniform noise on the features that it reads imitates
 the head's own errors when it drafts. With a draft vocabulary, the cross-entropy is over its rows of the lm_head, and
 only where the target's preferred token is among them.
+
+With several passes the head also reads its own outputs, as it does when it drafts (HASS, arXiv 2408.15766): in pass s
+it reads the embedding of token i+1+s and its output of the pass before, and predicts feature i+1+s. Pass s weighs
+decay^s.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ from eagle_ray.models.head_checkpoint import save_head
 from eagle_ray.models.head_spec import head_config
 from eagle_ray.training.feature_source import FeatureBatch
 from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import autocast, initialize_linears, mean_over
+from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over
 from eagle_ray.training.optimization import Losses
-from eagle_ray.training.packed_attention import PackedCausalAttention
+from eagle_ray.training.packed_attention import UnrolledAttention
 
 NOISE_LENGTH = 512  # the published noise is for documents of 512 tokens and shrinks with longer ones
 EMBEDDING_SCALE = (
@@ -38,56 +42,85 @@ EMBEDDING_SCALE = (
 
 @dataclass(frozen=True, slots=True)
 class EagleLoss:
-    """Weights of the loss. noise: width of the uniform noise, for documents of NOISE_LENGTH tokens."""
+    """Weights of the loss, and its passes.
+
+    noise: width of the uniform noise, for documents of NOISE_LENGTH tokens.
+    decay: weight of each pass relative to the one before.
+    """
 
     feature_weight: float = 1.0
     token_weight: float = 0.1
     noise: float = 0.2
+    num_passes: int = 1
+    decay: float = 0.8
 
 
 class EagleRecipe:
-    """Trains an EagleHead. raw_config: the head's config.json. dtype: of matrix products."""
+    """Trains an EagleHead.
 
-    num_counts = 2
-    names = ("loss", "feature_loss", "token_loss", "agreement_1")
+    Args:
+        raw_config: the head's config.json.
+        dtype: of matrix products.
+        start: head to train further; None draws a new one.
+    """
 
-    def __init__(self, target: FrozenTarget, raw_config: dict[str, Any], loss: EagleLoss, dtype: torch.dtype):
-        config = head_config(raw_config)
-        self.head = EagleHead(config, bias=raw_config.get("bias", True), own_embedding=False).to(target.device)
+    def __init__(
+        self,
+        target: FrozenTarget,
+        raw_config: dict[str, Any],
+        loss: EagleLoss,
+        dtype: torch.dtype,
+        start: EagleHead | None = None,
+    ):
+        bias = raw_config.get("bias", True)
+        self.head = (start or EagleHead(head_config(raw_config), bias=bias, own_embedding=False)).to(target.device)
         self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
-        initialize_eagle(self.head, target)
+        self.num_counts = 2 * loss.num_passes
+        self.names = ("loss", "feature_loss", "token_loss", *agreement_names(loss.num_passes))
+        if start is None:
+            initialize_eagle(self.head, target)
 
-    def counts(self, batch: FeatureBatch) -> Float[Tensor, " 2"]:
-        """Return the positions of the feature loss and of the token loss."""
-        counted, known = self._counted(batch)
-        return torch.tensor([int(counted.sum()), int((counted & known).sum())], dtype=torch.float64)
+    def counts(self, batch: FeatureBatch) -> Float[Tensor, " C"]:
+        """Return the positions of each pass's feature loss and token loss."""
+        masks = (self._counted(batch, s) for s in range(self._loss.num_passes))
+        counts = [(int(counted.sum()), int((counted & known).sum())) for counted, known in masks]
+        return torch.tensor(counts, dtype=torch.float64).flatten()
 
-    def losses(self, batch: FeatureBatch, counts: Float[Tensor, " 2"], seed: int) -> Losses:
+    def losses(self, batch: FeatureBatch, counts: Float[Tensor, " C"], seed: int) -> Losses:
         pairs, ids = batch.packed.pairs, batch.packed.ids
-        counted, known = self._counted(batch)
+        attention = UnrolledAttention(pairs.lengths, ids.device)
+        total = torch.zeros((), device=ids.device)
+        sums: dict[str, float] = {}
         with autocast(ids.device, self._dtype):
-            embeddings = self._target.embed(ids[pairs.rows_after(1)])
-            features = batch.features[pairs.rows].float() + self._noise(batch, seed)
-            attention = PackedCausalAttention(pairs.lengths, ids.device)
-            output = self.head(embeddings[None], features[None], pairs.positions[None], attention)[0]
-            output, known = output[counted], known[counted]
-            wanted_rows = pairs.rows_after(1)[counted]
-            wanted = batch.hidden[wanted_rows]
-            logits = self._target.logits(output)
-            probabilities = self._target.probabilities(wanted)
+            hidden = batch.features[pairs.rows].float() + self._noise(batch, seed)
+            for s in range(self._loss.num_passes):
+                embeddings = self._target.embed(ids[pairs.rows_after(1 + s)])
+                hidden = self.head(embeddings[None], hidden[None], pairs.positions[None] + s, attention)[0]
+                loss, parts = self._pass_loss(batch, hidden, s, counts[2 * s : 2 * s + 2])
+                total = total + self._loss.decay**s * loss
+                sums = parts | sums  # the losses that are reported are the first pass's
+        return Losses(total, sums | {"loss": float(total.detach())})
 
+    def _pass_loss(
+        self, batch: FeatureBatch, output: Float[Tensor, "P H"], unrolled: int, counts: Float[Tensor, " 2"]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of one pass, and what is reported of it. counts: of the whole step."""
+        counted, known = self._counted(batch, unrolled)
+        output, known = output[counted], known[counted]
+        wanted_rows = batch.packed.pairs.rows_after(1 + unrolled)[counted]
+        wanted = batch.hidden[wanted_rows]
+        logits = self._target.logits(output)
+        probabilities = self._target.probabilities(wanted)
         feature_loss = F.smooth_l1_loss(output.float(), wanted.float(), reduction="none").mean(-1).sum()
         token_loss = F.cross_entropy(logits[known], probabilities[known], reduction="sum")
-        total = self._loss.feature_weight * mean_over(feature_loss, counts[0])
-        total = total + self._loss.token_weight * mean_over(token_loss, counts[1])
+        feature_loss, token_loss = mean_over(feature_loss, counts[0]), mean_over(token_loss, counts[1])
         agreement = self._target.token_ids[logits.argmax(-1)] == batch.greedy_ids[wanted_rows]
-        sums = {
-            "loss": float(total.detach()),
-            "feature_loss": float(feature_loss.detach()) / max(1.0, float(counts[0])),
-            "token_loss": float(token_loss.detach()) / max(1.0, float(counts[1])),
-            "agreement_1": float(agreement.sum()) / max(1.0, float(counts[0])),
+        parts = {
+            "feature_loss": float(feature_loss.detach()),
+            "token_loss": float(token_loss.detach()),
+            f"agreement_{unrolled + 1}": float(agreement.sum()) / max(1.0, float(counts[0])),
         }
-        return Losses(total, sums)
+        return self._loss.feature_weight * feature_loss + self._loss.token_weight * token_loss, parts
 
     def matrices(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.head.parameters() if parameter.dim() == 2]
@@ -95,11 +128,11 @@ class EagleRecipe:
     def save(self, path: Path) -> None:
         save_head(self.head, self._raw_config, path)
 
-    def _counted(self, batch: FeatureBatch) -> tuple[Bool[Tensor, " P"], Bool[Tensor, " P"]]:
-        """Return which pairs count, and for which the target's preferred token is in the draft vocabulary."""
+    def _counted(self, batch: FeatureBatch, unrolled: int) -> tuple[Bool[Tensor, " P"], Bool[Tensor, " P"]]:
+        """Return which pairs count in a pass, and where the target's preferred token is in the draft vocabulary."""
         pairs = batch.packed.pairs
-        greedy_ids = batch.greedy_ids[pairs.rows_after(1)]
-        return pairs.predicts_answer(2), self._target.draft_ids[greedy_ids] >= 0
+        greedy_ids = batch.greedy_ids[pairs.rows_after(1 + unrolled)]
+        return pairs.predicts_answer(2 + unrolled), self._target.draft_ids[greedy_ids] >= 0
 
     def _noise(self, batch: FeatureBatch, seed: int) -> Float[Tensor, "P H"]:
         """Return the noise of a shard, narrower for longer documents."""

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from eagle_ray.config import ConfigError
-from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.config.head_training import TrainConfig, num_passes
 from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS
 from eagle_ray.models.head_spec import PUBLISHED_ROPE_THETA
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
@@ -22,6 +22,7 @@ from eagle_ray.training.eagle_recipe import EagleLoss, EagleRecipe
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import HeadRecipe
 from eagle_ray.training.medusa_recipe import MedusaRecipe
+from eagle_ray.training.start_head import StartHead
 
 PUBLISHED_DRAFT_VOCAB = 32_000  # tokens of published EAGLE-3 heads
 ARCHITECTURES = {"eagle2": "EagleLlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
@@ -39,11 +40,13 @@ def draft_vocab_size(config: TrainConfig, vocab_size: int) -> int:
     return min(size, vocab_size)
 
 
-def feature_layers(config: TrainConfig, causal_lm: nn.Module) -> tuple[int, ...] | None:
+def feature_layers(config: TrainConfig, causal_lm: nn.Module, start: StartHead | None) -> tuple[int, ...] | None:
     """Return the target's layers that the head reads. Raises ConfigError if it has too few."""
     if config.head.method != "eagle3":
         return None
     num_layers = causal_lm.config.get_text_config(decoder=True).num_hidden_layers
+    if start is not None:
+        return start.head.feature_layers(num_layers)
     if num_layers < MIN_TARGET_LAYERS:
         raise ConfigError(
             f"head.method: eagle3 reads a target of {MIN_TARGET_LAYERS} layers or more, and {config.model.target} has "
@@ -58,8 +61,9 @@ def make_recipe(
     target: FrozenTarget,
     feature_scale: Float[Tensor, " F"] | None,
     dtype: torch.dtype,
+    start: StartHead | None = None,
 ) -> HeadRecipe:
-    """Return the recipe with a new head, drawn from the configuration's seed.
+    """Return the recipe with a new head, drawn from the configuration's seed, or with the one to start from.
 
     feature_scale: of an EAGLE-3 head's features.
     """
@@ -67,13 +71,20 @@ def make_recipe(
     method, loss = config.head.method, config.loss
     target_config = causal_lm.config.get_text_config(decoder=True)
     if method == "eagle2":
-        return EagleRecipe(
-            target, head_json(config, target_config), EagleLoss(loss.feature, loss.token, loss.noise), dtype
-        )
+        weights = EagleLoss(loss.feature, loss.token, loss.noise, num_passes(config), loss.decay)
+        raw = start.raw_config if start else head_json(config, target_config)
+        return EagleRecipe(target, raw, weights, dtype, start=start.head if start else None)
     if method == "eagle3":
-        raw = head_json(config, target_config) | {"draft_vocab_size": len(target.token_ids)}
+        raw = start.raw_config if start else head_json(config, target_config)
         assert feature_scale is not None
-        return Eagle3Recipe(target, raw, feature_scale, UnrolledLoss(loss.passes, loss.decay), dtype)
+        return Eagle3Recipe(
+            target,
+            raw | {"draft_vocab_size": len(target.token_ids)},
+            feature_scale,
+            UnrolledLoss(num_passes(config), loss.decay),
+            dtype,
+            start=start.head if start else None,
+        )
     sizes = config.head.num_levels, 1, target_config.hidden_size, target_config.vocab_size
     heads = MedusaHeads(*sizes, own_lm_head=True) if method == "medusa" else HydraHeads(*sizes)
     return MedusaRecipe(target, heads, loss.decay, dtype)

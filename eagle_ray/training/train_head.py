@@ -38,6 +38,7 @@ from eagle_ray.training.optimization import Clipping, GradientDescent, OneWorker
 from eagle_ray.training.packing import PackedBatch
 from eagle_ray.training.published_head import publish_head, temporary_head, usage_line
 from eagle_ray.training.recipes import draft_vocab_size, feature_layers, make_recipe
+from eagle_ray.training.start_head import StartHead
 from eagle_ray.training.train_state import TrainState, checkpoints
 from eagle_ray.training.trainer import StepReport, Trainer
 from eagle_ray.training.training_data import load_data
@@ -91,13 +92,13 @@ class HeadTraining:
         self.identity = {"config": identity_of(config), "data": self.data.digest, "workers": workers.size}
         self.device = self.causal_lm.get_input_embeddings().weight.device
         self.dtype = _dtype(config.training.dtype, self.device)
+        self.start = StartHead.load(config, self.causal_lm)
         self.target = self._target()
-        self.computed = ComputedFeatures(self.causal_lm, feature_layers(config, self.causal_lm), config.data.max_length)
+        self.layers = feature_layers(config, self.causal_lm, self.start)
+        self.computed = ComputedFeatures(self.causal_lm, self.layers, config.data.max_length)
         self.state = self._resumed()
         self.recipe = self._recipe()
-        self.order = BatchOrder(
-            [len(document) for document in self.data.documents], config.training.batch_tokens, config.training.seed
-        )
+        self.order = BatchOrder(self.data.documents.lengths, config.training.batch_tokens, config.training.seed)
         self.num_steps = config.training.steps or self.order.num_steps(config.training.epochs)
         self._saved_at = time.monotonic()
         self.prompts = held_out_prompts(self.data.held_out, config.evaluation.prompts)
@@ -124,6 +125,8 @@ class HeadTraining:
 
     def _target(self) -> FrozenTarget:
         """Return the target's embedding and the rows of its lm_head that the head may draft."""
+        if self.start is not None:
+            return FrozenTarget.of(self.causal_lm, self.start.token_ids)
         vocab_size = self.causal_lm.config.get_text_config(decoder=True).vocab_size
         size = draft_vocab_size(self.config, vocab_size)
         if size == vocab_size:
@@ -152,9 +155,12 @@ class HeadTraining:
             scale = None if self.state is None else self.state.extra["feature_scale"]
             scale = self._feature_scale() if scale is None else scale
         self.feature_scale = scale
-        return make_recipe(self.config, self.causal_lm, self.target, scale, self.dtype)
+        return make_recipe(self.config, self.causal_lm, self.target, scale, self.dtype, self.start)
 
     def _feature_scale(self) -> torch.Tensor:
+        """Return the factors of a new head's features; those of a trained head are in its fc."""
+        if self.start is not None:
+            return torch.ones(self.start.head.fc.in_features)
         indices = range(min(SCALE_DOCUMENTS, len(self.data.documents)))
         batch = self.computed.read(PackedBatch.of(self.data.documents, indices, self.device))
         scale = feature_scale(batch.features).cpu()
@@ -205,11 +211,10 @@ class HeadTraining:
         directory = self.output / "features" if choice == "auto" else StoragePath.of(choice)
         if self.workers.size > 1:
             directory = directory / f"worker-{self.workers.rank}"
-        layers = feature_layers(self.config, self.causal_lm)
         identity = {
             "target": self.config.model.target,
             "data": self.data.digest,
-            "layers": None if layers is None else list(layers),
+            "layers": None if self.layers is None else list(self.layers),
             "dtype": str(self.computed.dtype),
         }
         return FeatureCache.open(Path(str(directory)), self.computed, self.data.documents, identity)
@@ -266,7 +271,7 @@ class HeadTraining:
             "config": self.config.model_dump(mode="json"),
             "num_steps": self.num_steps,
             "num_documents": len(self.data.documents),
-            "num_tokens": sum(map(len, self.data.documents)),
+            "num_tokens": sum(self.data.documents.lengths),
             "num_parameters": sum(parameter.numel() for parameter in self.recipe.head.parameters()),
             "draft_vocab_size": len(self.target.token_ids),
             "usage": usage_line(self.config, self.output),

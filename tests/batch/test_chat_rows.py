@@ -38,7 +38,7 @@ def answered(make_job, tmp_path):
         path = tmp_path / "template.jinja"
         path.write_text(template)
         pair = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "model.chat_template": str(path)}
-        config = make_job(rows, **pair, **settings)
+        config = make_job(rows, **(pair | settings))
         plan = plan_input(config)
         worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
         if text is not None:
@@ -188,7 +188,7 @@ def test_a_real_engine_must_call_a_tool_as_its_schema_says(answered, template, f
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
         assert call["function"]["name"] in (("two",) if row["request_id"] == "n" else ("one", "two"))
     assert all(row["num_draft_tokens"] for row in drafted)
-    plain = answered(rows, template, **{"speculative.method": "none", "model.draft": None})
+    plain = answered(rows, template, **{"speculative.method": "none"})
     assert [row["output_token_ids"] for row in plain] == [row["output_token_ids"] for row in drafted]
 
 

@@ -1,4 +1,4 @@
-"""lm-eval against a server: python lm_eval_client.py URL FOLDER, which holds what reference.py wrote.
+"""lm-eval against a server: python lm_eval_client.py URL FOLDER MODEL, of which FOLDER holds what reference.py wrote.
 
 Two local tasks over the same documents, one by log-probabilities of choices (echo), one by generation; every number
 equals the reference's. Run in an environment that has `lm-eval[api]`; knows nothing of eagle_ray.
@@ -51,12 +51,12 @@ metric_list:
 """
 
 
-def evaluate(url: str, folder: Path, **settings: Any) -> dict[str, Any]:
+def evaluate(url: str, folder: Path, model: str, **settings: Any) -> dict[str, Any]:
     for name, task in (("choice", CHOICE), ("answer", ANSWER)):
         (folder / f"{name}.yaml").write_text(COMMON.format(folder=folder) + task)
     found = simple_evaluate(
         model="local-completions",
-        model_args={"model": "embedded:tiny", "base_url": f"{url}/v1/completions", "max_retries": 1, **settings},
+        model_args={"model": model, "base_url": f"{url}/v1/completions", "max_retries": 1, **settings},
         tasks=["capitals_choice", "capitals_answer"],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,
@@ -91,11 +91,11 @@ def compare(found: dict[str, Any], expected: list[dict[str, Any]]) -> tuple[floa
     return scores["acc,none"], scores["exact_match,none"]
 
 
-def main(url: str, folder: Path) -> None:
+def main(url: str, folder: Path, model: str) -> None:
     logging.disable(logging.WARNING)
     expected = json.loads((folder / "expected.json").read_text())
     ways: list[dict[str, Any]] = [{}, {"batch_size": 4, "num_concurrent": 3}, {"tokenized_requests": False}]
-    scores = {compare(evaluate(url, folder, **way), expected) for way in ways}
+    scores = {compare(evaluate(url, folder, model, **way), expected) for way in ways}
     [(accuracy, exact)] = scores
     print(
         f"lm-eval {importlib.metadata.version('lm_eval')}, remote tokenizer, {len(expected)} documents as ids, in "
@@ -105,4 +105,4 @@ def main(url: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

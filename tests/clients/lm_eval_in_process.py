@@ -1,4 +1,4 @@
-"""lm-eval with an engine of this process: python lm_eval_in_process.py FOLDER [SITE_PACKAGES]
+"""lm-eval with an engine of this process: python lm_eval_in_process.py FOLDER TARGET [SITE_PACKAGES]
 
 FOLDER holds what reference.py wrote; SITE_PACKAGES is where lm-eval is, if this environment lacks it. Three tasks: by
 log-probabilities of choices, by generation, and by the log-probability of whole texts in windows. Every number equals
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-if len(sys.argv) > 2:
-    sys.path.append(sys.argv[2])  # behind this environment's own packages
+if len(sys.argv) > 3:
+    sys.path.append(sys.argv[3])  # behind this environment's own packages
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -24,10 +24,10 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from lm_eval_client import ANSWER, CHOICE, COMMON, TOLERANCE, compare
-from reference import TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eagle_ray.lm_eval  # noqa: F401  registers the model
+from eagle_ray.build import download
 
 TEXT = """
 task: capitals_text
@@ -40,12 +40,12 @@ TASKS = {"choice": CHOICE, "answer": ANSWER, "text": TEXT}
 WINDOW = 12  # tokens: the texts take several of them
 
 
-def evaluate(folder: Path, tasks: list[str], **settings: Any) -> dict[str, Any]:
+def evaluate(folder: Path, target: str, tasks: list[str], **settings: Any) -> dict[str, Any]:
     for name, task in TASKS.items():
         (folder / f"{name}.yaml").write_text(COMMON.format(folder=folder) + task)
     found = simple_evaluate(
         model="eagle_ray",
-        model_args={"target": "embedded:tiny", **settings},
+        model_args={"target": target, "dtype": "float32", **settings},
         tasks=tasks,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,
@@ -67,9 +67,10 @@ def rolling(model: Any, tokenizer: Any, text: str, window: int) -> float:
     return total
 
 
-def check_texts(found: dict[str, Any], window: int) -> None:
-    model = AutoModelForCausalLM.from_pretrained(str(TARGET), dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(str(TARGET))
+def check_texts(found: dict[str, Any], target: str, window: int) -> None:
+    directory = str(download(target, "target"))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     for sample in found["samples"]["capitals_text"]:
         [text] = sample["arguments"][0]
         expected = rolling(model, tokenizer, text, window)
@@ -77,13 +78,13 @@ def check_texts(found: dict[str, Any], window: int) -> None:
         assert math.isclose(score, expected, abs_tol=TOLERANCE), (text, score, expected)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, target: str) -> None:
     logging.disable(logging.WARNING)
     expected = json.loads((folder / "expected.json").read_text())
-    found = evaluate(folder, ["capitals_choice", "capitals_answer", "capitals_text"], slots=4)
+    found = evaluate(folder, target, ["capitals_choice", "capitals_answer", "capitals_text"], slots=4)
     accuracy, exact = compare(found, expected)
-    check_texts(found, 10_000)
-    check_texts(evaluate(folder, ["capitals_text"], slots=4, max_model_len=WINDOW + 2), WINDOW)
+    check_texts(found, target, 10_000)
+    check_texts(evaluate(folder, target, ["capitals_text"], slots=4, max_model_len=WINDOW + 2), target, WINDOW)
     print(
         f"lm-eval {importlib.metadata.version('lm_eval')} in this process, {len(expected)} documents, whole texts too: "
         f"log-probabilities within {TOLERANCE:g} of transformers', acc {accuracy:.3f} and exact_match {exact:.3f} equal"
@@ -91,4 +92,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

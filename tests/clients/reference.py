@@ -1,6 +1,6 @@
-"""What a task's scores must be, from the target's own logits: python reference.py FOLDER.
+"""What a task's scores must be, from the target's own logits: python reference.py FOLDER TARGET_DIRECTORY.
 
-Writes the task's documents (docs.jsonl) and, by transformers' own forward over the embedded target, the
+Writes the task's documents (docs.jsonl) and, by transformers' own forward over the target, the
 log-probability of each choice, whether it is the greedy one, and each greedy answer (expected.json). Knows nothing of
 servers, engines or lm-eval.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TARGET = Path(__file__).parents[2] / "eagle_ray" / "assets" / "tiny" / "target"
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}
 CAPITALS |= {"Norway": "Oslo", "Greece": "Athens", "Austria": "Vienna", "Kenya": "Nairobi", "Cuba": "Havana"}
 CAPITALS |= {"Poland": "Warsaw", "Ireland": "Dublin", "Portugal": "Lisbon", "Hungary": "Budapest", "Chile": "Santiago"}
@@ -57,9 +56,9 @@ def answer(model: Any, tokenizer: Any, question: str) -> str:
     return str(tokenizer.decode(ids[start:], skip_special_tokens=True)).partition(UNTIL)[0]
 
 
-def main(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(TARGET))
-    model = AutoModelForCausalLM.from_pretrained(str(TARGET), dtype=torch.float32).eval()
+def main(folder: Path, target: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     docs = documents()
     expected = [
         {
@@ -73,4 +72,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

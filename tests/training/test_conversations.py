@@ -14,6 +14,7 @@ from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answer
 from eagle_ray.training.batch_order import BatchOrder, split_evenly
 from eagle_ray.training.chat_mask import encode_conversation, user_turn_prefix
 from eagle_ray.training.conversations import TextSource, prompts_of
+from eagle_ray.training.document_store import DocumentStore
 from eagle_ray.training.held_out import held_out_prompts
 from eagle_ray.training.packing import Document, PackedBatch
 from eagle_ray.training.training_data import split_data
@@ -150,10 +151,24 @@ def test_pairs_stay_within_their_document():
 
 
 def test_held_out_documents_are_not_trained_on():
-    data = split_data(documents(20), held_out=4, max_length=12, seed=0)
-    assert len(data.held_out) == 4 and len(data.documents) == 16
-    assert max(map(len, [*data.documents, *data.held_out])) == 12
-    assert split_data(documents(20), 4, 12, 0) == data != split_data(documents(20), 4, 12, 1)
+    store = DocumentStore.write([*documents(20), Document([1, 2, 3], [True, True, False])])
+    data = split_data(store, held_out=4, seed=0)
+    assert len(data.held_out) == 4 and len(data.documents) == 16  # without the one that has no answer
+    assert sorted(d.ids for d in [*data.held_out, *data.documents]) == sorted(d.ids for d in documents(20))
+    assert split_data(store, 4, 0) == data != split_data(store, 4, 1)
+    assert split_data(DocumentStore.write([Document([1, 2, 3], [True, True, False])]), 4, 0) is None
+
+
+def test_a_store_returns_its_documents():
+    written = documents(7)
+    store = DocumentStore.write(iter(written))
+    assert list(store) == written and [store[i] for i in range(7)] == written
+    assert list(store.select([5, 0])) == [written[5], written[0]] == list(store.select([3, 5, 0])[1:])
+    assert store.lengths == list(map(len, written)) and store.select([6, 2]).lengths == [
+        len(written[6]),
+        len(written[2]),
+    ]
+    assert list(DocumentStore.write([])) == []
 
 
 def test_a_held_out_prompt_ends_before_the_answer_and_a_text_is_continued():

@@ -43,9 +43,10 @@ def features(model, documents, layers) -> ComputedFeatures:
     return ComputedFeatures(model, layers, max_length=32)
 
 
-def eagle(model, token_ids: list[int] | None) -> EagleRecipe:
+def eagle(model, token_ids: list[int] | None, num_passes: int = 1) -> EagleRecipe:
     torch.manual_seed(1)
-    return EagleRecipe(FrozenTarget.of(model, token_ids), RAW, EagleLoss(0.7, 0.3, 0.2), torch.float32)
+    loss = EagleLoss(0.7, 0.3, 0.2, num_passes, 0.8)
+    return EagleRecipe(FrozenTarget.of(model, token_ids), RAW, loss, torch.float32)
 
 
 def eagle3(model) -> Eagle3Recipe:
@@ -94,32 +95,47 @@ def test_features_are_those_of_each_document_alone(model, documents):
             assert greedy[i] == (wanted[i] if document.is_answer[i + 1] else -1)
 
 
+@pytest.mark.parametrize("num_passes", [1, 3])
 @pytest.mark.parametrize("token_ids", [None, DRAFTED], ids=["all tokens", "draft vocabulary"])
-def test_eagle_equals_one_pair_at_a_time(model, documents, token_ids):
-    recipe = eagle(model, token_ids)
+def test_eagle_equals_drafting_from_every_position(model, documents, token_ids, num_passes):
+    recipe = eagle(model, token_ids, num_passes)
     batch = features(model, documents, None).read(PackedBatch.of(documents, range(4)))
-    assert_equal(recipe, total(recipe, [batch], seed=9), obvious_eagle(recipe, model, documents, token_ids, seed=9))
+    obvious = obvious_eagle(recipe, model, documents, token_ids, seed=9, num_passes=num_passes)
+    assert_equal(recipe, total(recipe, [batch], seed=9), obvious)
 
 
-def obvious_eagle(recipe, model, documents, token_ids, seed: int) -> Tensor:
+def obvious_eagle(recipe, model, documents, token_ids, seed: int, num_passes: int) -> Tensor:
+    """Draft from one position at a time, over the noisy pairs up to it and the head's own outputs."""
     chosen = token_ids or list(range(VOCAB))
     noise = torch.rand(sum(map(len, documents)) - len(documents), 32, generator=torch.Generator().manual_seed(seed))
-    feature_losses, token_losses, row = [], [], 0
+    feature_losses, token_losses = ([[] for _ in range(num_passes)] for _ in range(2))
+    row = 0
     for document in documents:
         features, length = hidden_states(model, document)[-1], len(document)
         noisy = features[:-1] + (noise[row : row + length - 1] - 0.5) * 0.2 * NOISE_LENGTH / length
         row += length - 1
+        embedded = model.model.embed_tokens(torch.tensor(document.ids))
         for i in range(length - 2):
-            if not document.is_answer[i + 2]:
-                continue
-            tokens = model.model.embed_tokens(torch.tensor(document.ids[1 : i + 2]))
-            output = recipe.head(tokens[None], noisy[None, : i + 1], torch.arange(i + 1)[None])[0, -1]
-            feature_losses.append(F.smooth_l1_loss(output, features[i + 1]))
-            logits = model.lm_head(features[i + 1])
-            if int(logits.argmax()) in chosen:
-                wanted = logits[chosen].softmax(-1)
-                token_losses.append(-(wanted * model.lm_head(output)[chosen].log_softmax(-1)).sum())
-    return 0.7 * torch.stack(feature_losses).mean() + 0.3 * torch.stack(token_losses).mean()
+            inputs = noisy[: i + 1]
+            for s in range(num_passes):
+                if i + 2 + s >= length:
+                    break
+                positions = torch.arange(i + 1 + s)
+                output = recipe.head(embedded[None, 1 : i + 2 + s], inputs[None], positions[None])[0, -1]
+                inputs = torch.cat([inputs, output[None]])
+                if not document.is_answer[i + 2 + s]:
+                    continue
+                wanted = features[i + 1 + s]
+                feature_losses[s].append(F.smooth_l1_loss(output, wanted))
+                logits = model.lm_head(wanted)
+                if int(logits.argmax()) in chosen:
+                    drafted = model.lm_head(output)[chosen].log_softmax(-1)
+                    token_losses[s].append(-(logits[chosen].softmax(-1) * drafted).sum())
+    losses = (
+        0.7 * torch.stack(feature_losses[s]).mean() + 0.3 * torch.stack(token_losses[s]).mean()
+        for s in range(num_passes)
+    )
+    return sum(0.8**s * loss for s, loss in enumerate(losses))
 
 
 def test_eagle3_equals_drafting_from_every_position(model, documents):

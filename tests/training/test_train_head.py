@@ -175,6 +175,36 @@ def test_medusa_and_hydra_heads_are_published_and_run(make_config, method):
     assert record["curves"]["held_out"][-1][1]["tau"] >= 1
 
 
+FURTHER = {"head.draft_vocab_size": None, "head.intermediate_size": None}
+
+
+@pytest.mark.parametrize("method", ["eagle2", "eagle3"])
+def test_a_head_is_trained_further_from_its_published_files(make_config, tmp_path, method):
+    """A step of no length publishes the same head again; its vocabulary stays, whatever other data would choose."""
+    first, second = tmp_path / "first", tmp_path / "head"
+    run(make_config(**{"head.method": method, "output.path": str(first)}))
+    settings = {"head.start": str(first), "optimizer.rate": 1e-12, "training.steps": 1, "data.limit": 12}
+    record = run(make_config(**{"head.method": method} | FURTHER | settings))
+    assert record["draft_vocab_size"] == 60
+    names = ["config.json", "model.safetensors", *(["draft_vocab.txt"] if method == "eagle2" else [])]
+    assert [(first / name).read_bytes() for name in names] == [(second / name).read_bytes() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head.method": "eagle3"}, "head.start: .* another kind of head than head.method: eagle3"),
+        ({"head.start": "nowhere/at-all"}, "head.start: 'nowhere/at-all'"),
+        ({"head.method": "medusa"}, "head.start: only eagle2 and eagle3"),
+        ({"head.draft_vocab_size": 60}, "head.draft_vocab_size: leave it out"),
+    ],
+)
+def test_a_head_that_cannot_be_trained_further_is_refused(make_config, tmp_path, settings, message):
+    run(make_config(**{"output.path": str(tmp_path / "first"), "training.steps": 1}))
+    with pytest.raises(ConfigError, match=message):
+        run(make_config(**{"head.start": str(tmp_path / "first")} | FURTHER | settings))
+
+
 def test_checkpoints_of_other_settings_are_refused(make_config, stop_after, monkeypatch):
     stop_after(3)
     with pytest.raises(KeyboardInterrupt):
