@@ -181,13 +181,13 @@ def test_a_real_engine_must_call_a_tool_as_its_schema_says(answered, template, f
     named = {"type": "function", "function": {"name": "two"}}
     rows = [{"id": "g", **ask, "tool_choice": "required"}, {"id": "n", **ask, "tool_choice": named}]
     rows.append({"id": "s", **ask, "tool_choice": "required", "temperature": 0.9, "seed": 3, "n": 2})
-    drafted = answered(rows, template)
+    drafted = answered(rows, template, **{"speculative.budget": "uniform"})
     for row in drafted:
         assert row["status"] == "ok" and row["finish_reason"] == "tool_calls", row["text"]
         [call] = json.loads(row["tool_calls"])
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
         assert call["function"]["name"] in (("two",) if row["request_id"] == "n" else ("one", "two"))
-    assert all(row["num_draft_tokens"] for row in drafted)
+    assert sum(row["num_draft_tokens"] for row in drafted) > 0
     plain = answered(rows, template, **{"speculative.method": "none"})
     assert [row["output_token_ids"] for row in plain] == [row["output_token_ids"] for row in drafted]
 
