@@ -1,6 +1,6 @@
 """Configuration of an endpoint. Its model, speculative and sampling sections are those of a job.
 
-`sampling` holds the defaults for parameters that a request does not set.
+`sampling` and `chat` hold the defaults for parameters that a request does not set.
 
     >>> load_serve_config(None, sets=["serving.port=9000"]).serving.port
     9000
@@ -14,6 +14,7 @@ from pydantic import Field
 
 from eagle_ray.config.job import (
     ActorRange,
+    ChatConfig,
     EnginesConfig,
     Gpus,
     LoggingConfig,
@@ -71,6 +72,7 @@ class ServeConfig(StrictModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())
     speculative: SpeculativeConfig = SpeculativeConfig()
     sampling: SamplingConfig = SamplingConfig()
+    chat: ChatConfig = ChatConfig()
     serving: ServingConfig = ServingConfig()
     logging: LoggingConfig = LoggingConfig()
 

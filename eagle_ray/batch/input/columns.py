@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.batch.output.schema import SAMPLING_FIELDS
+from eagle_ray.batch.output.schema import ROW_FIELDS
 from eagle_ray.errors import RequestError
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
@@ -82,7 +82,7 @@ class RequestColumns:
         """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so turns is passed
         through.
         """
-        return {path.text for path in (self.id, *self.prompts.values())} | {field.name for field in SAMPLING_FIELDS}
+        return {path.text for path in (self.id, *self.prompts.values())} | {field.name for field in ROW_FIELDS}
 
 
 def describe_value(value: Any) -> str:

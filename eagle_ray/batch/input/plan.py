@@ -26,12 +26,12 @@ from eagle_ray.batch.input.request import InputRow, id_of, parse_row
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.input.shards import OnRow, Shard, chunks_in, scan
 from eagle_ray.batch.input.unread import check_unread
-from eagle_ray.batch.output.schema import REQUEST, RESERVED, SAMPLING_FIELDS, table_of
+from eagle_ray.batch.output.schema import REQUEST, RESERVED, ROW_FIELDS, table_of
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
-SAMPLING_NAMES = frozenset(field.name for field in SAMPLING_FIELDS)  # columns that set a row's sampling
+ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class InputPlan:
 
     Attributes:
         passthrough_columns: the columns to pass through, in order.
-        row_settings: sampling columns with which rows may override `sampling` and `seed`.
+        row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
         ids: of all rows, sorted.
     """
 
@@ -75,7 +75,7 @@ class InputPlan:
         """Return the input columns that requests are made of."""
         paths = (self.columns.id, *self.columns.prompts.values())
         read = [name for path in paths for name in path.names]
-        return read + [field.name for field in SAMPLING_FIELDS]
+        return read + [field.name for field in ROW_FIELDS]
 
     @property
     def passthrough(self) -> list[pa.Field]:
@@ -117,7 +117,7 @@ def plan_input(config: JobConfig) -> InputPlan:
     names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
     passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     ids = id_buffer.sorted(sum(shard.num_rows for shard in limited))
-    row_settings = SAMPLING_NAMES & frozenset(nonnull_columns)
+    row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
     plan = InputPlan(files, limited, columns, passthrough, row_settings, ids)
     _check_ids(plan, duplicates(ids))
     _check_rows(plan, config.input.on_bad_row)
@@ -196,7 +196,7 @@ def _path(name: str, text: str) -> ColumnPath:
 def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
     """Check that configured columns exist in some file, and that there is a prompt."""
     for name, path in [("id", columns.id), *columns.prompts.items()]:
-        if path.text in SAMPLING_NAMES:
+        if path.text in ROW_SETTINGS:
             raise ConfigError(
                 f"input.columns.{name}: column {path.text!r} is a setting of its row. Rename the column, and the key."
             )
