@@ -141,8 +141,8 @@ class ModelConfig(StrictModel):
     )
     draft: Name | None = Field(
         default=None,
-        description="embedded:tiny, embedded:smollm2 (an EAGLE-3 head), embedded:smollm2/eagle2, a local directory, a hub "
-        "id such as org/name, or null with method none",
+        description="embedded:tiny, embedded:smollm2 (an EAGLE-3 head), embedded:smollm2/eagle2, a local directory, a "
+        "hub id such as org/name, or null with method none",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"
