@@ -53,6 +53,7 @@ async def exchange(
 ) -> AsyncIterator[Exchange]:
     """Leaves when the block ends."""
     talk, bodies = Exchange(), [body]
+    path, _, query = path.partition("?")
     talk.reads.set()
 
     async def receive() -> dict[str, Any]:
@@ -81,7 +82,7 @@ async def exchange(
         "path": path,
         "raw_path": path.encode(),
         "root_path": "",
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
         "server": ("127.0.0.1", 8000),
         "client": ("127.0.0.1", 1),
