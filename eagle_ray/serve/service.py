@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from eagle_ray.build import build_in_thread
@@ -142,17 +141,20 @@ class Service:
     async def tokens(self, request: TokenizeRequest) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        if request.messages is None:
-            size, encode = len(request.prompt), partial(self.text.encode, request.prompt, request.add_special_tokens)
-        else:
+        size = len(request.prompt) if request.messages is None else num_characters(request.messages)
+        return await self._readers.run(size, self._tokens_body, request)
+
+    def _tokens_body(self, request: TokenizeRequest) -> bytes:
+        prompt, add_special_tokens = request.prompt, request.add_special_tokens
+        if request.messages is not None:
             messages = [message.plain() for message in request.messages]
-            size, encode = num_characters(request.messages), partial(self.text.encode_chat, messages)
-
-        def make() -> bytes:
-            ids = encode()
-            return json_bytes({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
-
-        return await self._readers.run(size, make)
+            prompt = self.text.render_chat(messages, request.add_generation_prompt, request.continue_final_message)
+        if add_special_tokens is None:  # a chat template writes its own
+            add_special_tokens = request.messages is None
+        ids = self.text.encode(prompt, add_special_tokens)
+        names = self.text.token_strings(ids) if request.return_token_strs else None
+        body = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
+        return json_bytes(body)
 
     async def spelled(self, request: DetokenizeRequest) -> bytes:
         """Return the text of token ids. Raises ApiError."""
