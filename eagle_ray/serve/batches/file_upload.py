@@ -53,7 +53,7 @@ class UploadForm:
             raise ApiError(400, f"the body is no multipart form: {error}", code="bad_form") from None
 
     def take(self, least: int) -> bytes:
-        """Return the file's new bytes if they are at least so many."""
+        """Return the file's new bytes if there are at least `least` of them."""
         if len(self._file) < least:
             return b""
         data, self._file = bytes(self._file), bytearray()
