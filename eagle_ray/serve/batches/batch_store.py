@@ -57,6 +57,7 @@ class BatchStore:
             root = StoragePath.of(path)
             if not root.is_local and not root.is_s3:
                 raise ValueError("it can only be read there")
+            root.make_directory()
             root.check_writable()
         except (OSError, ValueError) as error:
             raise ConfigError(
