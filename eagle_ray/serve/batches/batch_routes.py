@@ -50,9 +50,8 @@ class BatchRoutes:
     async def upload(self, request: Request) -> Response:
         _, owner = self._enter(request)
         _check_origin(request)
-        return JSONResponse(
-            (await receive_upload(request, self._files(owner), self._serving.batches.max_file_bytes)).as_json()
-        )
+        file = await receive_upload(request, self._files(owner), self._serving.batches.max_file_bytes)
+        return JSONResponse(file.as_json())
 
     async def files(self, request: Request) -> Response:
         _, owner = self._enter(request)
@@ -80,10 +79,9 @@ class BatchRoutes:
     async def create(self, request: Request) -> Response:
         store, owner = self._enter(request)
         body = parse(BatchBody, await read_body(request, self._serving.max_body_bytes))
-        file = await asyncio.to_thread(self._input_file, owner, body.input_file_id)
+        await asyncio.to_thread(self._check_input, owner, body.input_file_id)
         limits = self._serving.batches
         record = await asyncio.to_thread(store.create, owner, body.request(), limits.max_open)
-        assert file.id == record.input_file_id
         return JSONResponse(record.as_json())
 
     async def batches(self, request: Request) -> Response:
@@ -115,8 +113,8 @@ class BatchRoutes:
         store, owner = self._enter(request)
         return await asyncio.to_thread(store.files(owner).get, request.path_params["id"])
 
-    def _input_file(self, owner: str, id: str) -> StoredFile:
-        """Return the input file of a new batch. Raises ApiError."""
+    def _check_input(self, owner: str, id: str) -> None:
+        """Raise ApiError if the file cannot be a batch's input."""
         try:
             file = self._files(owner).get(id)
         except ApiError:
@@ -125,7 +123,6 @@ class BatchRoutes:
         if file.purpose != PURPOSE:
             message = f"input_file_id: {id} has the purpose {file.purpose!r}. Upload the file with purpose {PURPOSE!r}."
             raise ApiError(400, message, "input_file_id", "bad_value")
-        return file
 
 
 def _list_files(store: FileStore, query: dict[str, str], purpose: str | None) -> dict[str, Any]:

@@ -26,12 +26,11 @@ from typing import Any
 from eagle_ray.batch.crash_isolation import WORKER_DIED, SharedExclusiveLock
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.serve.batches.answer_log import Answer, AnswerLog, error_answer, response_answer, seed_of
-from eagle_ray.serve.batches.batch_input import check_lines, read_lines
+from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
 from eagle_ray.serve.batches.batch_record import BatchRecord, Ending
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.batches.file_store import made_at
 from eagle_ray.serve.batches.runner_lease import RunnerLease
-from eagle_ray.serve.http_errors import ApiError
 
 log = logging.getLogger("eagle_ray")
 Respond = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
@@ -78,7 +77,7 @@ class BatchRunner:
         knows: Callable[[str], bool] = lambda owner: True,
     ):
         self.store, self.limits, self._respond, self._knows = store, limits, respond, knows
-        self._places = asyncio.Semaphore(window)
+        self.places = asyncio.Semaphore(window)  # of lines in flight
         self._isolation = SharedExclusiveLock()
         self._leases: dict[str, RunnerLease] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -162,11 +161,6 @@ class BatchRunner:
         message = f"{num_lost} replicas died while they answered this line. Shorten its prompt or max_tokens."
         return error_answer(record.id, custom_id, WORKER_DIED, message)
 
-    @property
-    def places(self) -> asyncio.Semaphore:
-        """Return the semaphore of the lines in flight."""
-        return self._places
-
 
 @dataclass(slots=True)
 class RunningBatch:
@@ -208,11 +202,13 @@ class RunningBatch:
         await self._save(self.record.moved("in_progress", total=found.total, model=found.model))
         return True
 
-    def _checked(self):
+    def _checked(self) -> CheckedLines:
         files = self.runner.store.files(self.record.owner)
         file = files.find(self.record.input_file_id)
         if file is None:
-            raise ApiError(404, f"the input file {self.record.input_file_id} is gone")
+            found = CheckedLines()
+            found.add("file_not_found", f"the input file {self.record.input_file_id} was deleted", "input_file_id")
+            return found
         return check_lines(files.open(file), self.record.endpoint, self.runner.limits.max_lines)
 
     async def _answer_lines(self) -> Ending:

@@ -129,6 +129,13 @@ def test_a_file_with_a_wrong_line_fails_and_nothing_is_answered(store):
     assert bad.as_json()["errors"]["data"][0]["code"] == "invalid_method"
 
 
+def test_a_batch_without_its_input_file_fails(store):
+    batch = begin(store, "a")
+    store.files("all").delete(batch.input_file_id)
+    [record] = finish(store, runner_of(store, Replicas()), batch)
+    assert record.status == "failed" and record.errors[0]["code"] == "file_not_found"
+
+
 def test_a_line_that_kills_its_replica_is_found_and_its_neighbours_are_answered(store):
     replicas = Replicas(seconds=0.005)
     [record] = finish(store, runner_of(store, replicas), begin(store, [*"abc", "kill", *"defgh"]))
