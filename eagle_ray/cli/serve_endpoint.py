@@ -37,7 +37,7 @@ def run_endpoint(config: ServeConfig) -> int:
     serving = config.serving
     _check_port(serving.host, serving.port)
     store = None if serving.batches.path is None else BatchStore.open(serving.batches.path)
-    keys = read_keys(serving.api_keys_file, salt=store and store.salt())
+    keys = read_keys(serving.api_keys_file, salt=None if store is None else store.salt())
     if not keys and not _is_loopback(serving.host):
         log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
     from eagle_ray.build import check_models  # torch, seconds

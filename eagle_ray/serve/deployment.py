@@ -157,7 +157,7 @@ def application(args: dict[str, Any]) -> Application:
     path = rest.pop("config", None)
     config = load_serve_config(path, env=os.environ, overrides=rest)
     store = store_of(config)
-    keys = read_keys(config.serving.api_keys_file, salt=store and store.salt())
+    keys = read_keys(config.serving.api_keys_file, salt=None if store is None else store.salt())
     resources = ray.cluster_resources()
     shape = plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1))
     return application_of(config, keys, shape, store)
