@@ -232,6 +232,10 @@ class Tokenizer:
                 f"model.tool_parser to {' or '.join(TOOL_PARSERS)}",
             )
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's entry of each id, such as "Ġthe", which is not always its text."""
+        return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
+
     def word_ids(self, word: str) -> list[list[int]]:
         """Return the ids of a word as the tokenizer writes it at the beginning of a text and after a space."""
         bare = word.lstrip() or word

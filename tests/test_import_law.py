@@ -25,7 +25,8 @@ LEVELS = [
     {"planner"},
     {"engine", "registry", "smollm2"},
     {"build"},
-    {"evaluation", "batch", "serve", "training"},
+    {"evaluation", "batch", "training"},
+    {"serve"},
     {"doctor", "api"},
     {"cli", "lm_eval"},
 ]

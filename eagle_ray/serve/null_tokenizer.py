@@ -32,6 +32,17 @@ class NullTokenizer:
     def prompt_end(self, prompt_ids: Sequence[int]) -> str:
         return ""
 
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> NoReturn:
+        self.encode("")
+
+    def token_strings(self, ids: Sequence[int]) -> NoReturn:
+        self.encode("")
+
     def word_ids(self, word: str) -> NoReturn:
         raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
 

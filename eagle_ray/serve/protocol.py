@@ -319,17 +319,26 @@ class CompletionRequest(Request):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: either prompt or messages."""
+    """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
 
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     prompt: Text | None = Field(default=None, description="a text")
     messages: Messages | None = Field(default=None, description="a list of messages {role, content}")
-    add_special_tokens: bool = Field(default=True, description="true or false")
-    add_generation_prompt: Literal[True] = Field(default=True, description="true")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
+    add_generation_prompt: bool = Field(default=True, description="true or false")
+    continue_final_message: bool = Field(default=False, description="true or false, with messages")
+    return_token_strs: bool = Field(default=False, description="true or false")
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give exactly one of prompt and messages", "prompt", "prompt_missing")
+        if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
+            raise ApiError(
+                400,
+                "continue_final_message: only with messages and add_generation_prompt: false",
+                "continue_final_message",
+                "bad_value",
+            )
         _check_messages(self.messages or [])
 
 

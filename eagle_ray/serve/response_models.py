@@ -223,6 +223,7 @@ class Tokens(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None
 
 
 class Detokenized(TypedDict):
