@@ -1,4 +1,5 @@
-"""The command line: demo, run, validate, submit, status, report, compare, export, train, serve, bench and doctor.
+"""The command line: demo, run, finish, repair, validate, submit, status, report, compare, export, train, serve, bench
+and doctor.
 
 Parses arguments, builds the configuration, calls a command's module, and reports errors as one message and an exit
 code. torch, ray and transformers are imported only once the configuration is valid.
@@ -29,7 +30,10 @@ from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
-COMMANDS = "demo | run | validate | submit | status | report | compare | export | train | serve | bench | doctor"
+COMMANDS = (
+    "demo | run | finish | repair | validate | submit | status | report | compare | export | train | serve | bench | "
+    "doctor"
+)
 METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
 
 
@@ -96,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="generate completions for every row of the input")
     _add_run_flags(run)
     run.set_defaults(command=_run, library="Ray")
+
+    finish = commands.add_parser("finish", help="complete an output that shards have written (run --shard i/n)")
+    finish.add_argument("run", metavar="RUN", help="the shards' output.path")
+    finish.add_argument("-i", "--input", metavar="IN", help="input.path (the shards')")
+    finish.add_argument("--limit", type=_positive, metavar="N", help="input.limit (the shards')")
+    finish.add_argument("--json", action="store_true", help="the counts of every shard and of the run, as JSON")
+    finish.set_defaults(command=_finish, library="pyarrow")
 
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
@@ -186,6 +197,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         const="overwrite",
         help="delete the output and start again",
     )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="execution.shard: a part of the rows, such as 2/3; slurm: the array task's",
+    )
     parser.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
     parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
     parser.add_argument(
@@ -259,6 +275,7 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
         "output.path": args.output,
         "output.if_exists": "resume" if getattr(args, "restarted", False) else args.if_exists,
         "input.allow_empty": getattr(args, "allow_empty", None),
+        "execution.shard": getattr(args, "shard", None),
     }
     given = {key: value for key, value in flags.items() if value is not None}
     return load_config(args.config, sets=args.sets, overrides=given)
@@ -303,6 +320,17 @@ def _run(args: argparse.Namespace) -> int:
     return ending.outcome.code
 
 
+def _finish(args: argparse.Namespace) -> int:
+    from eagle_ray.batch.finish import finish_shards, finish_text
+    from eagle_ray.cli.report_run import parse_run_path
+    from eagle_ray.start_log import configure_logging
+
+    configure_logging("info")
+    summary = finish_shards(parse_run_path(args.run), args.input, args.limit)
+    print(json.dumps(summary, indent=2) if args.json else finish_text(summary))
+    return 0
+
+
 def _validate(args: argparse.Namespace) -> int:
     config = _config_of(args)
     from eagle_ray.cli.validate import validate
@@ -333,10 +361,15 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from eagle_ray.batch.status import status_json, status_of, status_text
+    from eagle_ray.batch.output.sharding import read_shard_plan
+    from eagle_ray.batch.status import sharded_status_json, sharded_status_text, status_json, status_of, status_text
     from eagle_ray.cli.report_run import parse_run_path
 
-    print((status_json if args.json else status_text)(status_of(parse_run_path(args.run))))
+    run = parse_run_path(args.run)
+    if read_shard_plan(run):
+        print((sharded_status_json if args.json else sharded_status_text)(run))
+    else:
+        print((status_json if args.json else status_text)(status_of(run)))
     return 0
 
 

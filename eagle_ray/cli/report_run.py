@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from eagle_ray.batch.job_errors import OutputDamaged
-from eagle_ray.batch.output.manifest import DATA, REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
+from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.manifest import REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
 from eagle_ray.batch.output.part_files import has_column, read_tables
 from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
 from eagle_ray.config import ConfigError
@@ -63,8 +64,8 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
     """Compare two runs. Raises ConfigError if either is no run or has no token ids, or if they share no row."""
     records = [record_of(run) for run in (run_a, run_b)]
     try:
-        by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
-        numbers = side_by_side(partial(read_tables, run_a / DATA), partial(read_tables, run_b / DATA), by).as_json()
+        by = GROUP_BY if all(has_column(data_of(run), GROUP_BY) for run in (run_a, run_b)) else None
+        numbers = side_by_side(partial(read_tables, data_of(run_a)), partial(read_tables, data_of(run_b)), by).as_json()
     except ValueError as error:
         raise ConfigError(f"{run_a}, {run_b}: {error}") from error
     if not numbers["rows"]["both"]:

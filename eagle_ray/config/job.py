@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
+from eagle_ray.config.shard import MAX_SHARDS, check_shard
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -320,6 +321,8 @@ class ExecutionConfig(EnginesConfig):
         since workers share a machine.
     max_error_rate: fraction of error rows above which the job stops (exit code 4). With 1, the job stops only if every
         row failed.
+    shard: the part of the rows that this process runs, as "2/3"; a row's id decides its shard. `eagle-ray finish`
+        completes the output once every shard is done. slurm takes index and count from the SLURM array.
     """
 
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
@@ -338,6 +341,9 @@ class ExecutionConfig(EnginesConfig):
         default=None, description="dollars for an hour of one GPU, or of one worker without a GPU, above 0, or null"
     )
     restarts: RestartsConfig = RestartsConfig()
+    shard: Annotated[str, AfterValidator(check_shard)] | None = Field(
+        default=None, description=f"i/n with i from 1 to n, at most {MAX_SHARDS}, slurm, or null (also: --shard)"
+    )
 
 
 class OutputConfig(StrictModel):

@@ -26,6 +26,7 @@ from eagle_ray.batch.input.request import InputRow, id_of, parse_row
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.input.shards import OnRow, Shard, chunks_in, scan
 from eagle_ray.batch.input.unread import check_unread
+from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.schema import REQUEST, RESERVED, SAMPLING_FIELDS, table_of
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 
@@ -42,6 +43,7 @@ class InputPlan:
         passthrough_columns: the columns to pass through, in order.
         row_settings: sampling columns with which rows may override `sampling` and `seed`.
         ids: of all rows, sorted.
+        job_shard: the part of the rows that this process runs; None for all.
     """
 
     files: tuple[InputFile, ...]
@@ -50,6 +52,7 @@ class InputPlan:
     passthrough_columns: tuple[PassthroughColumn, ...]
     row_settings: frozenset[str]
     ids: Digests = field(compare=False)
+    job_shard: JobShard | None = None
 
     @property
     def num_rows(self) -> int:
@@ -118,7 +121,8 @@ def plan_input(config: JobConfig) -> InputPlan:
     passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     ids = id_buffer.sorted(sum(shard.num_rows for shard in limited))
     row_settings = SAMPLING_NAMES & frozenset(nonnull_columns)
-    plan = InputPlan(files, limited, columns, passthrough, row_settings, ids)
+    job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
+    plan = InputPlan(files, limited, columns, passthrough, row_settings, ids, job_shard)
     _check_ids(plan, duplicates(ids))
     _check_rows(plan, config.input.on_bad_row)
     return plan
