@@ -77,6 +77,11 @@ class ColumnsConfig(StrictModel):
     )
 
 
+class TemplateMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Name
+
+
 class InputConfig(StrictModel):
     """Location of the input rows, and the handling of rows and columns that the job cannot use.
 
@@ -85,16 +90,23 @@ class InputConfig(StrictModel):
     on_bad_row: with fail, the job does not start if a row cannot be read. Errors that need the target's tokenizer, such
         as a prompt that is too long, remain error rows (execution.max_error_rate 0 stops the job at the first one).
     allow_empty: if true, an input without rows is a finished job, not an error.
+    template: the prompt, made of the row's columns, instead of a prompt column. A text is a prompt as it is; messages
+        go through the chat template. {column} is a column or a path such as {turns[0]}; {{ and }} are braces.
+    allow_unfinished: with a path run:DIR, read the rows that are there of a run that is not finished.
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
-        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i); local or of "
-        "s3://, gs://, hf:// or https://"
+        description="a file, a directory, a glob such as data/*.jsonl, run:DIR for the answers of another run, or a "
+        "list of them (also: -i); local or of s3://, gs://, hf:// or https://"
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch"] = Field(
         default="auto", description="auto (by extension and content), parquet, jsonl, csv or openai_batch"
     )
     columns: ColumnsConfig = ColumnsConfig()
+    template: Name | Annotated[list[TemplateMessage], Field(min_length=1)] | None = Field(
+        default=None, description="a text with {column} fields, a list of {role, content} messages of such, or null"
+    )
+    allow_unfinished: bool = Field(default=False, description="true or false")
     passthrough: Literal["all", "none"] | list[Name] = Field(
         default="all", description="all, none or a list of column names"
     )
@@ -443,6 +455,7 @@ _NOT_COMPARED = (
     "input.path",
     "input.limit",
     "input.allow_empty",
+    "input.allow_unfinished",
     "input.on_unknown",
     "output.path",
     "output.format",

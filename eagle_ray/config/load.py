@@ -346,7 +346,7 @@ def _check_storage(config: JobConfig) -> None:
     """Raise ConfigError for URLs of storage that is not supported."""
     paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
     for path in paths:
-        if "://" in path and not path.startswith(READABLE):
+        if "://" in path and not path.removeprefix("run:").startswith(READABLE):
             raise ConfigError(f"input.path: unsupported storage {path!r}. Use a local path, {', '.join(READABLE)}.")
     path = config.output.path
     if "://" in path and not path.startswith("s3://"):

@@ -18,7 +18,7 @@ import re
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.storage.path import StoragePath
 
-DATA = "data"
+RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
 SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")

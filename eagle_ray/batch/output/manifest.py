@@ -35,7 +35,7 @@ from eagle_ray.batch.job_errors import (
     outcome_of,
 )
 from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.layout import DATA, data_of, root_of, shard_output
+from eagle_ray.batch.output.layout import DATA, RUN, SUCCESS, data_of, root_of, shard_output
 from eagle_ray.batch.output.output_index import own_files
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.process_id import Process
@@ -43,8 +43,7 @@ from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, 
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
 from eagle_ray.storage.storage_errors import remedy_of
 
-RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
-SUCCESS, REPORT = "_SUCCESS", "report.html"
+PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
 ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
 FORMAT_VERSION = 1  # of _run.json
 REQUIRED_KEYS = {
