@@ -108,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     finish.add_argument("--json", action="store_true", help="the counts of every shard and of the run, as JSON")
     finish.set_defaults(command=_finish, library="pyarrow")
 
+    repair = commands.add_parser("repair", help="adopt the rows of an output whose _run.json is lost or damaged")
+    repair.add_argument("run", metavar="RUN", help="its output.path")
+    _add_config_flags(repair)
+    repair.add_argument("--shard", metavar="I/N", help="execution.shard: the shard whose record is lost")
+    repair.add_argument(
+        "--trust-config", action="store_true", help="adopt rows with another configuration hash, as of an older release"
+    )
+    repair.set_defaults(command=_repair, library="pyarrow", if_exists=None)
+
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.add_argument("--allow-empty", action="store_const", const=True, help="input.allow_empty")
@@ -135,6 +144,16 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="a run's numbers, finished or not, and its report.html")
     report.add_argument("run", metavar="RUN", help="the output directory of a run")
     report.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
+    report.add_argument(
+        "--score", metavar="COLUMN", help="the column with a sample's score: true or false, a number, or such a text"
+    )
+    report.add_argument(
+        "--scores",
+        metavar="FROM",
+        help="scores from a run that judged this one, or from a file with request_id",
+    )
+    report.add_argument("--pass-at", type=float, metavar="X", help="the least score that passes, for pass@k")
+    report.add_argument("--answer", metavar="REGEX", help="the part of a text that the majority vote compares")
     report.set_defaults(command=_report, library="pyarrow")
 
     compare = commands.add_parser("compare", help="two runs side by side; without runs, methods on one's own prompts")
@@ -331,6 +350,17 @@ def _finish(args: argparse.Namespace) -> int:
     return 0
 
 
+def _repair(args: argparse.Namespace) -> int:
+    args.output = args.run
+    config = _config_of(args)
+    from eagle_ray.batch.repair import repair_output
+    from eagle_ray.start_log import configure_logging
+
+    configure_logging(config.logging.level)
+    print(repair_output(config, args.trust_config))
+    return 0
+
+
 def _validate(args: argparse.Namespace) -> int:
     config = _config_of(args)
     from eagle_ray.cli.validate import validate
@@ -374,9 +404,13 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle_ray.cli.report_run import parse_run_path, review, review_json
+    from eagle_ray.cli.report_run import parse_run_path, record_of, review, review_json
+    from eagle_ray.cli.report_scores import scores_of
 
-    print((review_json if args.json else review)(parse_run_path(args.run)))
+    run = parse_run_path(args.run)
+    record_of(run)  # names what is wrong with it
+    scores = scores_of(run, args.score, args.scores, args.pass_at, args.answer)
+    print((review_json if args.json else review)(run, scores))
     return 0
 
 

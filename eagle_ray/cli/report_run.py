@@ -19,6 +19,7 @@ from eagle_ray.batch.output.part_files import has_column, read_tables
 from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
 from eagle_ray.config import ConfigError
 from eagle_ray.report.comparison import side_by_side
+from eagle_ray.report.scores import scores_text
 from eagle_ray.report.text import run_table, side_by_side_table
 from eagle_ray.storage.path import StoragePath, read_json_object
 
@@ -31,23 +32,24 @@ def parse_run_path(text: str) -> StoragePath:
         raise ConfigError(f"RUN: {error}") from None
 
 
-def review(output: StoragePath) -> str:
-    """Write the run's report and return its table. Raises ConfigError if there is no run.
+def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
+    """Write the run's report and return its table and scores. Raises ConfigError if there is no run.
 
     A report that cannot be written, as on a read-only file system, is mentioned below the table.
     """
     numbers = load_summary(output)
+    table = run_table(numbers) + (f"\n\n{scores_text(scores)}\n" if scores else "")
     place = (output / REPORT).display_path
     try:
         write_report(output, numbers)
     except OSError as error:
-        return f"{run_table(numbers)}\n{place} could not be written: {error.strerror or error}"
-    return f"{run_table(numbers)}\nreport in {place}"
+        return f"{table}\n{place} could not be written: {error.strerror or error}"
+    return f"{table}\nreport in {place}"
 
 
-def review_json(output: StoragePath) -> str:
-    """Return every number of the report."""
-    return json.dumps(load_summary(output), indent=2)
+def review_json(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
+    """Return every number of the report, and of the scores."""
+    return json.dumps(load_summary(output) | {"scores": scores}, indent=2)
 
 
 def comparison(run_a: StoragePath, run_b: StoragePath) -> str:

@@ -1,6 +1,7 @@
 """Three shards of a job as separate drivers, one of them killed and resumed, then finished: every id once."""
 
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from tests.batch.test_job import start_driver, with_changes
 from tests.conftest import token_rows
 
 
-def wait_for_a_file(directory: Path) -> None:
+def wait_for_a_file(directory: Path, driver: subprocess.Popen) -> None:
     deadline = time.monotonic() + 300
     while not list(directory.glob("*.parquet")):
-        assert time.monotonic() < deadline, "the driver wrote nothing in five minutes"
+        if driver.poll() is not None or time.monotonic() > deadline:
+            driver.kill()
+            out, err = driver.communicate()
+            pytest.fail(f"the driver wrote nothing: {out}{err}")
         time.sleep(0.02)
 
 
@@ -30,7 +34,7 @@ def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, mak
     output, root = Path(config.output.path), StoragePath.of(config.output.path)
 
     driver = start_driver(second)
-    wait_for_a_file(output / "data" / "shard-0002-of-0003")
+    wait_for_a_file(output / "data" / "shard-0002-of-0003", driver)
     assert run_job(third) == 0  # while the second is running: they share no lock
     with pytest.raises(OutputLocked, match=r"shard 1/3 has not started; shard 2/3 is running: .* by process \d+ on"):
         finish_shards(root)

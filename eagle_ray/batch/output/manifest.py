@@ -113,7 +113,10 @@ def output_of(config: JobConfig) -> StoragePath:
 
 def read_manifest(output: StoragePath) -> dict[str, Any] | None:
     """Return the content of ``_run.json``, or None if there is none. Raises OutputDamaged if it cannot be read."""
-    remedy = f"put it back from a copy, choose another output.path, or start again with --overwrite (deletes {DATA}/)"
+    remedy = (
+        "adopt its rows with eagle-ray repair, put it back from a copy, choose another output.path, or start again "
+        f"with --overwrite (deletes {DATA}/)"
+    )
     try:
         manifest = read_json(output / RUN)
     except ValueError as error:
@@ -176,10 +179,10 @@ def record_outcome(run: RunHandle) -> Iterator[None]:
         outcome = f"{type(error).__name__}: {error}".rstrip(": ")
         raise
     finally:
-        _record_facts(run, {"finished_at": _now(), "outcome": outcome})
+        record_facts(run, {"finished_at": _now(), "outcome": outcome})
 
 
-def _record_facts(run: RunHandle, facts: dict[str, str]) -> None:
+def record_facts(run: RunHandle, facts: dict[str, str]) -> None:
     """Write the facts. Give up silently if the manifest is another attempt's or not writable: the outcome
     matters more.
     """
@@ -282,7 +285,10 @@ def check_no_foreign_data(output: StoragePath) -> None:
             "output.path, and add the finished run's files to the table."
         )
     if foreign := part_files(data_of(output)):
-        raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
+        raise OutputMismatch(
+            f"{foreign[0]} is there but no {output / RUN}: choose another output.path, or adopt the rows of a run that "
+            "lost it with eagle-ray repair"
+        )
 
 
 def _table_kind(output: StoragePath) -> str | None:
