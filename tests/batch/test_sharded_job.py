@@ -28,14 +28,15 @@ def wait_for_a_file(directory: Path, driver: subprocess.Popen) -> None:
 
 
 def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, make_job, messages):
-    rows = token_rows(36)
+    rows = token_rows(60)
     config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 60})
     first, second, third = (with_changes(config, execution={"shard": f"{i}/3"}) for i in (1, 2, 3))
     output, root = Path(config.output.path), StoragePath.of(config.output.path)
 
     driver = start_driver(second)
     wait_for_a_file(output / "data" / "shard-0002-of-0003", driver)
-    assert run_job(third) == 0  # while the second is running: they share no lock
+    driver.send_signal(signal.SIGSTOP)  # alive, with its lock, and without another row
+    assert run_job(third) == 0  # they share no lock
     with pytest.raises(OutputLocked, match=r"shard 1/3 has not started; shard 2/3 is running: .* by process \d+ on"):
         finish_shards(root)
     driver.send_signal(signal.SIGKILL)
@@ -48,7 +49,7 @@ def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, mak
     assert run_job(second) == 0
     summary = finish_shards(root)
     assert (output / "_SUCCESS").exists() and (output / "report.html").exists()
-    assert summary["total"]["rows"] == 36 == sum(shard["ids"] for shard in summary["shards"])
+    assert summary["total"]["rows"] == 60 == sum(shard["ids"] for shard in summary["shards"])
     assert [shard["attempts"] for shard in summary["shards"]] == [1, 2, 1]
     assert read_json(root / "_summary.json") == summary
     found = duckdb.sql(f"select request_id from '{output}/data/**/*.parquet'").fetchall()
