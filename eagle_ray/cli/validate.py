@@ -21,6 +21,7 @@ from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
 from eagle_ray.batch.output.output_index import OutputIndex, own_files
 from eagle_ray.batch.output.partitions import Partitions
+from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
@@ -137,6 +138,8 @@ def _output(config: JobConfig) -> str:
     with wrap_os_errors(output):
         output.check_writable()
     try:
+        if config.execution.shard is None:
+            check_not_sharded(output)
         return f"output   {output} can be written; {_found_there(output, config)}"
     except JobError as error:  # damaged, or of another program
         raise ConfigError(f"output.path: {error}") from None

@@ -20,6 +20,8 @@ from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.batch.run import summarize_run
 from eagle_ray.batch.status import sharded_status_text
+from eagle_ray.cli import main as cli
+from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.storage.path import StoragePath, parquet_bytes, write_json
 from tests.conftest import token_rows
@@ -165,6 +167,24 @@ def test_shards_over_different_inputs_are_refused_by_name(shards, make_job):
     with pytest.raises(ConfigError, match=r"input\.path: .*in\.jsonl' in shard 1/3, but .*other\.jsonl' in 2/3"):
         finish_shards(root(shards[0]))
     assert finish_shards(root(shards[0]), str(other))["total"]["rows"] == 30
+
+
+def test_the_command_says_what_is_wrong_with_its_exit_code(shards, make_job, capsys):
+    output = shards[0].output.path
+    with lock_output(output_of(shards[1])):
+        assert cli.main(["finish", output]) == 7
+    assert "shard 2/3 is running" in capsys.readouterr().err
+    (output_of(shards[1]) / SUCCESS).remove()
+    assert cli.main(["finish", output]) == 5
+    complete(shards[1])
+    assert cli.main(["finish", output]) == 0
+    assert "1/3" in capsys.readouterr().out
+    assert cli.main(["finish", output, "--json"]) == 0
+    assert [shard["attempts"] for shard in json.loads(capsys.readouterr().out)["shards"]] == [1, 1, 1]
+    assert cli.main(["status", output]) == 0 and "3 of 3 shards complete, finished" in capsys.readouterr().out
+    assert cli.main(["report", output]) == 0
+    with pytest.raises(ConfigError, match="is written in 3 shards"):
+        validate(make_job())
 
 
 def test_an_output_without_shards_is_refused(make_job, tmp_path):
