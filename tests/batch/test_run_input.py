@@ -1,5 +1,6 @@
 """The answers of one run as the input of another."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ def test_what_cannot_work_is_refused(make_job, first, settings, said):
 def test_a_column_of_the_first_run_can_be_the_prompt(make_job, first):
     config = judge(make_job, first, **{"input.template": None, "input.columns.prompt": "text"})
     assert [row["prompt"] for row in requests_of(plan_input(config))][:2] == ["a!", "a!"]
+
+
+def test_the_judges_configuration_reads_a_run(first):
+    path = Path(__file__).parent.parent.parent / "configs" / "judge.yaml"
+    plan = plan_input(load_config(path, env={}, overrides={"input.path": f"run:{first.output.path}"}))
+    messages = json.loads(next(requests_of(plan))["messages"])
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[1]["content"] == "Question: what is a?\nAnswer: a!\nIs the answer right?"
+    assert list(plan.passthrough_types) == ["category", "input_request_id", "input_sample_index"]
 
 
 def test_a_run_cannot_read_itself(make_job, first):
