@@ -16,6 +16,7 @@ from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
 from eagle_ray.batch.output.part_files import has_column, read_tables
+from eagle_ray.batch.output.sharding import SHARD_PLAN
 from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
 from eagle_ray.config import ConfigError
 from eagle_ray.report.comparison import side_by_side
@@ -93,5 +94,9 @@ def record_of(output: StoragePath) -> dict[str, Any]:
     except OutputDamaged as error:
         raise ConfigError(str(error)) from error
     if record is None:
+        if (output / SHARD_PLAN).exists():
+            raise ConfigError(
+                f"{output}: its shards are not finished: run eagle-ray finish {output.display_path} first"
+            )
         raise ConfigError(f"{output}: no {RUN} there: give the output directory of a run")
     return record

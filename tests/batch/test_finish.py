@@ -176,6 +176,8 @@ def test_the_command_says_what_is_wrong_with_its_exit_code(shards, make_job, cap
     assert "shard 2/3 is running" in capsys.readouterr().err
     (output_of(shards[1]) / SUCCESS).remove()
     assert cli.main(["finish", output]) == 5
+    assert cli.main(["report", output]) == 2
+    assert "its shards are not finished: run eagle-ray finish" in capsys.readouterr().err
     complete(shards[1])
     assert cli.main(["finish", output]) == 0
     assert "1/3" in capsys.readouterr().out
