@@ -16,6 +16,7 @@ import numpy as np
 
 from eagle_ray.batch.id_digests import Digests, digests, index_of, isin
 from eagle_ray.batch.input.plan import InputPlan, ids_in, request_tables
+from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config import JobConfig
 
 
@@ -51,9 +52,22 @@ class ExpectedRows:
         left = ~isin(self.ids, done)
         return ExpectedRows(self.ids[left], self.rows[left], self.default_rows)
 
+    def of_shard(self, shard: JobShard) -> ExpectedRows:
+        """Return the rows of one shard of the job."""
+        own = shard.holds(self.ids)
+        return ExpectedRows(self.ids[own], self.rows[own], self.default_rows)
+
 
 def expected_rows_of(plan: InputPlan, config: JobConfig) -> ExpectedRows:
-    """Return the expected rows. The input is read again only if rows may differ in their number."""
+    """Return the expected rows, of the job's shard if it has one.
+
+    The input is read again only if rows may differ in their number.
+    """
+    expected = _of_all_shards(plan, config)
+    return expected if plan.job_shard is None else expected.of_shard(plan.job_shard)
+
+
+def _of_all_shards(plan: InputPlan, config: JobConfig) -> ExpectedRows:
     others = config.sampling.n
     if not plan.has_own_counts:
         return ExpectedRows(plan.ids, np.broadcast_to(np.int32(others), len(plan.ids)), others)

@@ -41,6 +41,7 @@ from eagle_ray.chat.chat_options import (
 )
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
+from eagle_ray.config.shard import MAX_SHARDS, check_shard
 from eagle_ray.config.structured import choice_list, response_format_text, schema_text
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
@@ -98,6 +99,11 @@ class ColumnsConfig(StrictModel):
     )
 
 
+class TemplateMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Name
+
+
 class InputConfig(StrictModel):
     """Location of the input rows, and the handling of rows and columns that the job cannot use.
 
@@ -106,16 +112,23 @@ class InputConfig(StrictModel):
     on_bad_row: with fail, the job does not start if a row cannot be read. Errors that need the target's tokenizer, such
         as a prompt that is too long, remain error rows (execution.max_error_rate 0 stops the job at the first one).
     allow_empty: if true, an input without rows is a finished job, not an error.
+    template: the prompt, made of the row's columns, instead of a prompt column. A text is a prompt as it is; messages
+        go through the chat template. {column} is a column or a path such as {turns[0]}; {{ and }} are braces.
+    allow_unfinished: with a path run:DIR, read the rows that are there of a run that is not finished.
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
-        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i); local or of "
-        "s3://, gs://, hf:// or https://"
+        description="a file, a directory, a glob such as data/*.jsonl, run:DIR for the answers of another run, or a "
+        "list of them (also: -i); local or of s3://, gs://, hf:// or https://"
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch"] = Field(
         default="auto", description="auto (by extension and content), parquet, jsonl, csv or openai_batch"
     )
     columns: ColumnsConfig = ColumnsConfig()
+    template: Name | Annotated[list[TemplateMessage], Field(min_length=1)] | None = Field(
+        default=None, description="a text with {column} fields, a list of {role, content} messages of such, or null"
+    )
+    allow_unfinished: bool = Field(default=False, description="true or false")
     passthrough: Literal["all", "none"] | list[Name] = Field(
         default="all", description="all, none or a list of column names"
     )
@@ -405,6 +418,8 @@ class ExecutionConfig(EnginesConfig):
         since workers share a machine.
     max_error_rate: fraction of error rows above which the job stops (exit code 4). With 1, the job stops only if every
         row failed.
+    shard: the part of the rows that this process runs, as "2/3"; a row's id decides its shard. `eagle-ray finish`
+        completes the output once every shard is done. slurm takes index and count from the SLURM array.
     """
 
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
@@ -423,6 +438,9 @@ class ExecutionConfig(EnginesConfig):
         default=None, description="dollars for an hour of one GPU, or of one worker without a GPU, above 0, or null"
     )
     restarts: RestartsConfig = RestartsConfig()
+    shard: Annotated[str, AfterValidator(check_shard)] | None = Field(
+        default=None, description=f"i/n with i from 1 to n, at most {MAX_SHARDS}, slurm, or null (also: --shard)"
+    )
 
 
 class OutputConfig(StrictModel):
@@ -523,6 +541,7 @@ _NOT_COMPARED = (
     "input.path",
     "input.limit",
     "input.allow_empty",
+    "input.allow_unfinished",
     "input.on_unknown",
     "output.path",
     "output.format",

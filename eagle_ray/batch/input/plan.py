@@ -18,14 +18,19 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.batch.id_digests import EMPTY, DigestBuffer, Digests, digests, duplicates, isin
-from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
+from eagle_ray.batch.input.columns import ColumnPath
 from eagle_ray.batch.input.files import InputFile, find_files
 from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
+from eagle_ray.batch.input.run_files import RUN_FORMAT
+from eagle_ray.batch.input.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.input.shards import OnRow, Shard, chunks_in, scan
+from eagle_ray.batch.input.template import PromptTemplate
 from eagle_ray.batch.input.unread import check_unread
+from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.schema import REQUEST, RESERVED, ROW_FIELDS, table_of
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 
@@ -42,6 +47,7 @@ class InputPlan:
         passthrough_columns: the columns to pass through, in order.
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
         ids: of all rows, sorted.
+        job_shard: the part of the rows that this process runs; None for all.
     """
 
     files: tuple[InputFile, ...]
@@ -50,6 +56,7 @@ class InputPlan:
     passthrough_columns: tuple[PassthroughColumn, ...]
     row_settings: frozenset[str]
     ids: Digests = field(compare=False)
+    job_shard: JobShard | None = None
 
     @property
     def num_rows(self) -> int:
@@ -73,8 +80,7 @@ class InputPlan:
     @property
     def needed(self) -> list[str]:
         """Return the input columns that requests are made of."""
-        paths = (self.columns.id, *self.columns.prompts.values())
-        read = [name for path in paths for name in path.names]
+        read = [name for path in (self.columns.id, *self.columns.prompt_paths) for name in path.names]
         return read + [field.name for field in ROW_FIELDS]
 
     @property
@@ -100,7 +106,8 @@ def plan_input(config: JobConfig) -> InputPlan:
     parameters which rows cannot set raise.
     """
     files = _files_of(config.input)
-    columns = request_columns(config.input.columns)
+    of_run = any(file.format == RUN_FORMAT for file in files)
+    columns = request_columns(config.input.columns, template_of(config.input), of_run)
     id_buffer = DigestBuffer()
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
@@ -112,13 +119,14 @@ def plan_input(config: JobConfig) -> InputPlan:
         _check_columns(config.input.columns, columns, types)
     limited = _apply_limit(shards, config.input.limit)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    mapped = (columns.id, *columns.prompts.values())
+    mapped = (columns.id, *columns.prompt_paths)
     check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
     names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
     passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     ids = id_buffer.sorted(sum(shard.num_rows for shard in limited))
     row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
-    plan = InputPlan(files, limited, columns, passthrough, row_settings, ids)
+    job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
+    plan = InputPlan(files, limited, columns, passthrough, row_settings, ids, job_shard)
     _check_ids(plan, duplicates(ids))
     _check_rows(plan, config.input.on_bad_row)
     return plan
@@ -126,8 +134,8 @@ def plan_input(config: JobConfig) -> InputPlan:
 
 def _files_of(config: InputConfig) -> tuple[InputFile, ...]:
     """Return the input files. An OpenAI batch file is detected unless the configuration says how to read its lines."""
-    files = find_files(config.path, config.format)
-    if config.format != "auto" or any(config.columns.model_dump().values()):
+    files = find_files(config.path, config.format, config.allow_unfinished)
+    if config.format != "auto" or config.template is not None or any(config.columns.model_dump().values()):
         return files
     return tuple(detect_batch(file) for file in files)
 
@@ -177,13 +185,36 @@ def _row_location(file: InputFile, position: RowPosition) -> RowLocation:
     return RowLocation(file.name, file.path, position)
 
 
-def request_columns(config: ColumnsConfig) -> RequestColumns:
-    """Return the configured columns. Without a configured prompt column, every default prompt column of the rows is
-    read.
+def request_columns(
+    config: ColumnsConfig, template: PromptTemplate | None = None, of_run: bool = False
+) -> RequestColumns:
+    """Return the configured columns. Without a configured prompt, every default prompt column of the rows is read.
+
+    of_run: the rows are those of another run, which have ids that are made for them, and no prompt of their own.
     """
     names = (*PROMPTS, "turns")
     configured = {name: _path(name, text) for name in names if (text := getattr(config, name)) is not None}
-    return RequestColumns(_path("id", config.id or "id"), configured or {name: _path(name, name) for name in PROMPTS})
+    if template is not None and configured:
+        raise ConfigError(f"input.template: input.columns.{next(iter(configured))} is set too. Keep one of them.")
+    if of_run and template is None and not configured:
+        raise ConfigError(
+            "input.template: missing. The rows of a run (input.path run:DIR) are asked something about with a template "
+            f"of their columns, {', '.join(CONTEXT)} or a carried one; or name a prompt column in input.columns."
+        )
+    id_column = _path("id", config.id or (RUN_ID if of_run else "id"))
+    defaults = {} if template is not None else {name: _path(name, name) for name in PROMPTS}
+    return RequestColumns(id_column, configured or defaults, template)
+
+
+def template_of(config: InputConfig) -> PromptTemplate | None:
+    """Return the parsed input.template. Raises ConfigError."""
+    given = config.template
+    if given is None:
+        return None
+    try:
+        return PromptTemplate.of(given if isinstance(given, str) else [dict(message) for message in given])
+    except ValueError as error:
+        raise ConfigError(f"input.template: {error}") from None
 
 
 def _path(name: str, text: str) -> ColumnPath:
@@ -202,10 +233,14 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
             )
         if getattr(config, name) is not None and path.column_in(types) is None:
             raise ConfigError(f"input.columns.{name}: no file has a column {path.text!r}{_near(path.text, types)}")
-    if not any(path.column_in(types) for path in columns.prompts.values()):
+    for path in columns.template.fields if columns.template is not None else ():
+        if path.column_in(types) is None:
+            raise ConfigError(f"input.template: no file has a column {path.text!r}{_near(path.text, types)}")
+    if columns.template is None and not any(path.column_in(types) for path in columns.prompts.values()):
         raise ConfigError(
             f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
-            f"input.columns.prompt, .messages, .prompt_token_ids or .turns; columns: {', '.join(types)}"
+            "input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with input.template; "
+            f"columns: {', '.join(types)}"
         )
 
 

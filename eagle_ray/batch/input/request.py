@@ -17,8 +17,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.batch.input.columns import ColumnPath, RequestColumns, describe_value
+from eagle_ray.batch.input.columns import ColumnPath, describe_value
 from eagle_ray.batch.input.messages import parse_messages
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation
 from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
@@ -79,6 +80,8 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
 
 
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
+    if columns.template is not None:
+        return columns.template.request_of(row)
     found = {name: path.value_in(row) for name, path in columns.prompts.items()}
     found = {name: value for name, value in found.items() if value is not None}
     if not found:

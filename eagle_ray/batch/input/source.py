@@ -1,6 +1,7 @@
 """The source: the planned input as a Ray Dataset of requests.
 
-Each read task parses shards with the parser that validate uses, and skips rows that are done. Blocks are small, so
+Each read task parses shards with the parser that validate uses, and skips rows that are done
+or that are in another shard of the job. Blocks are small, so
 that every actor has work.
 
     >>> read_requests(plan_input(config)).schema().names[:2]      # doctest: +SKIP
@@ -61,4 +62,8 @@ class ShardReader:
             )
             with extended_retries():
                 for table in shard_tables(self.plan, shard):
-                    yield table.filter(pa.array(~isin(digests(table["request_id"].to_pylist()), skip)))
+                    ids = digests(table["request_id"].to_pylist())
+                    wanted = ~isin(ids, skip)
+                    if self.plan.job_shard is not None:
+                        wanted &= self.plan.job_shard.holds(ids)
+                    yield table.filter(pa.array(wanted))
