@@ -22,7 +22,8 @@ from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
-from eagle_ray.drafters.eagle import QUEUE_WINDOW, tree_columns
+from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.engine.capacity import (
     LOGIT_ROWS,
     PREFILL_TOKENS,
