@@ -324,8 +324,11 @@ class EagleDrafter(PairDrafter):
 
 
 def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
-    """Return how many positions past its cached tokens a step may write: the target's nodes, or root and levels."""
-    return max(max_nodes + 1, max_depth + 1, 1 + max(max_depth - 1, 0) * width)
+    """Return how many positions past its cached tokens a step may write: the target's nodes, or root and levels.
+
+    A block has its root's row besides the root's pair.
+    """
+    return max(max_nodes + 1, max_depth + 2, 1 + max(max_depth - 1, 0) * width)
 
 
 @dataclass(frozen=True, slots=True)
