@@ -132,6 +132,7 @@ class DFlashHead(nn.Module):
         positions: Int[Tensor, "B N"],
         context_positions: Int[Tensor, "B T"],
         visible: Bool[Tensor, "B N T"],
+        same_block: Bool[Tensor, "N N"] | None = None,
     ) -> Float[Tensor, "B N H"]:
         """Return the normed outputs of B blocks of N rows, without a cache.
 
@@ -139,12 +140,16 @@ class DFlashHead(nn.Module):
             block: embeddings of the root and of mask tokens.
             context: projected features.
             visible: the context that each row attends to; sliding layers narrow it.
+            same_block: which rows are of one block, if the N rows are several, one after another.
         """
+        if same_block is None:
+            same_block = visible.new_ones(block.shape[1], block.shape[1])
         both = torch.cat([context_positions, positions], 1)
         rotary, block_rotary = self.rotary(block, both), self.rotary(block, positions)
         hidden = block
         for layer, is_causal in zip(self.layers, self.block.causal, strict=True):
-            mask = _visible(visible, positions, both, layer.self_attn.sliding_window, is_causal)
+            own = same_block.tril() if is_causal else same_block
+            mask = _visible(visible, own, positions, both, layer.self_attn.sliding_window)
             normed = layer.input_layernorm(hidden)
             hidden = hidden + _attend(layer.self_attn, normed, context, block_rotary, rotary, mask)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -153,16 +158,13 @@ class DFlashHead(nn.Module):
 
 def _visible(
     context: Bool[Tensor, "B N T"],
+    own: Bool[Tensor, "N N"],
     positions: Int[Tensor, "B N"],
     both: Int[Tensor, "B M"],
     window: int | None,
-    is_causal: bool,
 ) -> Bool[Tensor, "B N M"]:
-    """Return which of the context's and the block's rows each row of the block attends to."""
-    batch, num_rows = positions.shape
-    own = torch.ones(num_rows, num_rows, dtype=torch.bool, device=positions.device)
-    own = (own.tril() if is_causal else own).expand(batch, -1, -1)
-    visible = torch.cat([context, own], 2)
+    """Return which rows of the context and of its own block each row attends to."""
+    visible = torch.cat([context, own.expand(len(context), -1, -1)], 2)
     if window is None:
         return visible
     return visible & (positions[:, :, None] - both[:, None] < window)

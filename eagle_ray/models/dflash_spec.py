@@ -62,12 +62,12 @@ def build_dflash(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pr
     if wrong:
         raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
     _check_target(layers, own, target)
-    block = _block(layers, own, target, is_speculators=raw.get(SPECULATORS) is not None)
+    block = block_of(raw, target)
     has_lm_head = "lm_head.weight" in shapes
     try:
         with torch.device("meta"):
             head = DFlashHead(
-                _layer_config(layers),
+                layer_config(raw),
                 block,
                 draft_vocab_size=(own.get("draft_vocab_size") or target.vocab_size) if has_lm_head else None,
                 own_embedding="embed_tokens.weight" in shapes,
@@ -119,9 +119,9 @@ def _check_target(layers: Mapping[str, Any], own: Mapping[str, Any], target: Pre
         raise ValueError(f"its num_target_layers is {count}, and the target has {target.num_hidden_layers} layers")
 
 
-def _block(
-    layers: Mapping[str, Any], own: Mapping[str, Any], target: PretrainedConfig, *, is_speculators: bool
-) -> BlockShape:
+def block_of(raw: Mapping[str, Any], target: PretrainedConfig) -> BlockShape:
+    """Return what a head with this config.json drafts. Raises ValueError with the key that does not fit."""
+    layers, own = _sections(raw)
     size, mask = own.get("block_size"), own.get("mask_token_id")
     if not (is_count(size) and MIN_BLOCK <= size <= MAX_BLOCK):
         raise ValueError(f"its block_size is {size!r}; it must be a whole number from {MIN_BLOCK} to {MAX_BLOCK}")
@@ -133,7 +133,7 @@ def _block(
     for key, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"its {key} is {value!r}; it must be true or false")
-    causal_windows = is_speculators and not switches["sliding_window_non_causal"]
+    causal_windows = raw.get(SPECULATORS) is not None and not switches["sliding_window_non_causal"]
     return BlockShape(
         size=size,
         mask_token_id=mask,
@@ -179,7 +179,9 @@ def _layer_types(layers: Mapping[str, Any]) -> list[str]:
     return types
 
 
-def _layer_config(layers: Mapping[str, Any]) -> Qwen3Config:
+def layer_config(raw: Mapping[str, Any]) -> Qwen3Config:
+    """Return the config of a head's layers from its config.json. Raises ValueError."""
+    layers, _ = _sections(raw)
     heads, activation = layers["num_attention_heads"], layers.get("hidden_act", "silu")
     kv_heads = layers.get("num_key_value_heads", heads)
     head_dim = layers.get("head_dim", layers["hidden_size"] // heads)
