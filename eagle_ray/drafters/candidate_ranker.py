@@ -55,7 +55,7 @@ class RankingFeedback:
     Attributes:
         members: indices of their sequences in the batch.
         sampling, lengths: of these sequences.
-        features: of each level's frontier.
+        features: of each level's frontier; one for all of its nodes if they share it.
     """
 
     members: Int[Tensor, " M"] | slice
@@ -139,8 +139,8 @@ class CandidateRanker:
         """
         num_nodes = 1 if frontier is None else frontier.tokens.shape[1]
         ranked = self._rank(len(self.lesson.features), logits, width)
-        tokens, scores, own = (part.expand(-1, num_nodes, -1) for part in ranked)
-        self.lesson.features.append(feature.expand(-1, num_nodes, -1))
+        tokens, scores, own = (part.repeat(1, num_nodes, 1) for part in ranked)
+        self.lesson.features.append(feature)
         return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
 
     def _rank(
@@ -215,7 +215,8 @@ class CandidateRanker:
         rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
         self._num_lessons += 1
         pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)
-        logits = self._logits_of(torch.stack([features[rows, node] for features, node in pairs])).float()
+        on_path = [features[rows, node if features.shape[1] > 1 else 0] for features, node in pairs]
+        logits = self._logits_of(torch.stack(on_path)).float()
         places, known = self._places(picks.T[: len(levels), rows])
         noise = self._noise(self._ones(len(levels)).cumsum(0), rows, logits.shape[-1])
         known = known & path.reached[:, rows] & logits.isfinite().all(-1)

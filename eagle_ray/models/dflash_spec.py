@@ -18,6 +18,7 @@ sliding layers are causal within the block unless sliding_window_non_causal.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,7 @@ def build_dflash(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pr
             "not a DFlash head: its config.json has no dflash_config, and it has no tensor hidden_norm.weight. For an "
             "EAGLE head set speculative.method to eagle2 or eagle3"
         )
+    _check_kind(raw)
     layers, own = _sections(raw)
     wrong = [key for key in SIZES if not is_count(layers.get(key))]
     wrong += [key for key in OPTIONAL_SIZES if key in {**layers, **own} and not is_count({**layers, **own}[key])]
@@ -78,6 +80,15 @@ def build_dflash(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pr
         raise ValueError(f"its config.json makes no head: {one_line(error)}") from error
     check_tensors("a DFlash head", head, own_names(shapes), _optional(head))
     return head
+
+
+def _check_kind(raw: Mapping[str, Any]) -> None:
+    """Refuse relatives with tensors of these names that draft otherwise: DFlash2, DSpark, and others to come."""
+    kind, classes = raw.get(SPECULATORS, "dflash"), raw.get("architectures") or ["DFlashDraftModel"]
+    if kind != "dflash":
+        raise ValueError(f"its {SPECULATORS} is {kind!r}; this release drafts with dflash")
+    if not any(re.search(r"DFlash(?!\d)", str(name)) for name in classes):
+        raise ValueError(f"its architectures are {classes}; this release drafts with DFlashDraftModel")
 
 
 def own_names(published: Mapping[str, Named]) -> dict[str, Named]:

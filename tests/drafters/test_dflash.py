@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_ray.build import build_engine
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.drafters.dflash import DFlashDrafter
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
@@ -17,7 +21,8 @@ from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 from tests.drafters.test_eagle import path
 from tests.drafters.test_medusa import PROMPTS, Recording
-from tests.engine.test_lossless import Whimsical
+from tests.engine.test_drafters import check_lossless, oracle_of
+from tests.engine.test_lossless import Whimsical, some_params, some_prompts
 from tests.helpers.dflash_checkpoints import (
     MASK,
     VOCAB,
@@ -83,6 +88,52 @@ def test_a_step_is_one_pass_however_deep_the_tree(tmp_path):
     engine = engine_of(published_head(tmp_path, zlab_config()), 2)
     for sequence in run(engine, PROMPTS[:2], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2):
         assert sequence.draft_forwards == 1 + sequence.stats.num_steps  # one over the prompt
+
+
+@pytest.mark.parametrize("budget", ["uniform", "global"])
+def test_outputs_are_plain_decodings_at_batch_1_to_16(tmp_path, budget):
+    """Greedy and sampled rows in one batch; blocks of both kinds."""
+    prompts, params = some_prompts(16), some_params(16, max_tokens=8)
+    oracle = oracle_of(prompts, params)
+    for num_slots, causal in ((1, False), (16, True)) if budget == "uniform" else ((16, False),):
+        head = published_head(tmp_path, zlab_config(causal_head=causal))
+        speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget)
+        check_lossless(build_engine(llama(), head, speculative, num_slots, 128), oracle)
+
+
+class Values(UniformPlanner):
+    """Copies every draft's values, which the next replay overwrites."""
+
+    values: tuple[Tensor, ...] = ()
+
+    def allocate(self, draft, plan, batch):
+        self.values += (draft.tree.log_values.clone(),)
+        return super().allocate(draft, plan, batch)
+
+
+def test_a_replayed_block_is_the_block(tmp_path):
+    head = published_head(tmp_path, zlab_config())
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=t) for t in (0.0, 1.0, 0.7)]
+    engine = engine_of(head, 3)
+    target, drafter = engine.target, engine.drafter
+    replayed = Engine(
+        target,
+        DFlashDrafter(head, target),
+        Recording(20, DEPTH, 4),
+        128,
+        DEPTH,
+        graphs=CudaGraphRunner("cpu", 3, target.cache.capacity),
+        trees=MaxTreeSizes.of(20, DEPTH, 4),
+    )
+    assert drafter.supports_graphs and replayed.graphs is not None
+    values = []
+    for each in (engine, replayed):
+        each.planner = Values(20, DEPTH, 4)
+        values.append([s.output_ids for s in run(each, PROMPTS[:3], params)])
+    assert values[0] == values[1]
+    assert replayed.graphs.is_enabled and replayed.graphs.num_replayed > 5
+    for own, other in zip(engine.planner.values, replayed.planner.values, strict=True):
+        torch.testing.assert_close(own, other, atol=1e-4, rtol=0)
 
 
 def test_a_head_that_slept_drafts_as_one_that_did_not(tmp_path):

@@ -124,6 +124,9 @@ def without(*names: str) -> dict:
         (changed(head_dim=7), "head_dim is 7"),
         (changed("dflash_config", target_hidden_size=64), "target_hidden_size is 64"),
         (changed(dflash_config=[1]), "dflash_config that is no section"),
+        (changed(architectures=["DFlash2DraftModel"]), "architectures are"),
+        (changed(architectures=["Qwen3DSparkModel"]), "architectures are"),
+        (changed(speculators_model_type="dspark"), "speculators_model_type is 'dspark'"),
         (changed(rope_parameters={"rope_type": "spiral"}), "spiral"),
     ],
 )
