@@ -28,8 +28,9 @@ from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.drafters.eagle import QUEUE_WINDOW, tree_columns
+from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, warm_up
 from eagle_ray.engine.capacity import (
     PREFILL_TOKENS,

@@ -243,7 +243,7 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input", metavar="IN", action="append", help="data.path: chats, texts or a run")
     parser.add_argument("-o", "--output", metavar="HEAD", help="output.path: the head's directory")
     parser.add_argument("--target", metavar="MODEL", help="model.target")
-    parser.add_argument("--method", choices=["eagle2", "eagle3", "medusa", "hydra"], help="head.method")
+    parser.add_argument("--method", choices=["eagle2", "eagle3", "medusa", "hydra", "dflash"], help="head.method")
     parser.add_argument("--steps", type=_positive, metavar="N", help="training.steps")
     parser.add_argument("--workers", type=_positive, metavar="N", help="training.workers: processes of Ray Train")
     parser.add_argument("--limit", type=_positive, metavar="N", help="data.limit: only the first N documents")
