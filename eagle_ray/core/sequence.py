@@ -42,6 +42,7 @@ class Sequence:
     prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
         stands nothing, so that has None and no tops.
     controls: the state of sampling.controls, from the moment that an engine accepts the sequence; None without any.
+    category: sequences of a category are expected to have outputs of similar length.
     listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """
@@ -55,6 +56,7 @@ class Sequence:
     output_tops: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
+    category: str = ""
     listener: Callable[[], None] | None = None
     controls: ControlState | None = None
     status: SequenceStatus = SequenceStatus.WAITING
