@@ -51,6 +51,7 @@ SAMPLING_COLUMNS = (
 MAX_SAMPLES = 1024  # of a row: sampling.n is at most this
 # Sampling columns without an output column of their own: `sampling_controls` has those that are not at their defaults.
 OTHER_COLUMNS = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
+CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
 RequestRow = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
@@ -95,6 +96,7 @@ def _sequences(
             request_id=f"{row['request_id']}/{j}",
             prompt_ids=prompt_ids,
             sampling=_sampling_params(values, controls, grammar, seed_of(row, config.seed, j)),
+            category=str(row.get(CATEGORY)),
             stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops, options) if stops else None,
         )
         for j in samples

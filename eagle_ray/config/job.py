@@ -430,6 +430,11 @@ class ExecutionConfig(EnginesConfig):
     )
     rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
     preserve_order: bool = Field(default=False, description="true or false")
+    order: Literal["auto", "input"] = Field(
+        default="auto",
+        description="auto (a worker answers the rows it holds grouped by shared prefix, and the last ones longest "
+        "first) or input",
+    )
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=1.0, description="a share between 0 and 1 (only if every row is an error)"
     )

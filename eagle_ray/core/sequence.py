@@ -47,6 +47,7 @@ class Sequence:
         None without any.
     grammar: where the output is in sampling.grammar, from the moment that it is compiled; None without one.
     error: why the sequence failed in the engine. It is finished then, without a finish_reason.
+    category: sequences of a category are expected to have outputs of similar length.
     listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """
@@ -60,6 +61,7 @@ class Sequence:
     output_tops: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
+    category: str = ""
     listener: Callable[[], None] | None = None
     controls: ControlState | None = None
     grammar: GrammarState | None = None
