@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -30,7 +31,7 @@ MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
 ANY_OBJECT = '{"type": "object"}'
 # Between the parts of a JSON text: nothing, a space, or a line break with an indent. Without a bound, embedded:tiny
 # wrote white space to its last token in the first object that a schema asked of it.
-JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
 
 
 @dataclass(frozen=True, slots=True)

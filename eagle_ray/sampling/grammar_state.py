@@ -118,7 +118,7 @@ class GrammarState:
         """Return the tokens that are parsed, and note whether the grammar has begun."""
         if self._begun:
             return list(tokens)
-        if self._after not in tokens:
+        if self._after is None or self._after not in tokens:
             return []
         self._begun = True
         return list(tokens[list(tokens).index(self._after) + 1 :])
@@ -158,7 +158,7 @@ class GrammarState:
             if self._ends.intersection(paths[node]):
                 continue
             begun, parsed = self._begun, paths[node]
-            if not begun and self._after in parsed:
+            if not begun and self._after is not None and self._after in parsed:
                 begun, parsed = True, parsed[parsed.index(self._after) + 1 :]
             if not begun or self._matcher.try_consume_tokens(parsed) == len(parsed):
                 self._fill(masks, node, begun)
