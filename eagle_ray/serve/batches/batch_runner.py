@@ -25,7 +25,7 @@ from typing import Any
 
 from eagle_ray.batch.crash_isolation import WORKER_DIED, SharedExclusiveLock
 from eagle_ray.config.serve import BatchesConfig
-from eagle_ray.serve.batches.answer_log import LineAnswer, AnswerLog, error_answer, response_answer, seed_of
+from eagle_ray.serve.batches.answer_log import AnswerLog, LineAnswer, error_answer, response_answer, seed_of
 from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
 from eagle_ray.serve.batches.batch_record import BatchRecord, Ending
 from eagle_ray.serve.batches.batch_store import BatchStore
