@@ -5,7 +5,7 @@ line that one of them answers. So each custom_id stands in the log once, whateve
 believe that the batch is theirs: of two writers of one part, one succeeds, and the other reads it and goes on.
 
     >>> log = AnswerLog(StoragePath.of("/data/batches/all/work/batch_1"))
-    >>> log.append([Answer("a", b'{"custom_id": "a", ...}', is_completed=True)])
+    >>> log.append([LineAnswer("a", b'{"custom_id": "a", ...}', is_completed=True)])
     >>> "a" in log.answered
     True
 """
@@ -22,7 +22,7 @@ from eagle_ray.storage.path import StoragePath
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineAnswer:
     """A line of an output file or an error file. usage: its prompt and output tokens."""
 
     custom_id: str
@@ -31,7 +31,7 @@ class Answer:
     usage: tuple[int, int] = (0, 0)
 
 
-def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> Answer:
+def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
     """Return the answer of a line that the endpoint responded to. body: the response's JSON."""
     key = _key(batch_id, custom_id)
     head = json.dumps({"id": f"batch_req_{key}", "custom_id": custom_id}, ensure_ascii=False)
@@ -39,14 +39,14 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
     line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
     usage = json.loads(body).get("usage") if status == 200 else None
     tokens = (usage["prompt_tokens"], usage["completion_tokens"]) if usage else (0, 0)
-    return Answer(custom_id, line, status == 200, tokens)
+    return LineAnswer(custom_id, line, status == 200, tokens)
 
 
-def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> Answer:
+def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
     """Return the answer of a line that got no response."""
     line: dict[str, Any] = {"id": f"batch_req_{_key(batch_id, custom_id)}", "custom_id": custom_id, "response": None}
     line["error"] = {"code": code, "message": message}
-    return Answer(custom_id, json.dumps(line, ensure_ascii=False).encode(), is_completed=False)
+    return LineAnswer(custom_id, json.dumps(line, ensure_ascii=False).encode(), is_completed=False)
 
 
 def seed_of(batch_id: str, custom_id: str) -> int:
@@ -74,7 +74,7 @@ class AnswerLog:
             self._count(_parse(line) for line in part)
             self._num_parts += 1
 
-    def append(self, answers: list[Answer]) -> None:
+    def append(self, answers: list[LineAnswer]) -> None:
         """Add the answers of lines that have none yet."""
         while new := [answer for answer in answers if answer.custom_id not in self.answered]:
             data = b"".join(answer.line + b"\n" for answer in new)
@@ -91,7 +91,7 @@ class AnswerLog:
                 if _parse(line).is_completed == is_completed:
                     yield line + b"\n"
 
-    def _count(self, answers: Iterable[Answer]) -> None:
+    def _count(self, answers: Iterable[LineAnswer]) -> None:
         for answer in answers:
             self.answered.add(answer.custom_id)
             self.completed += answer.is_completed
@@ -108,10 +108,10 @@ class AnswerLog:
         return self._directory / f"{number:06d}"
 
 
-def _parse(line: bytes) -> Answer:
+def _parse(line: bytes) -> LineAnswer:
     found = json.loads(line)
     response = found["response"] or {}
     is_completed = response.get("status_code") == 200
     usage = response["body"].get("usage") if is_completed else None
     tokens = (usage["prompt_tokens"], usage["completion_tokens"]) if usage else (0, 0)
-    return Answer(found["custom_id"], line, is_completed, tokens)
+    return LineAnswer(found["custom_id"], line, is_completed, tokens)

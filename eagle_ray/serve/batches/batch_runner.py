@@ -25,7 +25,7 @@ from typing import Any
 
 from eagle_ray.batch.crash_isolation import WORKER_DIED, SharedExclusiveLock
 from eagle_ray.config.serve import BatchesConfig
-from eagle_ray.serve.batches.answer_log import Answer, AnswerLog, error_answer, response_answer, seed_of
+from eagle_ray.serve.batches.answer_log import AnswerLog, LineAnswer, error_answer, response_answer, seed_of
 from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
 from eagle_ray.serve.batches.batch_record import BatchRecord, Ending
 from eagle_ray.serve.batches.batch_store import BatchStore
@@ -140,7 +140,7 @@ class BatchRunner:
             with suppress(OSError):
                 lease.release()
 
-    async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> Answer:
+    async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> LineAnswer:
         """Return the answer of one line, however long the replicas are busy or away."""
         if "seed" not in body or body["seed"] is None:
             body = body | {"seed": seed_of(record.id, custom_id)}
@@ -170,7 +170,7 @@ class RunningBatch:
     record: BatchRecord
     lease: RunnerLease
     _log: AnswerLog = field(init=False)
-    _new: list[Answer] = field(default_factory=list)  # not in the log yet
+    _new: list[LineAnswer] = field(default_factory=list)  # not in the log yet
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _flushed_at: float = 0.0
     _failure: BaseException | None = None
