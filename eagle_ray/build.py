@@ -28,8 +28,9 @@ from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.drafters.eagle import QUEUE_WINDOW, tree_columns
+from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, warm_up
 from eagle_ray.engine.capacity import (
     PREFILL_TOKENS,
@@ -72,6 +73,7 @@ from eagle_ray.registry import (
     make_drafter,
     own_planner,
 )
+from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.slot_limits import Auto, usual_slots
 from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.start_log import StartLog
@@ -145,7 +147,14 @@ def build_engine_from_config(
         with start.part("draft", f"reading the draft's weights from {model.draft}"):
             weights = load_draft(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
-    return EngineBundle(engine, load_tokenizer(model), model.target, None if weights is None else model.draft)
+    tokenizer = load_tokenizer(model)
+    engine.grammars = grammar_compiler(tokenizer, engine.target)
+    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft)
+
+
+def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
+    """Return what compiles grammars for the target; it reads the tokenizer for the first one. None without any."""
+    return None if tokenizer is None else GrammarCompiler(tokenizer.to_json, target.vocab_size, target.eos_ids)
 
 
 def build_in_thread(
@@ -441,7 +450,11 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
     """Return the target's tokenizer, or None if it has none. Raises ConfigError if it cannot be read."""
     try:
         return Tokenizer.load(
-            download_metadata(model.target, "target"), model.chat_template, model_limits(model).max_model_len
+            download_metadata(model.target, "target"),
+            model.chat_template,
+            model_limits(model).max_model_len,
+            model.tool_parser,
+            model.reasoning_parser,
         )
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error

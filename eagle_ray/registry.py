@@ -19,10 +19,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, draft_requirement
+from eagle_ray.config.methods import DFLASH, DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, draft_requirement
 from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import read_datastore
 from eagle_ray.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
+from eagle_ray.drafters.dflash import DFlashDrafter
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.drafters.ensemble import EnsembleDrafter
@@ -34,9 +35,10 @@ from eagle_ray.drafters.lookup import LookupDrafter, LookupIndex
 from eagle_ray.drafters.ngram import NgramIndex
 from eagle_ray.drafters.suffix import SuffixIndex
 from eagle_ray.errors import EngineError
+from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.draft_model import check_draft_model, load_draft_model
 from eagle_ray.models.eagle_heads import DraftHead, Eagle3Head, EagleHead
-from eagle_ray.models.head_checkpoint import load_head, meta_head
+from eagle_ray.models.head_checkpoint import load_dflash, load_head, meta_dflash, meta_head
 from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
@@ -68,7 +70,7 @@ def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
 
 def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
     """Return the layers of the target that the drafter reads; None is the last hidden state."""
-    return weights.feature_layers(num_layers) if isinstance(weights, DraftHead) else None
+    return weights.feature_layers(num_layers) if isinstance(weights, DraftHead | DFlashHead) else None
 
 
 def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> Drafter:
@@ -121,6 +123,11 @@ def _own_ranking(speculative: SpeculativeConfig, target: TargetModel, head: Weig
 
 def _path(speculative: SpeculativeConfig, target: TargetModel, heads: Weights) -> MedusaDrafter:
     return MedusaDrafter(heads, target, _calibration(speculative, target), _coupling(speculative, target))
+
+
+def _dflash(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> DFlashDrafter:
+    learning = _calibration(speculative, target), _coupling(speculative, target)
+    return DFlashDrafter(head, target, calibration=learning[0], coupling=learning[1])
 
 
 def _sequoia(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> EagleDrafter:
@@ -204,6 +211,7 @@ def _lookahead(speculative: SpeculativeConfig, target: TargetModel, weights: Wei
 
 
 CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
+    DFLASH: meta_dflash,
     HEAD: _check_head,
     HEAD_3: _check_head_3,
     DRAFT_MODEL: check_draft_model,
@@ -211,6 +219,7 @@ CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
     MEDUSA: check_medusa,
 }
 LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
+    DFLASH: load_dflash,
     HEAD: _load_head,
     HEAD_3: _load_head_3,
     DRAFT_MODEL: load_draft_model,
@@ -219,6 +228,7 @@ LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
 }
 DRAFTERS: dict[str, Callable[[SpeculativeConfig, TargetModel, Weights], Drafter]] = {
     "ddd": _own_ranking,
+    "dflash": _dflash,
     "draft_model": _eagle,
     "eagle1": _eagle,
     "eagle2": _eagle,

@@ -10,3 +10,6 @@ MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, either sign; Ope
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # a factor of logits; 1 is off
 MAX_LOGIT_BIAS = 100.0  # either sign; OpenAI's bound
 MAX_TOP_LOGPROBS = 20  # alternatives per token; OpenAI's bound
+
+# What an output must be: at most one of these keys is set.
+STRUCTURED_KEYS = ("json_schema", "json_object", "regex", "choice", "grammar", "response_format")

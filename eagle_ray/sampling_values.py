@@ -8,20 +8,44 @@ TextOptions(..., skip_special_tokens=False, ...)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+from eagle_ray.chat.answer_parser import reasoning_at
+from eagle_ray.chat.chat_format import ChatFormat
+from eagle_ray.chat.chat_options import ChatOptions
+from eagle_ray.chat.tool_grammar import needs_grammar, tool_grammar
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.sampling_limits import STRUCTURED_KEYS
 from eagle_ray.tokenizer import TextOptions
 
 CONTROL_NAMES = tuple(Controls.__dataclass_fields__)
+GRAMMAR_NAMES = STRUCTURED_KEYS
 TEXT_NAMES = ("stop_token_ids", "min_tokens", "skip_special_tokens", "include_stop_str_in_output")
 
 
 class WordEncoder(Protocol):
     def word_ids(self, word: str) -> list[list[int]]:
         """Return the token id sequences that a tokenizer writes for a word."""
+
+
+class ChatTokenizer(Protocol):
+    """What a grammar needs to know of a target's tokenizer."""
+
+    chat_format: ChatFormat
+
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """Return the text of the last ids of a prompt."""
+
+    def special_marker_ids(self) -> dict[str, int]:
+        """Return the ids of the answers' markers that are special tokens."""
+
+    def reasoning_end_id(self) -> int:
+        """Return the token that ends reasoning. Raises RequestError if it takes several."""
 
 
 def controls_of(values: Mapping[str, Any], tokenizer: WordEncoder | None) -> Controls | None:
@@ -37,6 +61,58 @@ def controls_of(values: Mapping[str, Any], tokenizer: WordEncoder | None) -> Con
         return Controls.of(**own)
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
+
+
+def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults overridden by a row's or a request's own values, of which None are absent.
+
+    One that says what its output must be does without what the defaults say about that.
+    """
+    own = {name: value for name, value in own.items() if value is not None}
+    kept = dict(defaults)
+    if any(own.get(name) for name in GRAMMAR_NAMES):
+        kept |= {name: None for name in GRAMMAR_NAMES if name in kept}
+    return kept | own
+
+
+def grammar_of(values: Mapping[str, Any]) -> GrammarSpec | None:
+    """Return what the output must be, by the values of GRAMMAR_NAMES; None if it is free."""
+    response_format = json.loads(values["response_format"] or "{}")
+    if (kind := response_format.get("type")) == "json_schema":
+        return GrammarSpec(kind, json.dumps(response_format[kind]["schema"], ensure_ascii=False))
+    if kind == "json_object" or values["json_object"]:
+        return GrammarSpec("json_object")
+    if values["choice"]:
+        return GrammarSpec("choice", json.dumps(list(values["choice"]), ensure_ascii=False))
+    found = [name for name in ("json_schema", "regex", "grammar") if values[name]]
+    return GrammarSpec(found[0], values[found[0]]) if found else None
+
+
+def answer_grammar(
+    values: Mapping[str, Any], options: ChatOptions | None, tokenizer: ChatTokenizer | None, prompt_ids: Sequence[int]
+) -> GrammarSpec | None:
+    """Return what an answer must be, by its tools or by the values of GRAMMAR_NAMES; None if it is free.
+
+    The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer must be.
+
+    Args:
+        options: of an answer to messages; None for other prompts.
+    """
+    spec = grammar_of(values)
+    if options is None or tokenizer is None:
+        return spec
+    chat_format = tokenizer.chat_format
+    reasoning = reasoning_at(chat_format.reasoning_parser, tokenizer.prompt_end(prompt_ids))
+    if needs_grammar(options) and chat_format.tool_parser is not None:
+        if spec is not None:
+            message = f"{spec.kind}: the tools of the request say what the answer must be already. Leave one out"
+            raise RequestError("invalid_sampling", message)
+        source = tool_grammar(options, chat_format.tool_parser, tokenizer.special_marker_ids(), reasoning)
+        return GrammarSpec("grammar", source)
+    begins_with_reasoning = reasoning == "inside" or (reasoning == "optional" and chat_format.has_thinking_switch)
+    if spec is None or not begins_with_reasoning:
+        return spec
+    return replace(spec, after=tokenizer.reasoning_end_id())
 
 
 def text_options(values: Mapping[str, Any]) -> TextOptions:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,17 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eagle_ray.chat.chat_format import TOOL_PARSERS, ChatFormat
+from eagle_ray.chat.chat_options import NO_OPTIONS, ChatOptions
+from eagle_ray.chat.incremental_parser import num_begun
+from eagle_ray.chat.reasoning_parser import CLOSE
 from eagle_ray.chat_templates import NAMES, template_path
 from eagle_ray.errors import EngineError, RequestError, one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
+PROMPT_END_TOKENS = 16  # tokens at the end of a prompt that tell whether it opens the answer's reasoning
 MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
 
 
@@ -48,6 +54,7 @@ class Tokenizer:
     """The tokenizer of one target. Use `load` to build it.
 
     max_model_len: in tokens; a prompt of far more is refused before it is encoded.
+    chat_format: how the target's answers hold reasoning and tool calls.
     """
 
     def __init__(
@@ -56,19 +63,30 @@ class Tokenizer:
         chat_template: str | None,
         eos_ids: frozenset[int],
         max_model_len: int | None = None,
+        chat_format: ChatFormat | None = None,
     ):
         self._tokenizer = tokenizer
+        self.chat_format = chat_format or ChatFormat()
+        self._with_markers: Tokenizer | None = None
+        self._hidden_ids: frozenset[int] | None = None  # special tokens that a text leaves out; None is all of them
         self._chat_template = chat_template
         self._eos_ids = eos_ids
         self._max_model_len = max_model_len
         self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str = "auto", max_model_len: int | None = None) -> Tokenizer | None:
+    def load(
+        cls,
+        path: str | Path,
+        chat_template: str = "auto",
+        max_model_len: int | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> Tokenizer | None:
         """Return the tokenizer of a local target directory, or None if it has none.
 
-        chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. Raises
-        EngineError if the tokenizer cannot be read.
+        chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. tool_parser and
+        reasoning_parser: auto (by the template), none, or a name. Raises EngineError if the tokenizer cannot be read.
         """
         directory = Path(path)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
@@ -77,7 +95,38 @@ class Tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise EngineError(f"the tokenizer in {directory} cannot be read: {one_line(error)}") from error
-        return cls(tokenizer, _template(tokenizer, chat_template), _eos_ids(directory), max_model_len)
+        template = _template(tokenizer, chat_template)
+        chat_format = ChatFormat.of(template, tool_parser, reasoning_parser)
+        return cls(tokenizer, template, _eos_ids(directory), max_model_len, chat_format)
+
+    def with_markers(self) -> Tokenizer:
+        """Return this tokenizer with texts that keep the special tokens that the answers' parsers look for."""
+        if self._with_markers is None:
+            shown = self.special_marker_ids().values()
+            showing = copy.copy(self)
+            showing._hidden_ids = frozenset(self._special_tokens()) - frozenset(shown)
+            self._with_markers = showing
+        return self._with_markers
+
+    def reasoning_end_id(self) -> int:
+        """Return the token that ends an answer's reasoning. Raises RequestError if it takes several."""
+        ids = self._tokenizer.encode(CLOSE, add_special_tokens=False)
+        if len(ids) > 1:
+            message = (
+                f"the target writes {CLOSE} with {len(ids)} tokens, so an output's form cannot begin after it. Set"
+            )
+            raise RequestError("invalid_sampling", f"{message} model.reasoning_parser to none")
+        return int(ids[0])
+
+    def special_marker_ids(self) -> dict[str, int]:
+        """Return the ids of the answers' markers that are special tokens."""
+        return {token: id_ for id_, token in self._special_tokens().items() if token in self.chat_format.markers}
+
+    def _special_tokens(self) -> dict[int, str]:
+        """Return the tokens that a text leaves out by default, by their ids."""
+        added = self._tokenizer.added_tokens_decoder
+        special = {id_: token.content for id_, token in added.items() if token.special}
+        return special | dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises RequestError if it is far
@@ -112,11 +161,22 @@ class Tokenizer:
         special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
         return {"tokenizer_class": type(self._tokenizer).__name__, **special, "chat_template": self._chat_template}
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def to_json(self) -> str:
+        """Return the text of its tokenizer.json. Raises ValueError if it has no such form."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(self._tokenizer).__name__} has no form as tokenizer.json")
+        return str(backend.to_str())
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> list[int]:
         """Return the ids of a conversation, exactly as the template writes it, up to the answer. Raises
         RequestError.
         """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages, options=options), add_special_tokens=False)
+
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """Return the text of the last ids of a prompt, special tokens included."""
+        return self.decode_with_special(prompt_ids[-PROMPT_END_TOKENS:])
 
     def special_id(self, role: str) -> int | None:
         """Return the id of the special token of a role, such as "bos" or "eos", or None if there is none."""
@@ -128,10 +188,12 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        options: ChatOptions = NO_OPTIONS,
     ) -> str:
         """Return the text of a conversation, with special tokens as text. Raises RequestError.
 
         add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last one open.
+        options: tools and further values for the template.
         """
         if self._chat_template is None:
             raise RequestError(
@@ -139,19 +201,40 @@ class Tokenizer:
                 "messages need a chat template and the target has none: give a prompt, or set model.chat_template to "
                 f"{', '.join(NAMES)} or a Jinja file",
             )
+        self._check_tools(options)
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     list(messages),
+                    tools=list(options.tools) or None,
                     chat_template=self._chat_template,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
+                    **options.template_kwargs,
                 )
             )
         except Exception as error:  # a template is a program: over one row's messages it may raise anything
             reason = f"{type(error).__name__}: {error}"
             raise RequestError("bad_messages", f"the chat template refuses these messages: {reason}") from error
+
+    def _check_tools(self, options: ChatOptions) -> None:
+        if options.has_tools and not self.chat_format.reads_tools:
+            raise RequestError(
+                "unsupported_parameter",
+                "tools: the target's chat template does not read them. Leave tools out, or set model.chat_template to "
+                "a Jinja file that does",
+            )
+        if options.has_tools and self.chat_format.tool_parser is None:
+            raise RequestError(
+                "unsupported_parameter",
+                "tools: the chat template does not show in which form the target writes tool calls. Set "
+                f"model.tool_parser to {' or '.join(TOOL_PARSERS)}",
+            )
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's entry of each id, such as "Ġthe", which is not always its text."""
+        return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     def word_ids(self, word: str) -> list[list[int]]:
         """Return the ids of a word as the tokenizer writes it at the beginning of a text and after a space."""
@@ -168,6 +251,9 @@ class Tokenizer:
         return self._decode(ids, skip_special_tokens=False)
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if skip_special_tokens and self._hidden_ids is not None:
+            ids = [token for token in ids if token not in self._hidden_ids]
+            skip_special_tokens = False
         return str(
             self._tokenizer.decode(
                 list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -271,7 +357,7 @@ class DecodeStream:
             return ""
         self._window, self._read = self._read, len(self._ids)
         known = self._held + new[len(old) :]
-        num_safe = len(known) - _num_begun(known, self._stops)
+        num_safe = len(known) - num_begun(known, self._stops)
         self._held = known[num_safe:]
         self._told += known[:num_safe]
         return known[:num_safe]
@@ -280,13 +366,6 @@ class DecodeStream:
         """Return the rest, once all ids of the output are known."""
         whole = self._text.final_text(output_ids, self._stops, self._options)
         return whole[len(self._told) :]
-
-
-def _num_begun(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of the text may be the beginning of a stop string."""
-    longest = max(map(len, stops), default=1) - 1
-    ends = range(min(longest, len(text)), 0, -1)
-    return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in stops)), 0)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:

@@ -55,6 +55,7 @@ def server(folder: Path, target: str) -> Iterator[str]:
     ]
     for setting in (
         "serving.ray_address=local",
+        f"serving.batches.path={folder / 'batches'}",
         f"model.target={target}",
         f"model.draft={target}",
         "model.dtype=float32",

@@ -33,8 +33,12 @@ WITH_RAY = (
 WITHOUT_RAY = (
     "batch/input/",
     "batch/test_baseline.py",
+    "batch/test_finish.py",
     "batch/test_ipc.py",
+    "batch/test_job_shard.py",
     "batch/test_on_finish.py",
+    "batch/test_repair.py",
+    "batch/test_run_input.py",
     "batch/test_worker",
 )
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer

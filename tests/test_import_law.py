@@ -14,6 +14,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 LEVELS = [
     {"errors", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy", "graph_protocol"}
     | {"gguf", "smollm2_wheel"},
+    {"chat"},
     {"config", "kernels", "storage", "tokenizer", "report"},
     {"datastore", "draft_vocab", "sampling"},
     {"tree", "sampling_values"},
@@ -24,12 +25,13 @@ LEVELS = [
     {"planner"},
     {"engine", "registry", "smollm2"},
     {"build"},
-    {"evaluation", "batch", "serve", "training"},
+    {"evaluation", "batch", "training"},
+    {"serve"},
     {"doctor", "api"},
     {"cli", "lm_eval"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
-TORCH_FREE = {"errors", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
+TORCH_FREE = {"errors", "chat", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
 TORCH_FREE |= {"gguf", "smollm2_wheel"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},

@@ -25,6 +25,7 @@ from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
 from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
 from eagle_ray.api.request_sampling import RequestSampling
+from eagle_ray.batch.chat_rows import answer_of_row
 from eagle_ray.batch.sequences import (
     RequestRow,
     message_of,
@@ -142,12 +143,28 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingFor = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         raise_errors: bool = False,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Return one output per conversation. messages: one conversation or a list of them. See generate."""
+        """Return one output per conversation. See generate.
+
+        Args:
+            messages: one conversation or a list of them.
+            tools, tool_choice, parallel_tool_calls: as in OpenAI's API. Outputs have the calls as tool_calls.
+            chat_template_kwargs: further values for the chat template, such as {"enable_thinking": False}.
+        """
         chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [{"messages": list(chat)} for chat in chats]
+        options = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts = [{"messages": list(chat), **options} for chat in chats]
         return self.generate(prompts, sampling_params, raise_errors=raise_errors, use_tqdm=use_tqdm)
 
     def counters(self) -> EngineCounters:
@@ -221,7 +238,7 @@ class LLM:
             prompt_logprobs = logprobs_of(first.prompt_ids, values, tops, params.num_top_prompt_logprobs, text)
         return RequestOutput(
             request_id=row["request_id"],
-            prompt=prompt_text_of(row, text),
+            prompt=prompt_text_of(row, config, text),
             prompt_token_ids=first.prompt_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[
@@ -231,6 +248,7 @@ class LLM:
                     "" if text is None else text.final_text(sequence.output_ids, stops, options),
                     params.num_top_logprobs if wants_logprobs else None,
                     text,
+                    answer_of_row(row, config, text, sequence, stops, options),
                 )
                 for i, sequence in enumerate(sequences)
             ],

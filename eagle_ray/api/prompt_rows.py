@@ -13,10 +13,10 @@ from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
-from eagle_ray.batch.input.columns import RequestColumns
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.batch.input.request import parse_row
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.output.schema import REQUEST
 from eagle_ray.batch.sequences import RequestRow

@@ -31,6 +31,8 @@ class EngineSettings(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
     max_model_len: int | None
     chat_template: str
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"]
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"]
     method: str
     max_depth: int
     top_k: int

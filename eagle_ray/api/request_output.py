@@ -10,8 +10,10 @@ The names are those of vLLM's outputs; the acceptance statistics come on top.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from eagle_ray.core.sequence import FinishReason, Sequence, TopLogprobs
+from eagle_ray.chat.answer import Answer
+from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.errors import RequestError
 from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
@@ -41,9 +43,11 @@ class CompletionOutput:
 
     Attributes:
         text: without end-of-sequence and stop string; "" if the target has no tokenizer.
+        content, reasoning_content, tool_calls: the parts of the text of an answer to messages, tool calls in OpenAI's
+            form. content is the text if the target neither thinks nor got tools.
         token_ids: with them.
         cumulative_logprob, logprobs: None unless SamplingParams.logprobs asks for them.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length" or "tool_calls".
         seed: the key of this sample's noise: SamplingParams(seed=...) with n=1 repeats it.
         stats: the acceptance statistics, before any cut at the end.
         ttft_s, e2e_s: seconds from the arrival of the prompt to the first and to the last token.
@@ -52,13 +56,16 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     seed: int
     stats: AcceptanceStats
     ttft_s: float
     e2e_s: float
     cumulative_logprob: float | None = None
     logprobs: Logprobs | None = None
+    content: str = ""
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -107,13 +114,21 @@ class RequestOutput:
 
 
 def completion_of(
-    index: int, sequence: Sequence, text: str, num_tops: int | None, tokenizer: Tokenizer | None
+    index: int,
+    sequence: Sequence,
+    text: str,
+    num_tops: int | None,
+    tokenizer: Tokenizer | None,
+    answer: Answer | None = None,
 ) -> CompletionOutput:
     """Return a finished sequence as the sample of this index.
 
+    answer: the parts of its text, if a parser read it.
     num_tops: likeliest tokens to report at each output token; None for no log-probabilities.
     """
     stats = sequence.stats or AcceptanceStats.empty(0)
+    parts = answer or Answer(text)
+    calls = tokenizer.chat_format.openai_calls(parts.calls, sequence.request_id) if tokenizer else []
     arrived = sequence.arrived_at or 0.0
     values = None if num_tops is None else sequence.output_logprobs
     logprobs = None
@@ -123,13 +138,16 @@ def completion_of(
         index=index,
         text=text,
         token_ids=sequence.output_ids,
-        finish_reason=sequence.finish_reason,
+        finish_reason=parts.finish_reason(sequence.finish_reason),
         seed=sequence.sampling.seed,
         stats=stats,
         ttft_s=(sequence.first_token_at or arrived) - arrived,
         e2e_s=(sequence.finished_at or arrived) - arrived,
         cumulative_logprob=None if values is None else sum(values),
         logprobs=logprobs,
+        content=parts.content,
+        reasoning_content=parts.reasoning or None,
+        tool_calls=calls,
     )
 
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle_ray.batch.job_errors import DEFECT, INTERRUPTED, TRANSIENT, JobError, RunResult, outcome_by_code, outcome_of
-from eagle_ray.batch.output.manifest import DATA, output_of, read_manifest
+from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.manifest import output_of, read_manifest
 from eagle_ray.batch.output.part_files import part_files
 from eagle_ray.batch.signals import is_interrupted
 from eagle_ray.config import JobConfig
@@ -113,7 +114,7 @@ def _wait(ending: RunResult, restarts: RestartsConfig, num_in_a_row: int) -> Non
 def _state_or_none(output: StoragePath) -> OutputState | None:
     """Return the state, or None if the storage does not respond for now. The child reports other faults."""
     try:
-        return OutputState(_last_driver(output), frozenset(str(file) for file in part_files(output / DATA)))
+        return OutputState(_last_driver(output), frozenset(str(file) for file in part_files(data_of(output))))
     except OSError as error:
         return None if outcome_of(error).is_transient else OutputState(None, frozenset())
 

@@ -31,6 +31,8 @@ from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.outputs import id_of_turn
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState
+from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, gumbel_noise, process
 
@@ -72,6 +74,7 @@ class BaselineComparison:
         self._plain_engine = Engine(
             self._target, NullDrafter(), no_draft_planner, bundle.engine.max_model_len, 0, graphs=graphs
         )
+        self._plain_engine.grammars = self._draft_engine.grammars
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return output tokens per second of all slots together, with drafts and without, prompts included.
@@ -141,7 +144,7 @@ class BaselineComparison:
             ids, tokens = plain.prompt_ids + expected[:position], (expected[position], stored[position])
             logits = self._next_logits(ids)
             if plain.controls is not None:
-                logits = controlled_logits(logits, plain, expected[:position])
+                logits = self._controlled_logits(logits, plain, expected[:position])
             first, second = sampling_scores(logits, plain.sampling, len(ids))[list(tokens)].tolist()
             gap = first - second
             cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
@@ -156,6 +159,13 @@ class BaselineComparison:
             "cause": cause,
         }
 
+    def _controlled_logits(
+        self, logits: Float[Tensor, " V"], plain: Sequence, output_ids: list[int]
+    ) -> Float[Tensor, " V"]:
+        grammars, spec = self._plain_engine.grammars, plain.sampling.grammar
+        state = None if grammars is None or spec is None else grammars.start(spec)
+        return controlled_logits(logits, plain, output_ids, state)
+
     @torch.inference_mode()
     def _next_logits(self, ids: list[int]) -> Float[Tensor, " V"]:
         """Return the target's logits for the token after these ids."""
@@ -166,12 +176,19 @@ class BaselineComparison:
         return logits[0].cpu()
 
 
-def controlled_logits(logits: Float[Tensor, " V"], sequence: Sequence, output_ids: list[int]) -> Float[Tensor, " V"]:
-    """Return the logits after the sequence's controls, for the token after output_ids."""
-    controls, before = sequence.sampling.controls, sequence.controls
-    if controls is None or before is None:
+def controlled_logits(
+    logits: Float[Tensor, " V"], sequence: Sequence, output_ids: list[int], grammar: GrammarState | None = None
+) -> Float[Tensor, " V"]:
+    """Return the logits after the sequence's controls, for the token after output_ids.
+
+    Args:
+        grammar: the sequence's, before its first token; it advances.
+    """
+    before = sequence.controls
+    if before is None:
         return logits
-    state = ControlState(controls, sequence.prompt_ids, before.ends, len(logits))
+    controls = sequence.sampling.controls or Controls()
+    state = ControlState(controls, sequence.prompt_ids, before.ends, len(logits), grammar)
     state.sync(output_ids)
     adjusted = logits.to(torch.float32, copy=True)[None]
     Adjustments.of([(state, [[]])]).apply(adjusted)

@@ -24,15 +24,15 @@ import ray.data
 
 from eagle_ray.batch.actor import EngineActor, as_config_error
 from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
-from eagle_ray.batch.input.columns import RequestColumns
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
 from eagle_ray.batch.input.passthrough import output_names
-from eagle_ray.batch.input.plan import request_columns
+from eagle_ray.batch.input.plan import request_columns, template_of
 from eagle_ray.batch.input.request import parse_row
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.nested_rows import unnest
-from eagle_ray.batch.output.schema import OUTPUT_FIELDS, SAMPLING_FIELDS, request_schema, table_of
+from eagle_ray.batch.output.schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.batch.pipeline import map_engine
 from eagle_ray.batch.progress import start_progress
 from eagle_ray.config import ConfigError, JobConfig, config_hash
@@ -45,7 +45,7 @@ LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))  # a row of a
 WITHOUT_MEANING = ("row_index", "source_file", "run_id", "attempt", "config_hash")  # output columns of a job's files
 ADDED = tuple(field.name for field in OUTPUT_FIELDS if field.name not in WITHOUT_MEANING)
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
-READ = frozenset(field.name for field in SAMPLING_FIELDS) | {"prompt"}  # input columns that the output's replace
+READ = frozenset(field.name for field in ROW_FIELDS) | {"prompt"}  # input columns that the output's replace
 MANY_ROWS = 1 << 30  # how many there are is not known before they are read
 
 
@@ -74,7 +74,7 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     run = RunHandle(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
     actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.fewest))
     requests = dataset.map_batches(
-        RequestMaker(request_columns(config.input.columns)),
+        RequestMaker(request_columns(config.input.columns, template_of(config.input))),
         batch_size=batch_size,
         batch_format="pyarrow",
         zero_copy_batch=True,

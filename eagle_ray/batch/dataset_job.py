@@ -16,9 +16,10 @@ import pyarrow as pa
 import ray.data
 
 from eagle_ray.batch.dataset import SAMPLING_PARAMS, with_sampling_params
-from eagle_ray.batch.output.manifest import DATA, output_of, wrap_os_errors
+from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.manifest import output_of, wrap_os_errors
 from eagle_ray.batch.run import join_cluster, run_to_completion
-from eagle_ray.config import JobConfig
+from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 log = logging.getLogger("eagle_ray")
@@ -31,6 +32,8 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
 
     Raises ConfigError before anything has started, JobError if the job cannot be completed.
     """
+    if config.execution.shard:
+        raise ConfigError("execution.shard: the rows of a Dataset are one job on one cluster. Leave the key out.")
     join_cluster(config)
     output = output_of(config)
     directory = output.parent / f"{output.name}.input"
@@ -38,7 +41,7 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
         write_rows(dataset, directory)
     source = config.input.model_copy(update={"path": str(directory), "format": "parquet"})
     run_to_completion(config.model_copy(update={"input": source}))
-    files = [str(file) for file in (output / DATA).glob("**/*.parquet")]
+    files = [str(file) for file in data_of(output).glob("**/*.parquet")]
     return ray.data.read_parquet(files)
 
 

@@ -10,12 +10,13 @@ They are in one file once they are done. They are read from the input's index, a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from eagle_ray.batch.id_digests import EMPTY, Digests, duplicates
+from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.row_index import Table, num_ranges, ranges, take
 from eagle_ray.config import JobConfig
 
@@ -36,16 +37,29 @@ class ExpectedRows:
         allowed: by number of a file in the index: how many of its first rows are asked for.
         starts: by number of a file: the place of its first row in the whole input.
         default_rows: output rows of ids that the input does not have, whose rows another input left.
+        shard: of whose ids the rows are; None for those of all.
     """
 
     index: IndexedRows
     allowed: np.ndarray
     starts: np.ndarray
     default_rows: int
+    shard: JobShard | None = None
 
     def __len__(self) -> int:
-        """Return the number of ids."""
+        """Return the number of ids. Those of a shard are counted."""
+        if self.shard is None:
+            return self.num_places
+        return sum(int(np.count_nonzero(self._is_asked(table))) for table in self.index.tables)
+
+    @property
+    def num_places(self) -> int:
+        """Return the number of rows of the whole input, those of other shards included."""
         return int(self.allowed.sum())
+
+    def of_shard(self, shard: JobShard) -> ExpectedRows:
+        """Return the rows of one shard of the job."""
+        return replace(self, shard=shard)
 
     def by_range(self, parts: int) -> Iterator[Table]:
         """Yield the rows of each range of ids: columns id, place (in the whole input) and rows, sorted by id."""
@@ -58,7 +72,7 @@ class ExpectedRows:
 
     def duplicates(self) -> Digests:
         """Return the ids that occur more than once, sorted."""
-        parts = num_ranges(len(self))
+        parts = num_ranges(self.num_places)
         return np.concatenate([EMPTY, *(duplicates(rows["id"]) for rows in self.by_range(parts))])
 
     def _placed(self, table: Table) -> Table:
@@ -67,7 +81,8 @@ class ExpectedRows:
         return {"id": kept["id"], "place": place, "rows": kept["rows"]}
 
     def _is_asked(self, table: Table) -> np.ndarray:
-        return table["row"] < self.allowed[table["file"]]
+        is_asked = table["row"] < self.allowed[table["file"]]
+        return is_asked if self.shard is None else is_asked & self.shard.holds(table["id"])
 
     def _rows(self, ids: Digests) -> np.ndarray:
         """Return the number of rows of each id, 0 if the input does not ask for it."""

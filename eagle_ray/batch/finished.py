@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from eagle_ray.batch.input.plan import PreviousRun
 from eagle_ray.batch.job_errors import JobError
-from eagle_ray.batch.output.manifest import DATA, read_manifest
+from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.manifest import read_manifest
 from eagle_ray.batch.row_index import INDEX, read_index_file
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, write_json
@@ -46,10 +47,15 @@ def record_finished(output: StoragePath, key: str, counted: str) -> None:
     write_json(output / INDEX / FILE, {"key": key, "files": counted})
 
 
+def forget_finished(output: StoragePath) -> None:
+    """Delete the record, so that the next start counts the rows."""
+    (output / INDEX / FILE).remove()
+
+
 def files_key(output: StoragePath) -> str:
-    """Return a digest of the names and states of all files in data/."""
+    """Return a digest of the names and states of all files with rows of this run or shard."""
     content = hashlib.blake2b(digest_size=16)
-    data = output / DATA
+    data = data_of(output)
     for file, state in data.list_states("**/*.parquet").items():
         content.update(f"{file.text.removeprefix(data.text)} {state}\n".encode())
     return content.hexdigest()

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from eagle_ray.batch.input.files import InputFile, resolve_pattern, split_at_wildcard
+from eagle_ray.batch.output.layout import DATA
 from eagle_ray.batch.output.lock import LOCK
-from eagle_ray.batch.output.manifest import DATA, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
+from eagle_ray.batch.output.manifest import PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
 from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.glob_match import glob_matches

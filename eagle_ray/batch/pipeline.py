@@ -33,6 +33,7 @@ log = logging.getLogger("eagle_ray")
 CALLS_PER_ACTOR = 8  # batches in flight: with batches of half the slots, four rows for each slot
 BATCHES_PER_ACTOR = 64  # for more, batches grow: each costs Ray some milliseconds and the GIL
 MAX_ROWS_PER_SLOT = 4  # rows of a batch
+WINDOW_ROWS_PER_SLOT = 32  # rows that an engine holds and orders; with 4 it gained 1 % (jobs/results/order.md)
 MIN_FILES = 8  # of a small job, so that finished rows reach the disk early
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
@@ -59,11 +60,14 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarra
     partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
     schema = next_schema(run.data, plan.passthrough)
     sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions, progress)
-    batch_size = _batch_size(usual_slots(config.execution.slots, workers.num_gpus > 0), workers.most, num_rows)
+    slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
+    batch_size = plan_batch_size(slots, workers.most, num_rows)
+    calls = plan_calls(config.execution.order, slots, batch_size, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading_message(config.model.target, workers))
     requests = read_requests(plan, done, rows_per_block=batch_size)
-    answers = map_engine(requests, batch_size, workers, (config, run, plan.passthrough, workers.threads, progress))
+    actor_args = (config, run, plan.passthrough, workers.threads, progress)
+    answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
         _write(answers, sink)
 
@@ -74,8 +78,14 @@ def map_engine(
     workers: WorkerPlan,
     actor_args: tuple,
     actor: type[EngineActor] | None = None,
+    calls: int = CALLS_PER_ACTOR,
 ) -> ray.data.Dataset:
-    """Return the nested output rows of the requests, lazily. actor_args: see EngineActor, the default actor."""
+    """Return the nested output rows of the requests, lazily.
+
+    Args:
+        actor_args: see EngineActor, the default actor.
+        calls: batches in flight per actor.
+    """
     return requests.map_batches(
         actor or EngineActor,
         fn_constructor_args=actor_args,
@@ -83,7 +93,7 @@ def map_engine(
         batch_format="pyarrow",
         zero_copy_batch=True,
         udf_modifying_row_count=True,  # n samples of a row
-        compute=_pool(workers),
+        compute=_pool(workers, calls),
         num_gpus=workers.num_gpus,
         num_cpus=0,  # CPUs are for reading and writing; engines share theirs out by their threads
     )
@@ -123,20 +133,32 @@ def _describe_error(error: Exception) -> str:
     return raised[-1] if raised else lines[0]
 
 
-def _pool(workers: WorkerPlan) -> ActorPoolStrategy:
+def _pool(workers: WorkerPlan, calls: int) -> ActorPoolStrategy:
     return ActorPoolStrategy(
         min_size=workers.fewest,
         max_size=workers.most,
         initial_size=workers.fewest,
-        max_concurrent_calls_per_actor=CALLS_PER_ACTOR,
-        max_tasks_in_flight_per_actor=CALLS_PER_ACTOR,
+        max_concurrent_calls_per_actor=calls,
+        max_tasks_in_flight_per_actor=calls,
     )
 
 
-def _batch_size(slots: int, actors: int, num_rows: int) -> int:
+def plan_batch_size(slots: int, actors: int, num_rows: int) -> int:
     """Return a small batch size, larger for long jobs: a row leaves with its batch, and the last rows should spread."""
     wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MAX_ROWS_PER_SLOT * slots))
     return max(1, min(wanted, num_rows // (2 * actors)))
+
+
+def plan_calls(order: str, slots: int, batch_size: int, actors: int, num_rows: int) -> int:
+    """Return the batches in flight per actor: with order auto, enough for a window of rows to order.
+
+    Several actors together hold at most half of the rows, so that the rest can spread over them.
+    """
+    if order == "input":
+        return CALLS_PER_ACTOR
+    share = num_rows if actors == 1 else num_rows // (2 * actors)
+    window = min(WINDOW_ROWS_PER_SLOT * slots, share)
+    return max(CALLS_PER_ACTOR, -(-window // batch_size))
 
 
 def _rows_per_file(wanted: int, num_rows: int) -> int:

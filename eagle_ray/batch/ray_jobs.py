@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import yaml
 
 import eagle_ray
+from eagle_ray.batch.input.run_files import RUN_PREFIX, is_run
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import QUIET_VARIABLES, RAY_JOB_VARIABLE
 from eagle_ray.config import ConfigError, JobConfig
@@ -91,7 +92,10 @@ def check_output_outlives_job(config: JobConfig, environ: Mapping[str, str] = os
 
 
 def _absolute(path: str) -> str:
-    return path if path.startswith("embedded:") or "://" in path else str(Path(path).expanduser().absolute())
+    if path.startswith("embedded:") or "://" in path:
+        return path
+    prefix = RUN_PREFIX if is_run(path) else ""
+    return prefix + str(Path(path.removeprefix(prefix)).expanduser().absolute())
 
 
 def _relative(path: str) -> str | None:

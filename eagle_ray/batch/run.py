@@ -43,10 +43,11 @@ from eagle_ray.batch.job_errors import (
     TooManyErrors,
     WorkerDefect,
 )
+from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.fencing import remove_stale_files, wait_for_stale_writers
+from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import (
-    DATA,
     ESTIMATE,
     PROGRESS,
     REPORT,
@@ -63,6 +64,7 @@ from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_
 from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.batch.output.partitions import Partitions
 from eagle_ray.batch.output.schema import schema_differences, unread_settings
+from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.ray_jobs import check_output_outlives_job
@@ -103,8 +105,7 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
         summary, output = run_to_completion(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             _show_errors(output, num_errors)
-        place, files = output.display_path, "**/*.parquet" if config.output.partition_by else "*.parquet"
-        return f"{run_table(summary)}\nrows in {place}/{DATA}/{files}, these numbers in {place}/{SUMMARY}"
+        return f"{run_table(summary)}\n{_places(config, output)}"
 
     ending = ending_of(work, config.logging.level)
     rows, errors = _counts(config, ending, began)
@@ -112,6 +113,17 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
         ending = RunResult(ROW_ERRORS, f"{errors} rows ended in errors (--fail-on-row-errors)")
         print(f"eagle-ray: {ending.reason}", file=sys.stderr)
     return replace(ending, rows=rows, errors=errors)
+
+
+def _places(config: JobConfig, output: StoragePath) -> str:
+    """Return where the rows and the numbers of a finished run are, and for a shard what comes next."""
+    files = "**/*.parquet" if config.output.partition_by else "*.parquet"
+    places = f"rows in {data_of(output).display_path}/{files}, these numbers in {output.display_path}/{SUMMARY}"
+    if config.execution.shard is None:
+        return places
+    shard = JobShard.of(config.execution.shard)
+    root = root_of(output).display_path
+    return f"{places}\nshard {shard} is complete. Once all {shard.count} are: eagle-ray finish {root}"
 
 
 def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int | None, int | None]:
@@ -130,9 +142,9 @@ def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int 
 
 def _show_errors(output: StoragePath, num_errors: int) -> None:
     """Log the first few error rows and where all of them are."""
-    for row in itertools.islice(_error_rows(output / DATA), min(num_errors, ERRORS_SHOWN)):
+    for row in itertools.islice(_error_rows(data_of(output)), min(num_errors, ERRORS_SHOWN)):
         log.warning("error row %s: %s", row["request_id"], row["error_message"])
-    log.warning("all of them: the rows of %s/%s with status 'error'", output.display_path, DATA)
+    log.warning("all of them: the rows of %s with status 'error'", data_of(output).display_path)
 
 
 def _error_rows(data: StoragePath) -> Iterator[dict[str, str]]:
@@ -195,16 +207,18 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     """Do what run_to_completion does. Raises IndexDamaged, too."""
     log.info("reading the input")
     output = output_of(config)
-    check_disjoint(config.input.path, output)
+    root = root_of(output)
+    check_disjoint(config.input.path, root)
     previous = previous_run(output, config)
     plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
     check_not_empty(plan, config)
     if plan.key != previous.finished_key:
         Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
-    check_not_run_output(plan.files, output)
+    check_not_run_output(plan.files, root)
     is_overwritten = config.output.if_exists == "overwrite"
     if is_overwritten or retry_errors or (len(plan.rows) and not (output / RUN).exists()):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
+    claim_output(config)
     with lock_output(output) as check_lock:
         if not is_overwritten:
             check_changes(plan, output, retry_errors)
@@ -213,7 +227,7 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
         with record_outcome(run), extended_retries():
             summary = _complete(config, plan, run, retry_errors)
         if config.report.html:
-            _report(run, summary)
+            store_report(run, summary)
     return summary
 
 
@@ -244,13 +258,14 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     summary |= _checks(config, plan, run, there)
     run.check_current()  # checks take minutes: do not recreate a deleted output
     write_json(run.output / SUMMARY, summary, run.check_current)
-    _check_error_rate(summary["total"], config.execution.max_error_rate)
+    if config.execution.shard is None:  # a share of few rows says little: `finish` judges all shards together
+        check_error_rate(summary["total"], config.execution.max_error_rate)
     (run.output / SUCCESS).write_atomic(b"", run.check_current)
     record_finished(run.output, plan.key, counted)
     return summary
 
 
-def _report(run: RunHandle, summary: dict[str, Any]) -> None:
+def store_report(run: RunHandle, summary: dict[str, Any]) -> None:
     """Write the report of a finished run. A failure is logged only, because rows and summary are complete."""
     place = (run.output / REPORT).display_path
     run.check_current()
@@ -421,7 +436,7 @@ def _turns(run: RunHandle, read: ReadColumns) -> dict[str, Any]:
     return {"turns": {turn: counts.as_json() for turn, counts in summarise(read, TURN).items()}}
 
 
-def _check_error_rate(counts: dict[str, Any], most: float) -> None:
+def check_error_rate(counts: dict[str, Any], most: float) -> None:
     codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
     if counts["rows"] and counts["errors"] == counts["rows"]:
         raise TooManyErrors(

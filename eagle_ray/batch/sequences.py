@@ -14,15 +14,26 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from eagle_ray.batch.chat_rows import chat_options_of, is_chat
 from eagle_ray.batch.expected_rows import num_samples
 from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.row_location import location_text
+from eagle_ray.chat.chat_options import ChatOptions
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, text_options
+from eagle_ray.sampling_values import (
+    CONTROL_NAMES,
+    GRAMMAR_NAMES,
+    TEXT_NAMES,
+    answer_grammar,
+    controls_of,
+    merged_values,
+    text_options,
+)
 from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
@@ -39,7 +50,8 @@ SAMPLING_COLUMNS = (
 )
 MAX_SAMPLES = 1024  # of a row: sampling.n is at most this
 # Sampling columns without an output column of their own: `sampling_controls` has those that are not at their defaults.
-OTHER_COLUMNS = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES)))
+OTHER_COLUMNS = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
+CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
 RequestRow = dict[str, Any]  # one row of schema.REQUEST, passthrough columns included
 
 
@@ -74,14 +86,17 @@ def _sequences(
 ) -> list[Sequence]:
     if row["error_code"] is not None:
         raise RequestError(row["error_code"], row["error_message"])
-    prompt_ids, stops = prompt_ids_of(row, tokenizer), stop_strings(row, config)
+    chat_options = chat_options_of(row, config)
+    prompt_ids, stops = prompt_ids_of(row, tokenizer, chat_options), stop_strings(row, config)
     values = sampling_values(row, config)
     controls, options = controls_of(values, tokenizer), text_options(values)
+    grammar = answer_grammar(values, chat_options if is_chat(row) else None, tokenizer, prompt_ids)
     return [
         Sequence(
             request_id=f"{row['request_id']}/{j}",
             prompt_ids=prompt_ids,
-            sampling=_sampling_params(values, controls, seed_of(row, config.seed, j)),
+            sampling=_sampling_params(values, controls, grammar, seed_of(row, config.seed, j)),
+            category=str(row.get(CATEGORY)),
             stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops, options) if stops else None,
         )
         for j in samples
@@ -115,7 +130,7 @@ def sampling_values(row: RequestRow, config: JobConfig) -> dict[str, Any]:
     overrides = {name: row[name] for name in names if row[name] is not None}
     if "logit_bias" in overrides:
         overrides["logit_bias"] = dict(overrides["logit_bias"])
-    return config.sampling.model_dump(include=set(names)) | overrides
+    return merged_values(config.sampling.model_dump(include=set(names)), overrides)
 
 
 def text_options_of(row: RequestRow, config: JobConfig) -> TextOptions:
@@ -127,22 +142,22 @@ def controls_json(row: RequestRow, config: JobConfig) -> str | None:
     """Return the row's values of OTHER_COLUMNS that are not at their defaults, as JSON; None if all are."""
     values = sampling_values(row, config)
     defaults = SamplingConfig()
-    own = {name: values[name] for name in OTHER_COLUMNS if values[name] != getattr(defaults, name)}
+    own = {name: values[name] for name in OTHER_COLUMNS if (values[name] or None) != (getattr(defaults, name) or None)}
     return json.dumps(own, ensure_ascii=False) if own else None
 
 
-def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None) -> list[int]:
+def prompt_ids_of(row: RequestRow, tokenizer: Tokenizer | None, options: ChatOptions) -> list[int]:
     if row["prompt_token_ids"] is not None:
         return row["prompt_token_ids"]
     if (messages := messages_of(row)) is not None:
-        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages))
+        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages), options)
     return _require_tokenizer(tokenizer, "prompt").encode(row["prompt"])
 
 
-def prompt_text_of(row: RequestRow, tokenizer: Tokenizer | None) -> str | None:
+def prompt_text_of(row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None) -> str | None:
     """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
     if (messages := messages_of(row)) is not None and tokenizer is not None:
-        return tokenizer.render_chat(template_messages(messages))
+        return tokenizer.render_chat(template_messages(messages), options=chat_options_of(row, config))
     return row["prompt"]
 
 
@@ -158,13 +173,16 @@ def seed_of(row: RequestRow, run_seed: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _sampling_params(values: dict[str, Any], controls: Controls | None, seed: int) -> SamplingParams:
+def _sampling_params(
+    values: dict[str, Any], controls: Controls | None, grammar: GrammarSpec | None, seed: int
+) -> SamplingParams:
     for name in ("top_logprobs", "prompt_logprobs"):
         if values[name] and not values["logprobs"]:
             raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
     own = {name: values[name] for name in SAMPLING_COLUMNS}
     try:
-        return SamplingParams(**own, seed=seed, stop_token_ids=tuple(values["stop_token_ids"]), controls=controls)
+        stops = tuple(values["stop_token_ids"])
+        return SamplingParams(**own, seed=seed, stop_token_ids=stops, controls=controls, grammar=grammar)
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None
 

@@ -17,8 +17,10 @@ from typing import Any
 
 from eagle_ray.batch.display import Facts, format_progress
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, read_manifest
+from eagle_ray.batch.output.sharding import read_shard_plan, shard_outputs
 from eagle_ray.batch.process_id import Process
 from eagle_ray.config import ConfigError
+from eagle_ray.report.text import number, render
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 INTERRUPTED_OUTCOME = "KeyboardInterrupt"
@@ -82,6 +84,43 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
         progress=progress,
         total=(read_json_object(output / SUMMARY) or {}).get("total") if is_done else None,
     )
+
+
+def sharded_statuses(root: StoragePath) -> dict[str, RunStatus | None]:
+    """Return the status of each shard of an output, None for one that has not started. Without shards: none."""
+    plan = read_shard_plan(root)
+    outputs = shard_outputs(root, plan["count"]) if plan else {}
+    return {str(shard): status_of(output) if (output / RUN).exists() else None for shard, output in outputs.items()}
+
+
+def sharded_status_text(root: StoragePath) -> str:
+    """Return one line for each shard, and what comes next."""
+    statuses = sharded_statuses(root)
+    lines = [[shard, *_shard_cells(status)] for shard, status in statuses.items()]
+    table = render(["shard", "state", "attempts", "rows", "errors"], lines)
+    done = sum(status is not None and status.state == "done" for status in statuses.values())
+    if (root / SUCCESS).exists():
+        end = "finished"
+    elif done == len(statuses):
+        end = f"not finished. Run eagle-ray finish {root.display_path}"
+    else:
+        end = "run the others with their --shard"
+    return f"{table}\n{root}: {done} of {len(statuses)} shards complete, {end}"
+
+
+def sharded_status_json(root: StoragePath) -> str:
+    """Return the status of each shard as JSON."""
+    statuses = {shard: asdict(status) if status else None for shard, status in sharded_statuses(root).items()}
+    facts = {"state": "done" if (root / SUCCESS).exists() else "not finished", "shards": statuses}
+    return json.dumps(facts, indent=2, ensure_ascii=False)
+
+
+def _shard_cells(status: RunStatus | None) -> list[str]:
+    if status is None:
+        return ["not started", "0", number(None), number(None)]
+    progress = status.progress or {}
+    total = status.total or {"rows": progress.get("rows_in_files"), "errors": progress.get("errors")}
+    return [status.state, str(status.attempt), number(total["rows"]), number(total["errors"])]
 
 
 def status_json(status: RunStatus) -> str:

@@ -24,7 +24,7 @@ from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.output_rows import OutputRows
 from eagle_ray.batch.output.schema import REQUEST, output_schema, table_of
 from eagle_ray.batch.process_id import process_name
-from eagle_ray.batch.sequences import RequestRow, sequence_of, sequences_of, turn_request
+from eagle_ray.batch.sequences import CATEGORY, RequestRow, sequence_of, sequences_of, turn_request
 from eagle_ray.build import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
@@ -82,7 +82,8 @@ class Worker:
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """Return one row per sample and turn of each request, in order. Raises EngineError once the engine is dead."""
-        request_rows = requests.select(REQUEST.names).to_pylist()
+        columns = [*REQUEST.names, *(name for name in self._passthrough if name == CATEGORY)]
+        request_rows = requests.select(columns).to_pylist()
         answers = await asyncio.gather(*(self._answer(request) for request in request_rows))
         table = self._tables(request_rows, answers)
         request_of_row = [i for i, rows in enumerate(answers) for _ in rows]
@@ -182,10 +183,13 @@ def _as_row_error(request: RequestRow) -> Iterator[None]:
 
 
 def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
-    """Build the worker's engine. Raises as build_in_thread does."""
+    """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
-    return build_in_thread(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus, threads)
+    bundle = build_in_thread(config.model, config.speculative, execution.slots, execution.kv_tokens, gpus, threads)
+    if execution.order == "auto":
+        bundle.engine.scheduler.order_for_throughput()
+    return bundle
 
 
 def _constants(config: JobConfig, run: RunHandle, bundle: EngineBundle) -> dict[str, Any]:

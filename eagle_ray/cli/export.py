@@ -21,7 +21,8 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.batch.job_errors import JobError
-from eagle_ray.batch.output.manifest import DATA, SUCCESS, SUMMARY
+from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.manifest import SUCCESS, SUMMARY
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import read_tables, stored_schema
 from eagle_ray.cli.report_run import record_of
@@ -39,7 +40,7 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
     to: openai-batch or csv. partial: export an unfinished run as far as it is. overwrite: replace an existing
     target, unless it is the run's own file. Raises ConfigError.
     """
-    record, data = record_of(run), run / DATA
+    record, data = record_of(run), data_of(run)
     if target is not None:
         _check_free(target, run, record, overwrite)
     if not partial and not (run / SUCCESS).exists():
@@ -56,7 +57,7 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
 def _check_whole(run: StoragePath, num_rows: int) -> None:
     """Raise ConfigError if a file cannot be read, or if there are fewer rows than the run recorded."""
     try:
-        there = OutputIndex.read(run / DATA).num_rows
+        there = OutputIndex.read(data_of(run)).num_rows
     except JobError as error:
         raise ConfigError(str(error)) from None
     if there < num_rows:

@@ -1,4 +1,5 @@
-"""The command line: demo, run, validate, submit, status, report, compare, export, train, serve, bench and doctor.
+"""The command line: demo, run, finish, repair, validate, submit, status, report, compare, export, train, serve, bench
+and doctor.
 
 Parses arguments, builds the configuration, calls a command's module, and reports errors as one message and an exit
 code. torch, ray and transformers are imported only once the configuration is valid.
@@ -29,7 +30,10 @@ from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
-COMMANDS = "demo | run | validate | submit | status | report | compare | export | train | serve | bench | doctor"
+COMMANDS = (
+    "demo | run | finish | repair | validate | submit | status | report | compare | export | train | serve | bench | "
+    "doctor"
+)
 METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
 
 
@@ -97,6 +101,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_flags(run)
     run.set_defaults(command=_run, library="Ray")
 
+    finish = commands.add_parser("finish", help="complete an output that shards have written (run --shard i/n)")
+    finish.add_argument("run", metavar="RUN", help="the shards' output.path")
+    finish.add_argument("-i", "--input", metavar="IN", help="input.path (the shards')")
+    finish.add_argument("--limit", type=_positive, metavar="N", help="input.limit (the shards')")
+    finish.add_argument("--json", action="store_true", help="the counts of every shard and of the run, as JSON")
+    finish.set_defaults(command=_finish, library="pyarrow")
+
+    repair = commands.add_parser("repair", help="adopt the rows of an output whose _run.json is lost or damaged")
+    repair.add_argument("run", metavar="RUN", help="its output.path")
+    _add_config_flags(repair)
+    repair.add_argument("--shard", metavar="I/N", help="execution.shard: the shard whose record is lost")
+    repair.add_argument(
+        "--trust-config", action="store_true", help="adopt rows with another configuration hash, as of an older release"
+    )
+    repair.set_defaults(command=_repair, library="pyarrow", if_exists=None)
+
     validate = commands.add_parser("validate", help="check configuration, rows, prompt and storage without Ray")
     _add_config_flags(validate)
     validate.add_argument("--allow-empty", action="store_const", const=True, help="input.allow_empty")
@@ -124,6 +144,16 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="a run's numbers, finished or not, and its report.html")
     report.add_argument("run", metavar="RUN", help="the output directory of a run")
     report.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
+    report.add_argument(
+        "--score", metavar="COLUMN", help="the column with a sample's score: true or false, a number, or such a text"
+    )
+    report.add_argument(
+        "--scores",
+        metavar="FROM",
+        help="scores from a run that judged this one, or from a file with request_id",
+    )
+    report.add_argument("--pass-at", type=float, metavar="X", help="the least score that passes, for pass@k")
+    report.add_argument("--answer", metavar="REGEX", help="the part of a text that the majority vote compares")
     report.set_defaults(command=_report, library="pyarrow")
 
     compare = commands.add_parser("compare", help="two runs side by side; without runs, methods on one's own prompts")
@@ -186,6 +216,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         const="overwrite",
         help="delete the output and start again",
     )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="execution.shard: a part of the rows, such as 2/3; slurm: the array task's",
+    )
     parser.add_argument("--retry-errors", action="store_true", help="try the rows again that ended in errors")
     parser.add_argument("--fail-on-row-errors", action="store_true", help="exit 3 where rows ended in errors")
     parser.add_argument(
@@ -208,7 +243,7 @@ def _add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input", metavar="IN", action="append", help="data.path: chats, texts or a run")
     parser.add_argument("-o", "--output", metavar="HEAD", help="output.path: the head's directory")
     parser.add_argument("--target", metavar="MODEL", help="model.target")
-    parser.add_argument("--method", choices=["eagle2", "eagle3", "medusa", "hydra"], help="head.method")
+    parser.add_argument("--method", choices=["eagle2", "eagle3", "medusa", "hydra", "dflash"], help="head.method")
     parser.add_argument("--steps", type=_positive, metavar="N", help="training.steps")
     parser.add_argument("--workers", type=_positive, metavar="N", help="training.workers: processes of Ray Train")
     parser.add_argument("--limit", type=_positive, metavar="N", help="data.limit: only the first N documents")
@@ -259,6 +294,7 @@ def _config_of(args: argparse.Namespace) -> JobConfig:
         "output.path": args.output,
         "output.if_exists": "resume" if getattr(args, "restarted", False) else args.if_exists,
         "input.allow_empty": getattr(args, "allow_empty", None),
+        "execution.shard": getattr(args, "shard", None),
     }
     given = {key: value for key, value in flags.items() if value is not None}
     return load_config(args.config, sets=args.sets, overrides=given)
@@ -303,6 +339,28 @@ def _run(args: argparse.Namespace) -> int:
     return ending.outcome.code
 
 
+def _finish(args: argparse.Namespace) -> int:
+    from eagle_ray.batch.finish import finish_shards, finish_text
+    from eagle_ray.cli.report_run import parse_run_path
+    from eagle_ray.start_log import configure_logging
+
+    configure_logging("info")
+    summary = finish_shards(parse_run_path(args.run), args.input, args.limit)
+    print(json.dumps(summary, indent=2) if args.json else finish_text(summary))
+    return 0
+
+
+def _repair(args: argparse.Namespace) -> int:
+    args.output = args.run
+    config = _config_of(args)
+    from eagle_ray.batch.repair import repair_output
+    from eagle_ray.start_log import configure_logging
+
+    configure_logging(config.logging.level)
+    print(repair_output(config, args.trust_config))
+    return 0
+
+
 def _validate(args: argparse.Namespace) -> int:
     config = _config_of(args)
     from eagle_ray.cli.validate import validate
@@ -333,17 +391,26 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from eagle_ray.batch.status import status_json, status_of, status_text
+    from eagle_ray.batch.output.sharding import read_shard_plan
+    from eagle_ray.batch.status import sharded_status_json, sharded_status_text, status_json, status_of, status_text
     from eagle_ray.cli.report_run import parse_run_path
 
-    print((status_json if args.json else status_text)(status_of(parse_run_path(args.run))))
+    run = parse_run_path(args.run)
+    if read_shard_plan(run):
+        print((sharded_status_json if args.json else sharded_status_text)(run))
+    else:
+        print((status_json if args.json else status_text)(status_of(run)))
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle_ray.cli.report_run import parse_run_path, review, review_json
+    from eagle_ray.cli.report_run import parse_run_path, record_of, review, review_json
+    from eagle_ray.cli.report_scores import scores_of
 
-    print((review_json if args.json else review)(parse_run_path(args.run)))
+    run = parse_run_path(args.run)
+    record_of(run)  # names what is wrong with it
+    scores = scores_of(run, args.score, args.scores, args.pass_at, args.answer)
+    print((review_json if args.json else review)(run, scores))
     return 0
 
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from eagle_ray.batch.output.manifest import DATA
+from eagle_ray.batch.output.layout import DATA
 from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.run import run_to_completion

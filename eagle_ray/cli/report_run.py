@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any
 
 from eagle_ray.batch.job_errors import OutputDamaged
-from eagle_ray.batch.output.manifest import DATA, REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
+from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.manifest import REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
 from eagle_ray.batch.output.part_files import has_column, read_tables
+from eagle_ray.batch.output.sharding import SHARD_PLAN
 from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
 from eagle_ray.config import ConfigError
 from eagle_ray.report.comparison import side_by_side
+from eagle_ray.report.scores import scores_text
 from eagle_ray.report.text import run_table, side_by_side_table
 from eagle_ray.storage.path import StoragePath, read_json_object
 
@@ -30,23 +33,24 @@ def parse_run_path(text: str) -> StoragePath:
         raise ConfigError(f"RUN: {error}") from None
 
 
-def review(output: StoragePath) -> str:
-    """Write the run's report and return its table. Raises ConfigError if there is no run.
+def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
+    """Write the run's report and return its table and scores. Raises ConfigError if there is no run.
 
     A report that cannot be written, as on a read-only file system, is mentioned below the table.
     """
     numbers = load_summary(output)
+    table = run_table(numbers) + (f"\n\n{scores_text(scores)}\n" if scores else "")
     place = (output / REPORT).display_path
     try:
         write_report(output, numbers)
     except OSError as error:
-        return f"{run_table(numbers)}\n{place} could not be written: {error.strerror or error}"
-    return f"{run_table(numbers)}\nreport in {place}"
+        return f"{table}\n{place} could not be written: {error.strerror or error}"
+    return f"{table}\nreport in {place}"
 
 
-def review_json(output: StoragePath) -> str:
-    """Return every number of the report."""
-    return json.dumps(load_summary(output), indent=2)
+def review_json(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
+    """Return every number of the report, and of the scores."""
+    return json.dumps(load_summary(output) | {"scores": scores}, indent=2)
 
 
 def comparison(run_a: StoragePath, run_b: StoragePath) -> str:
@@ -63,8 +67,8 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
     """Compare two runs. Raises ConfigError if either is no run or has no token ids, or if they share no row."""
     records = [record_of(run) for run in (run_a, run_b)]
     try:
-        by = GROUP_BY if all(has_column(run / DATA, GROUP_BY) for run in (run_a, run_b)) else None
-        numbers = side_by_side(partial(read_tables, run_a / DATA), partial(read_tables, run_b / DATA), by).as_json()
+        by = GROUP_BY if all(has_column(data_of(run), GROUP_BY) for run in (run_a, run_b)) else None
+        numbers = side_by_side(partial(read_tables, data_of(run_a)), partial(read_tables, data_of(run_b)), by).as_json()
     except ValueError as error:
         raise ConfigError(f"{run_a}, {run_b}: {error}") from error
     if not numbers["rows"]["both"]:
@@ -90,5 +94,9 @@ def record_of(output: StoragePath) -> dict[str, Any]:
     except OutputDamaged as error:
         raise ConfigError(str(error)) from error
     if record is None:
+        if (output / SHARD_PLAN).exists():
+            raise ConfigError(
+                f"{output}: its shards are not finished: run eagle-ray finish {output.display_path} first"
+            )
         raise ConfigError(f"{output}: no {RUN} there: give the output directory of a run")
     return record

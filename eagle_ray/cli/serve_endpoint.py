@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.config import ConfigError, ServeConfig
+from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.start_log import configure_logging
 
@@ -35,7 +36,8 @@ def run_endpoint(config: ServeConfig) -> int:
     configure_logging(config.logging.level)
     serving = config.serving
     _check_port(serving.host, serving.port)
-    keys = read_keys(serving.api_keys_file)
+    store = None if serving.batches.path is None else BatchStore.open(serving.batches.path)
+    keys = read_keys(serving.api_keys_file, salt=None if store is None else store.salt())
     if not keys and not _is_loopback(serving.host):
         log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
     from eagle_ray.build import check_models  # torch, seconds
@@ -49,7 +51,7 @@ def run_endpoint(config: ServeConfig) -> int:
 
     connect(address)
     try:
-        _serve(config, keys, threads_wanted(os.environ))
+        _serve(config, keys, store, threads_wanted(os.environ))
     finally:
         if address == LOCAL:
             import ray
@@ -58,7 +60,7 @@ def run_endpoint(config: ServeConfig) -> int:
     return 0
 
 
-def _serve(config: ServeConfig, keys: ApiKeys, most_threads: int | None) -> None:
+def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None, most_threads: int | None) -> None:
     import ray
     from ray import serve
 
@@ -72,7 +74,7 @@ def _serve(config: ServeConfig, keys: ApiKeys, most_threads: int | None) -> None
     try:
         with _log_while_waiting(f"loading {config.model.target}"):
             try:
-                serve.run(application_of(config, keys, shape), name=config.name)
+                serve.run(application_of(config, keys, shape, store), name=config.name)
             except RuntimeError as error:
                 raise ClusterError(f"the replicas did not start: {' '.join(str(error).split())}") from error
         log.info(_welcome(config, has_keys=len(keys) > 0))

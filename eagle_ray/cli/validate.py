@@ -17,9 +17,11 @@ from typing import Any
 from eagle_ray.batch.input.passthrough import PassthroughColumn
 from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of
 from eagle_ray.batch.job_errors import JobError
-from eagle_ray.batch.output.manifest import DATA, check_no_foreign_data, output_of, read_manifest, wrap_os_errors
+from eagle_ray.batch.output.layout import data_of, root_of
+from eagle_ray.batch.output.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
 from eagle_ray.batch.output.output_index import OutputIndex, own_files
 from eagle_ray.batch.output.partitions import Partitions
+from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
@@ -57,11 +59,11 @@ class CheckedRow:
 
 def validate(config: JobConfig) -> str:
     """Return a report. Raises ConfigError if the job could not run, or if every row is bad."""
-    check_disjoint(config.input.path, output_of(config))
+    check_disjoint(config.input.path, root_of(output_of(config)))
     plan = plan_input(config)
     check_not_empty(plan, config)
     Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
-    check_not_run_output(plan.files, output_of(config))
+    check_not_run_output(plan.files, root_of(output_of(config)))
     unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
         check_models(config.model, config.speculative)
@@ -136,6 +138,8 @@ def _output(config: JobConfig) -> str:
     with wrap_os_errors(output):
         output.check_writable()
     try:
+        if config.execution.shard is None:
+            check_not_sharded(output)
         return f"output   {output} can be written; {_found_there(output, config)}"
     except JobError as error:  # damaged, or of another program
         raise ConfigError(f"output.path: {error}") from None
@@ -143,7 +147,7 @@ def _output(config: JobConfig) -> str:
 
 def _found_there(output: StoragePath, config: JobConfig) -> str:
     if config.output.if_exists == "overwrite":
-        return f"a run would replace the {len(own_files(output / DATA))} files there"
+        return f"a run would replace the {len(own_files(data_of(output)))} files there"
     record = read_manifest(output)
     if record is None:
         return _new_there(output, config)
@@ -151,7 +155,7 @@ def _found_there(output: StoragePath, config: JobConfig) -> str:
         raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
     if keys := changed_keys(upgrade_config(record["config"]), recorded(config)):
         raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
-    OutputIndex.read(output / DATA)
+    OutputIndex.read(data_of(output))
     return f"a run would resume run {record['run_id']}"
 
 

@@ -17,10 +17,11 @@ from eagle_ray.config.job import LoggingConfig, ModelConfig, Name, PositiveFloat
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
-TrainMethod = Literal["eagle2", "eagle3", "medusa", "hydra"]
-PUBLISHED_RATE = {"eagle2": 3e-5, "eagle3": 5e-5, "medusa": 1e-3, "hydra": 1e-3}
+TrainMethod = Literal["eagle2", "eagle3", "medusa", "hydra", "dflash"]
+PUBLISHED_RATE = {"eagle2": 3e-5, "eagle3": 5e-5, "medusa": 1e-3, "hydra": 1e-3, "dflash": 6e-4}
 PUBLISHED_WARMUP = {"eagle2": 2000, "eagle3": 12000, "medusa": 40, "hydra": 40}
 PUBLISHED_PASSES = {"eagle2": 1, "eagle3": 7}
+PUBLISHED_WARMUP_SHARE = 0.04  # of a run, with dflash
 MUON_RATE, MUON_WARMUP = 4e-3, 40
 MAX_WARMUP_SHARE = 0.05  # of a run, for `auto`: the published numbers are those of 800,000 steps
 
@@ -104,14 +105,25 @@ class HeadConfig(StrictModel):
     intermediate_size: width of the head's MLP; null is the target's.
     num_levels: heads of medusa and hydra.
     start: eagle2 or eagle3 head that is trained further, of the same method; its shape and draft vocabulary are kept.
+    num_layers, block_size: layers of dflash, each of which reads one of the target's, and rows of its block, the last
+        token included.
+    mask_token: the token that stands for what is not known yet in a block of dflash; null is the target's padding or
+        end token. Its embedding is the target's.
+    causal_head: a row of a dflash block attends to no later row, as in JetSpec's heads.
     layout: sglang writes an eagle2 head with SGLang's architecture name, an fc bias of zeros and the embedding.
     """
 
-    method: TrainMethod = Field(default="eagle2", description="eagle2, eagle3, medusa or hydra (also: --method)")
+    method: TrainMethod = Field(
+        default="eagle2", description="eagle2, eagle3, medusa, hydra or dflash (also: --method)"
+    )
     draft_vocab_size: PositiveInt | None = Field(default=None, description="a number of tokens, 1 or more, or null")
     intermediate_size: PositiveInt | None = Field(default=None, description="a number, 1 or more, or null")
     num_levels: PositiveInt = Field(default=4, description="a number of heads, 1 or more")
     start: Name | None = Field(default=None, description="a head's directory or hub id, or null for a new head")
+    num_layers: PositiveInt = Field(default=5, description="a number of layers, 1 or more")
+    block_size: Annotated[int, Field(ge=2, le=64)] = Field(default=8, description="a number of rows, 2 to 64")
+    mask_token: NonNegativeInt | None = Field(default=None, description="a token id of the target, or null")
+    causal_head: bool = Field(default=False, description="true or false")
     layout: Literal["published", "sglang"] = Field(default="published", description="published or sglang")
 
 
@@ -122,6 +134,9 @@ class LossConfig(StrictModel):
     passes: unrolled passes of eagle2 and eagle3, in which the head reads its own outputs. null is the published number,
         7 for eagle3 and 1 for eagle2; 3 or 4 train an eagle2 head as HASS does (arXiv 2408.15766).
     decay: weight of each further pass, or head of medusa and hydra.
+    gamma: of dflash: the k-th token after the anchor has weight exp(-(k - 1) / gamma). Published are 4 for blocks of 8
+        and 7 for blocks of 16.
+    anchor_every: of dflash: tokens of an answer for each of which a block is predicted.
     """
 
     feature: NonNegativeFloat = Field(default=1.0, description="a number, 0 or more")
@@ -129,6 +144,8 @@ class LossConfig(StrictModel):
     noise: NonNegativeFloat = Field(default=0.2, description="a number, 0 or more")
     passes: PositiveInt | None = Field(default=None, description="a number of passes, 1 or more, or null")
     decay: Share = Field(default=0.8, description="a number above 0, at most 1")
+    gamma: PositiveFloat = Field(default=4.0, description="a number above 0")
+    anchor_every: PositiveInt = Field(default=4, description="a number of tokens, 1 or more")
 
 
 class OptimizerConfig(StrictModel):
@@ -249,6 +266,8 @@ def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:
     steps = config.optimizer.warmup_steps
     if steps != "auto":
         return steps
+    if config.optimizer.kind != "muon" and config.head.method == "dflash":
+        return max(1, int(PUBLISHED_WARMUP_SHARE * num_steps))
     published = MUON_WARMUP if config.optimizer.kind == "muon" else PUBLISHED_WARMUP[config.head.method]
     return max(1, min(published, int(MAX_WARMUP_SHARE * num_steps)))
 

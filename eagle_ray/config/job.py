@@ -18,10 +18,31 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from eagle_ray.chat.chat_format import REASONING_PARSERS, TOOL_PARSERS
+from eagle_ray.chat.chat_options import (
+    CHOICE_FORM,
+    KWARGS_FORM,
+    TOOLS_FORM,
+    ChatOptions,
+    check_template_kwargs,
+    check_tools,
+)
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
+from eagle_ray.config.shard import MAX_SHARDS, check_shard
+from eagle_ray.config.structured import choice_list, response_format_text, schema_text
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -29,6 +50,7 @@ from eagle_ray.sampling_limits import (
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
+    STRUCTURED_KEYS,
 )
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
@@ -47,6 +69,7 @@ def _integer_keys(value: Any) -> Any:
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
 
 
+ONLY_ONE = "at most one of json_schema, json_object, regex, choice, grammar and response_format is set"
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 LogitBias = Annotated[dict[TokenId, Bias], BeforeValidator(_integer_keys)]
 
@@ -76,6 +99,11 @@ class ColumnsConfig(StrictModel):
     )
 
 
+class TemplateMessage(StrictModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Name
+
+
 class InputConfig(StrictModel):
     """Location of the input rows, and the handling of rows and columns that the job cannot use.
 
@@ -84,16 +112,23 @@ class InputConfig(StrictModel):
     on_bad_row: with fail, the job does not start if a row cannot be read. Errors that need the target's tokenizer, such
         as a prompt that is too long, remain error rows (execution.max_error_rate 0 stops the job at the first one).
     allow_empty: if true, an input without rows is a finished job, not an error.
+    template: the prompt, made of the row's columns, instead of a prompt column. A text is a prompt as it is; messages
+        go through the chat template. {column} is a column or a path such as {turns[0]}; {{ and }} are braces.
+    allow_unfinished: with a path run:DIR, read the rows that are there of a run that is not finished.
     """
 
     path: Name | Annotated[list[Name], Field(min_length=1)] = Field(
-        description="a file, a directory, a glob such as data/*.jsonl, or a list of them (also: -i); local or of "
-        "s3://, gs://, hf:// or https://"
+        description="a file, a directory, a glob such as data/*.jsonl, run:DIR for the answers of another run, or a "
+        "list of them (also: -i); local or of s3://, gs://, hf:// or https://"
     )
     format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch"] = Field(
         default="auto", description="auto (by extension and content), parquet, jsonl, csv or openai_batch"
     )
     columns: ColumnsConfig = ColumnsConfig()
+    template: Name | Annotated[list[TemplateMessage], Field(min_length=1)] | None = Field(
+        default=None, description="a text with {column} fields, a list of {role, content} messages of such, or null"
+    )
+    allow_unfinished: bool = Field(default=False, description="true or false")
     passthrough: Literal["all", "none"] | list[Name] = Field(
         default="all", description="all, none or a list of column names"
     )
@@ -107,7 +142,11 @@ EMBEDDED_PAIRS = ("embedded:tiny", "embedded:smollm2")
 
 
 class ModelConfig(StrictModel):
-    """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise."""
+    """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise.
+
+    tool_parser: the form in which the target writes tool calls.
+    reasoning_parser: how its reasoning is told from its answer.
+    """
 
     target: Name = Field(
         default="embedded:tiny",
@@ -115,8 +154,8 @@ class ModelConfig(StrictModel):
     )
     draft: Name | None = Field(
         default=None,
-        description="embedded:tiny, embedded:smollm2, a local directory, a hub id such as org/name, or null with "
-        "method none",
+        description="embedded:tiny, embedded:smollm2 (an EAGLE-3 head), embedded:smollm2/eagle2, a local directory, a "
+        "hub id such as org/name, or null with method none",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"
@@ -128,6 +167,12 @@ class ModelConfig(StrictModel):
     )
     chat_template: Name = Field(
         default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+    )
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+        default="auto", description=f"auto (by the chat template's markers), {', '.join(TOOL_PARSERS)}, or none"
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
+        default="auto", description=f"auto (by the chat template's markers), {', '.join(REASONING_PARSERS)}, or none"
     )
 
     @model_validator(mode="before")
@@ -212,6 +257,10 @@ class SamplingConfig(StrictModel):
     skip_special_tokens: whether the text leaves special tokens out.
     top_logprobs: with logprobs, also store this many of the likeliest tokens at each place.
     prompt_logprobs: with logprobs, also store the prompt's log-probabilities.
+    json_schema, json_object, regex, choice, grammar, response_format: what an output must be. Only tokens that fit can
+        be sampled, before all other parameters. A row that sets one of them does without the job's. grammar is in
+        llguidance's Lark syntax (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md); a schema's
+        keywords that llguidance does not support are errors of the row.
     """
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
@@ -252,12 +301,61 @@ class SamplingConfig(StrictModel):
     stop_token_ids: list[TokenId] = Field(default=[], description="a list of token ids")
     include_stop_str_in_output: bool = Field(default=False, description="true or false")
     skip_special_tokens: bool = Field(default=True, description="true or false")
+    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = Field(
+        default=None, description=f"a JSON schema, as an object or as JSON text, or null; {ONLY_ONE}"
+    )
+    json_object: bool = Field(default=False, description=f"true or false; {ONLY_ONE}")
+    regex: Name | None = Field(default=None, description=f"a regular expression, or null; {ONLY_ONE}")
+    choice: Annotated[list[Name], Field(min_length=1), BeforeValidator(choice_list)] | None = Field(
+        default=None, description=f"a list of texts, none of them empty, or null; {ONLY_ONE}"
+    )
+    grammar: Name | None = Field(default=None, description=f"a Lark grammar, or null; {ONLY_ONE}")
+    response_format: Annotated[str, BeforeValidator(response_format_text)] | None = Field(
+        default=None,
+        description="OpenAI's {type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}, "
+        f"or null; {ONLY_ONE}",
+    )
+
+    @field_validator(*STRUCTURED_KEYS)
+    @classmethod
+    def _only_one(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and any(info.data.get(name) for name in STRUCTURED_KEYS if name != info.field_name):
+            raise ValueError("another key says what outputs must be")
+        return value
 
 
 class RowSampling(SamplingConfig):
     """Sampling parameters of one row, from the input columns that override `sampling` and `seed`."""
 
     seed: Seed | None = Field(default=None, description="a 64-bit integer")
+
+
+class ChatConfig(StrictModel):
+    """What the chat template gets besides messages. A row or a request can override each key.
+
+    tools: functions that the answer may call, as in OpenAI's API.
+    tool_choice: none leaves the tools out of the prompt; required and a named tool force a call.
+    parallel_tool_calls: with false, only the first call of an answer is kept.
+    chat_template_kwargs: a row's or a request's names are added to these.
+    """
+
+    tools: Annotated[list[dict[str, Any]], AfterValidator(check_tools)] = Field(default=[], description=TOOLS_FORM)
+    tool_choice: str | dict[str, Any] = Field(default="auto", description=CHOICE_FORM)
+    parallel_tool_calls: bool = Field(default=True, description="true or false")
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(
+        default={}, description=KWARGS_FORM
+    )
+
+    def options(self, own: Mapping[str, Any]) -> ChatOptions:
+        """Return the options of a row or a request with these values of its own; null ones are not given.
+
+        Raises ValueError that begins with the name of a wrong value.
+        """
+        values = self.model_dump() | {name: value for name, value in own.items() if value is not None}
+        if own.get("tools") is not None and own.get("tool_choice") is None:
+            values["tool_choice"] = None  # the default may name a tool that these are not
+        kwargs = check_template_kwargs(own.get("chat_template_kwargs"))
+        return ChatOptions.of(values | {"chat_template_kwargs": self.chat_template_kwargs | kwargs})
 
 
 class ActorRange(StrictModel):
@@ -320,6 +418,8 @@ class ExecutionConfig(EnginesConfig):
         since workers share a machine.
     max_error_rate: fraction of error rows above which the job stops (exit code 4). With 1, the job stops only if every
         row failed.
+    shard: the part of the rows that this process runs, as "2/3"; a row's id decides its shard. `eagle-ray finish`
+        completes the output once every shard is done. slurm takes index and count from the SLURM array.
     """
 
     actors: Literal["auto"] | PositiveInt | ActorRange = Field(
@@ -330,6 +430,11 @@ class ExecutionConfig(EnginesConfig):
     )
     rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
     preserve_order: bool = Field(default=False, description="true or false")
+    order: Literal["auto", "input"] = Field(
+        default="auto",
+        description="auto (a worker answers the rows it holds grouped by shared prefix, and the last ones longest "
+        "first) or input",
+    )
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = Field(
         default=1.0, description="a share between 0 and 1 (only if every row is an error)"
     )
@@ -338,6 +443,9 @@ class ExecutionConfig(EnginesConfig):
         default=None, description="dollars for an hour of one GPU, or of one worker without a GPU, above 0, or null"
     )
     restarts: RestartsConfig = RestartsConfig()
+    shard: Annotated[str, AfterValidator(check_shard)] | None = Field(
+        default=None, description=f"i/n with i from 1 to n, at most {MAX_SHARDS}, slurm, or null (also: --shard)"
+    )
 
 
 class OutputConfig(StrictModel):
@@ -407,6 +515,7 @@ class JobConfig(StrictModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())
     speculative: SpeculativeConfig = SpeculativeConfig()
     sampling: SamplingConfig = SamplingConfig()
+    chat: ChatConfig = ChatConfig()
     execution: ExecutionConfig = ExecutionConfig()
     output: OutputConfig
     report: ReportConfig = ReportConfig()
@@ -437,6 +546,7 @@ _NOT_COMPARED = (
     "input.path",
     "input.limit",
     "input.allow_empty",
+    "input.allow_unfinished",
     "input.on_unknown",
     "output.path",
     "output.format",

@@ -22,6 +22,7 @@ from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import ConfigError, JobConfig
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
+from eagle_ray.config.shard import SLURM, slurm_shard
 
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
 Section = TypeVar("Section", bound=BaseModel)
@@ -81,7 +82,18 @@ def load_config(
     config = config.model_copy(update={"output": output})
     check_model_names(config)
     _check_report(config)
-    return config
+    return _with_slurm_shard(config, env)
+
+
+def _with_slurm_shard(config: JobConfig, env: Mapping[str, str]) -> JobConfig:
+    """Replace execution.shard slurm by index and count of the array's task. Raises ConfigError."""
+    if config.execution.shard != SLURM:
+        return config
+    try:
+        shard = slurm_shard(env)
+    except ValueError as error:
+        raise ConfigError(f"execution.shard: {SLURM}: {error}") from None
+    return config.model_copy(update={"execution": config.execution.model_copy(update={"shard": shard})})
 
 
 def load_serve_config(
@@ -334,7 +346,7 @@ def _check_storage(config: JobConfig) -> None:
     """Raise ConfigError for URLs of storage that is not supported."""
     paths = [config.input.path] if isinstance(config.input.path, str) else config.input.path
     for path in paths:
-        if "://" in path and not path.startswith(READABLE):
+        if "://" in path and not path.removeprefix("run:").startswith(READABLE):
             raise ConfigError(f"input.path: unsupported storage {path!r}. Use a local path, {', '.join(READABLE)}.")
     path = config.output.path
     if "://" in path and not path.startswith("s3://"):

@@ -14,12 +14,14 @@ HEAD = "an EAGLE head"
 HEAD_3 = "an EAGLE-3 head"
 MEDUSA = "Medusa heads"
 HYDRA = "Hydra heads"
+DFLASH = "a DFlash head, or a causal head of JetSpec"
 DRAFT_MODEL = "a small causal LM of the target's vocabulary"
 DATASTORE = "rest"  # the method that reads speculative.datastore
 
 # What model.draft must be for each method; None for methods that use no draft model.
 DRAFT_REQUIREMENT: dict[str, str | None] = {
     "ddd": HEAD,  # Dynamic Depth Decoding: EAGLE-2's tree, as deep as its beam is probable
+    "dflash": DFLASH,  # a block of tokens in one pass, as a tree by the products of its positions' distributions
     "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
     "eagle1": HEAD,  # EAGLE-1's static tree; accepts EAGLE-1, -2 and -3 heads
     "eagle2": HEAD,  # EAGLE-2's dynamic tree; accepts EAGLE-1, -2 and -3 heads

@@ -41,7 +41,9 @@ def resolve_paths(config: Config) -> Config:
 
 
 def check_model_names(config: JobConfig | ServeConfig) -> None:
-    """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or chat template."""
+    """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or chat template, and
+    for a chat section whose values do not fit together.
+    """
     model, method = config.model, config.speculative.method
     _check_name("target", model.target)
     if draft_requirement(method) is not None:
@@ -59,6 +61,10 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
     _check_draft_vocab(config.speculative)
     if model.chat_template not in NO_FILES:
         _check_template(model.chat_template)
+    try:
+        config.chat.options({})
+    except ValueError as error:
+        raise ConfigError(f"chat.{error}") from None
 
 
 def check_target_name(name: str) -> None:

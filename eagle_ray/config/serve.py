@@ -1,6 +1,6 @@
 """Configuration of an endpoint. Its model, speculative and sampling sections are those of a job.
 
-`sampling` holds the defaults for parameters that a request does not set.
+`sampling` and `chat` hold the defaults for parameters that a request does not set.
 
     >>> load_serve_config(None, sets=["serving.port=9000"]).serving.port
     9000
@@ -14,6 +14,7 @@ from pydantic import Field
 
 from eagle_ray.config.job import (
     ActorRange,
+    ChatConfig,
     EnginesConfig,
     Gpus,
     LoggingConfig,
@@ -25,6 +26,20 @@ from eagle_ray.config.job import (
     SpeculativeConfig,
     StrictModel,
 )
+
+
+class BatchesConfig(StrictModel):
+    """Files and batches over HTTP (/v1/files, /v1/batches).
+
+    path: where files, batches and their answers are kept. null: the routes are off. With replicas on several machines
+        it must be a bucket or a file system that they share.
+    max_open: batches of one API key that are not over; the next one is answered with 429.
+    """
+
+    path: Name | None = Field(default=None, description="a directory or s3://BUCKET/PREFIX, or null: no batches")
+    max_file_bytes: PositiveInt = Field(default=200 << 20, description="a number of bytes of an upload, 1 or more")
+    max_lines: PositiveInt = Field(default=50_000, description="a number of lines of a batch, 1 or more")
+    max_open: PositiveInt = Field(default=32, description="a number of batches of one API key, 1 or more")
 
 
 class ServingConfig(EnginesConfig):
@@ -64,6 +79,7 @@ class ServingConfig(EnginesConfig):
     )
     max_body_bytes: PositiveInt = Field(default=8 << 20, description="a number of bytes, 1 or more")
     drain_s: PositiveFloat = Field(default=30.0, description="a number of seconds, above 0")
+    batches: BatchesConfig = BatchesConfig()
 
 
 class ServeConfig(StrictModel):
@@ -71,6 +87,7 @@ class ServeConfig(StrictModel):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())
     speculative: SpeculativeConfig = SpeculativeConfig()
     sampling: SamplingConfig = SamplingConfig()
+    chat: ChatConfig = ChatConfig()
     serving: ServingConfig = ServingConfig()
     logging: LoggingConfig = LoggingConfig()
 

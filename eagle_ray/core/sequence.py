@@ -13,6 +13,8 @@ from typing import Literal
 
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.control_state import ControlState
+from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
@@ -41,7 +43,11 @@ class Sequence:
     output_tops: the likeliest tokens at each output id's place, where sampling.top_logprobs asks.
     prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
         stands nothing, so that has None and no tops.
-    controls: the state of sampling.controls, from the moment that an engine accepts the sequence; None without any.
+    controls: the state of sampling.controls and of its grammar, from the moment that an engine accepts the sequence;
+        None without any.
+    grammar: where the output is in sampling.grammar, from the moment that it is compiled; None without one.
+    error: why the sequence failed in the engine. It is finished then, without a finish_reason.
+    category: sequences of a category are expected to have outputs of similar length.
     listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """
@@ -55,8 +61,11 @@ class Sequence:
     output_tops: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
+    category: str = ""
     listener: Callable[[], None] | None = None
     controls: ControlState | None = None
+    grammar: GrammarState | None = None
+    error: RequestError | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     slot: int | None = None
@@ -103,8 +112,13 @@ class Sequence:
 
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
         """Commit new tokens and finish at the first EOS, stop token, stop string or max_tokens; returns how many were
-        cut off.
+        cut off: all of them if the grammar cannot go on with them, which is an error.
         """
+        if self.grammar is not None and (error := self.grammar.error_after(tokens)) is not None:
+            self.status, self.error = SequenceStatus.FINISHED, error
+            del self.output_logprobs[len(self.output_ids) :]
+            del self.output_tops[len(self.output_ids) :]
+            return len(tokens)
         self.output_ids += tokens
         keep, reason = self._cut(len(self.output_ids) - len(tokens), eos_ids)
         num_discarded = len(self.output_ids) - keep
@@ -113,6 +127,8 @@ class Sequence:
             del self.output_logprobs[keep:]
             del self.output_tops[keep:]
             self.status, self.finish_reason = SequenceStatus.FINISHED, reason
+            if self.grammar is not None:
+                self.grammar.sync(self.output_ids)
         if self.listener is not None:
             self.listener()
         return num_discarded
@@ -135,13 +151,14 @@ class Sequence:
 
 
 def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int) -> None:
-    """Make the state of the sequence's controls, if it has any.
+    """Make the state of the sequence's controls, if it has any or has a grammar.
 
     Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
     """
     controls = sequence.sampling.controls
-    if controls is None:
+    if controls is None and sequence.grammar is None:
         return
+    controls = controls or Controls()
     ends = eos_ids.union(sequence.sampling.stop_token_ids)
     named = {"logit_bias": [token for token, _ in controls.logit_bias], "allowed_token_ids": controls.allowed_token_ids}
     for name, ids in named.items():
@@ -152,7 +169,7 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
     if controls.min_tokens and allowed is not None and not set(allowed) - ends - controls.forbidden:
         message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
         raise RequestError("invalid_sampling", message)
-    sequence.controls = ControlState(controls, sequence.prompt_ids, ends, vocab_size)
+    sequence.controls = ControlState(controls, sequence.prompt_ids, ends, vocab_size, sequence.grammar)
 
 
 def _shown(value: object) -> str:

@@ -21,8 +21,9 @@ import torch
 from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.config.methods import DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
-from eagle_ray.drafters.eagle import QUEUE_WINDOW, tree_columns
+from eagle_ray.config.methods import DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
+from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.engine.capacity import (
     LOGIT_ROWS,
     PREFILL_TOKENS,
@@ -34,6 +35,7 @@ from eagle_ray.engine.capacity import (
 from eagle_ray.engine.graphs import ROWS_PER_SLOT
 from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.dflash_spec import layer_config
 from eagle_ray.models.head_checkpoint import read_config
 from eagle_ray.models.head_spec import head_config
 from eagle_ray.models.loader import load_config, quantisation_of
@@ -213,12 +215,14 @@ def _cells(config: PretrainedConfig) -> int:
 
 
 def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
-    """Return the same for the drafter: an EAGLE head has one layer, whatever its config says; lookup drafters have
-    none.
+    """Return the same for the drafter: an EAGLE head has one layer, whatever its config says; a DFlash head has all
+    of its own; lookup drafters have none.
     """
     kind = draft_requirement(method.method)
     if kind == DRAFT_MODEL:
         return _cells(load_config(draft))
+    if kind == DFLASH:
+        return _cells(layer_config(read_config(draft)))
     return _cells(head_config(read_config(draft))) if kind in (HEAD, HEAD_3) else 0
 
 

@@ -55,7 +55,7 @@ class RankingFeedback:
     Attributes:
         members: indices of their sequences in the batch.
         sampling, lengths: of these sequences.
-        features: of each level's frontier.
+        features: of each level's frontier; one for all of its nodes if they share it.
     """
 
     members: Int[Tensor, " M"] | slice
@@ -124,7 +124,28 @@ class CandidateRanker:
         Args:
             level: levels above these children; on the device if the pass is recorded for all levels.
         """
-        logits = self._logits_of(features)
+        return self._rank(level, self._logits_of(features), width)
+
+    def logits(self, features: Float[Tensor, "B F H"]) -> Float[Tensor, "B F D"]:
+        """Return the head's logits, for `shared_children`."""
+        return self._logits_of(features)
+
+    def shared_children(
+        self, feature: Float[Tensor, "B 1 H"], logits: Float[Tensor, "B 1 D"], frontier: Frontier | None, width: int
+    ) -> TopK:
+        """Return `children` of a level whose nodes all have one feature, and so the same children.
+
+        They are ranked once. logits: the head's, of that feature.
+        """
+        num_nodes = 1 if frontier is None else frontier.tokens.shape[1]
+        ranked = self._rank(len(self.lesson.features), logits, width)
+        tokens, scores, own = (part.repeat(1, num_nodes, 1) for part in ranked)
+        self.lesson.features.append(feature)
+        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+
+    def _rank(
+        self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"], Float[Tensor, "B F K"]]:
         width = min(width, logits.shape[-1])
         best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
         scores, index, own = best(level, logits, width)
@@ -194,7 +215,8 @@ class CandidateRanker:
         rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
         self._num_lessons += 1
         pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)
-        logits = self._logits_of(torch.stack([features[rows, node] for features, node in pairs])).float()
+        on_path = [features[rows, node if features.shape[1] > 1 else 0] for features, node in pairs]
+        logits = self._logits_of(torch.stack(on_path)).float()
         places, known = self._places(picks.T[: len(levels), rows])
         noise = self._noise(self._ones(len(levels)).cumsum(0), rows, logits.shape[-1])
         known = known & path.reached[:, rows] & logits.isfinite().all(-1)

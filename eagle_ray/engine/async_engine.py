@@ -106,7 +106,8 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(self, sequence: Sequence) -> Sequence:
-        """Run a sequence and return it finished. Raises what Engine.add does, or EngineError if the engine is dead.
+        """Run a sequence and return it finished. Raises what Engine.add does, the RequestError with which the sequence
+        failed, or EngineError if the engine is dead.
 
         Cancelling the caller frees the sequence's slot at the next step.
         """
@@ -150,6 +151,8 @@ class AsyncEngine:
         self._thread.join()
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
+        if sequence.sampling.grammar is not None:
+            await asyncio.to_thread(self._engine.compile_grammar, sequence)
         post = self._mailbox()
         call = PendingRequest(sequence, post.loop.create_future(), post, listener)
         with self._lock:
@@ -175,7 +178,7 @@ class AsyncEngine:
         try:
             while self._receive():
                 for sequence in self._engine.step():
-                    self._calls.pop(sequence).finish()
+                    self._calls.pop(sequence).finish(sequence.error)
         except Exception as fault:  # whatever broke a step breaks every sequence in flight
             error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
             error.__cause__ = fault

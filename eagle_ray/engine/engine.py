@@ -38,8 +38,10 @@ from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step_output import StepOutput
 from eagle_ray.engine.top_logprobs import ranked, record_outputs
 from eagle_ray.engine.verify import MaxTreeSizes, Verifier
+from eagle_ray.errors import RequestError
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Planner, StepOutcome
+from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
 from eagle_ray.tree.draft_plan import DraftPlan
 
@@ -56,6 +58,7 @@ class Engine:
         graphs: replays steps of fixed shapes; None runs every step as it is. The drafter must support it
             (`engine.graphs.unsupported_reason`).
         trees: the largest trees, for which graphs are recorded.
+        grammars: compiles the grammars of sequences; None refuses them.
         overlap: launch a step before the previous one is read, if there are graphs.
 
     Attributes:
@@ -73,6 +76,7 @@ class Engine:
         graphs: CudaGraphRunner | None = None,
         trees: MaxTreeSizes | None = None,
         overlap: bool = True,
+        grammars: GrammarCompiler | None = None,
     ):
         self.target = target
         self.drafter = drafter
@@ -81,6 +85,7 @@ class Engine:
         self.num_spec_tokens = num_spec_tokens
         self.graphs = graphs
         self.overlap = overlap
+        self.grammars = grammars
         self.mixed_prefill = graphs is None
         blocks = target.cache.blocks
         tree_columns = blocks.capacity - max_model_len
@@ -99,7 +104,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Run one speculative step for every running sequence and return the sequences that finished.
+        """Run one speculative step for every running sequence and return the sequences that finished or failed.
 
         Invariant: the last committed token is not in the KV cache; it is the root of the next draft tree. If a step
         raises, from a stop_check or a listener too, the engine is left in the middle of it and cannot be used again.
@@ -126,10 +131,23 @@ class Engine:
         if sequence.arrived_at is not None:
             raise ValueError(f"sequence {sequence.request_id!r} was already added. Make a new one of its prompt_ids.")
         check_length(sequence, self.max_model_len, self.target.vocab_size)
+        self.compile_grammar(sequence)
         start_controls(sequence, self.target.eos_ids, self.target.vocab_size)
         sequence.stats = AcceptanceStats.empty(self.num_spec_tokens)
         self.scheduler.add(sequence)
         sequence.arrived_at = time.monotonic()
+
+    def compile_grammar(self, sequence: Sequence) -> None:
+        """Compile the sequence's grammar, if it has one and that has not been done. Any thread may call this.
+
+        Raises RequestError naming the kind of a grammar that cannot be compiled.
+        """
+        spec = sequence.sampling.grammar
+        if spec is None or sequence.grammar is not None:
+            return
+        if self.grammars is None:
+            raise RequestError("no_tokenizer", f"{spec.kind}: the target has no tokenizer that grammars can use")
+        sequence.grammar = self.grammars.start(spec)
 
     def abort(self, sequence: Sequence) -> None:
         """Remove a sequence; its slot is free for the next step."""
@@ -305,7 +323,7 @@ class Engine:
         """Commit the tokens and return how many were kept; those past the sequence's end are discarded."""
         num_discarded = sequence.append(tokens, self.target.eos_ids)
         sequence.stats.num_discarded_tokens += num_discarded
-        if sequence.finish_reason is not None:
+        if sequence.status is SequenceStatus.FINISHED:
             sequence.finished_at = time.monotonic()
         return len(tokens) - num_discarded
 

@@ -14,8 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
+from eagle_ray.sampling.token_mask import unpack_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,18 @@ class PlainOutput:
 
 @torch.inference_mode()
 def reference_decode(
-    model: nn.Module, prompt_ids: list[int], params: SamplingParams, eos_ids: frozenset[int]
+    model: nn.Module,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    eos_ids: frozenset[int],
+    grammars: GrammarCompiler | None = None,
 ) -> PlainOutput:
-    """Decode one prompt with a transformers causal LM whose attention is transformers' own (eager or sdpa)."""
+    """Decode one prompt with a transformers causal LM whose attention is transformers' own (eager or sdpa).
+
+    Args:
+        grammars: compiles params.grammar, if there is one.
+    """
+    state = None if params.grammar is None or grammars is None else grammars.start(params.grammar)
     sampling = SamplingBatch.of([params])
     stops = frozenset(params.stop_token_ids)
     ends = stops if params.ignore_eos else eos_ids | stops
@@ -48,12 +59,17 @@ def reference_decode(
         if params.controls is not None:
             outputs = ids[len(prompt_ids) :]
             logits = controlled_logits(logits[0], params.controls, prompt_ids, outputs, eos_ids | stops)[None]
+        if state is not None:
+            allowed = unpack_mask(torch.from_numpy(state.tree_masks([0], [-1])), logits.shape[1])
+            logits = logits.float().masked_fill(~allowed, -torch.inf)
         token = sample(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])).item()
         tokens = reachable_tokens(logits[0], params, len(ids), NEAR_TIE[torch.float32])
         reachable.append(frozenset(tokens.nonzero().flatten().tolist()))
         ids.append(token)
         if token in ends:
             break
+        if state is not None:
+            state.commit([token])
         chunk = torch.tensor([[token]])
     return PlainOutput(ids[len(prompt_ids) :], reachable)
 

@@ -1,20 +1,19 @@
 """Scheduler: decide which sequences run in which slot, and what the next step computes.
 
-First come, first served, by slots and by KV blocks: a step's prefill budget goes to the oldest unfinished prompt, then
-to the head of the queue. If blocks run out, draft trees are dropped first; then the youngest sequence is preempted. It
-returns to the head of the queue, and its prompt and outputs are prefilled again later. The oldest sequence always
-continues.
+Sequences are admitted in the order of the waiting queue, by slots and by KV blocks: a step's prefill budget goes to the
+oldest unfinished prompt, then to the head of the queue. If blocks run out, draft trees are dropped first; then the
+youngest sequence is preempted. It returns to the head of the queue, and its prompt and outputs are prefilled again
+later. The oldest sequence always continues.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 import torch
 
 from eagle_ray.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.engine.waiting_queue import FirstComeQueue, ThroughputQueue, WaitingQueue
 from eagle_ray.errors import RequestError
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import DecodeSlots
@@ -43,7 +42,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._blocks, self._prefill_tokens, self._tree_columns = blocks, prefill_tokens, tree_columns
         self._device, self._eos_ids = device, eos_ids
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: WaitingQueue = FirstComeQueue()
         self._running: dict[int, Sequence] = {}  # by slot, oldest first
         self._free = sorted(range(self.num_slots), reverse=True)
         self._partial: Sequence | None = None  # its prompt is partly computed
@@ -55,7 +54,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(len(self._waiting) or self._running)
 
     @property
     def max_solo_length(self) -> int:
@@ -78,7 +77,14 @@ class Scheduler:
                 f"{self._blocks.blocks_for(columns) * size} tokens of KV space and there are "
                 f"{self._blocks.num_blocks * size}: raise execution.kv_tokens or lower max_tokens",
             )
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
+
+    def order_for_throughput(self) -> None:
+        """Admit sequences in the order of a ThroughputQueue from now on."""
+        queue = ThroughputQueue(self._blocks.size)
+        for sequence in self._waiting:
+            queue.add(sequence)
+        self._waiting = queue
 
     def reserve_or_preempt(self) -> None:
         """Reserve blocks for what this step may write; drop trees, then preempt the youngest, until they suffice."""
@@ -160,6 +166,7 @@ class Scheduler:
         finished = [s for s in self._running.values() if s.status is SequenceStatus.FINISHED]
         for sequence in finished:
             self._release(sequence)
+            self._waiting.observe(sequence)
         return finished
 
     def abort(self, sequence: Sequence) -> None:
@@ -204,7 +211,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._release(sequence)
         sequence.slot, sequence.status = None, SequenceStatus.WAITING
-        self._waiting.appendleft(sequence)
+        self._waiting.put_back(sequence)
 
     def _admit(self) -> bool:
         """Admit the first waiting sequence if there are blocks for its tokens and a tree. Return whether it was.
@@ -212,9 +219,9 @@ class Scheduler:
         One block is left for each running sequence that can grow, so that an admitted sequence is not preempted at
         once.
         """
-        if not self._waiting or not self._free:
+        if not len(self._waiting) or not self._free:
             return False
-        sequence, slot = self._waiting[0], self._free[-1]
+        sequence, slot = self._waiting.first(), self._free[-1]
         reused = 0 if sequence.sampling.prompt_logprobs else self._blocks.attach_prefix(slot, sequence.prompt_ids)
         columns = sequence.num_to_prefill + self._tree_columns
         spare = sum(self._blocks.blocks_needed(other, self._blocks.capacity) > 0 for other in self._running)
@@ -225,7 +232,7 @@ class Scheduler:
             return False
         else:  # alone, it goes without trees
             self._blocks.reserve(slot, sequence.num_to_prefill + 1)
-        self._waiting.popleft()
+        self._waiting.pop()
         sequence.slot, sequence.status = self._free.pop(), SequenceStatus.PREFILLING
         sequence.num_reused = sequence.num_prefilled = reused
         self._running[slot] = self._partial = sequence

@@ -31,7 +31,7 @@ class PrefixCache:
     def match(self, tokens: list[int], size: int) -> list[int]:
         """Return the cached blocks of `size` tokens that hold the longest prefix of `tokens`."""
         found: list[int] = []
-        for part in _split_blocks(tokens, size):
+        for part in split_blocks(tokens, size):
             block = self._block_of.get((found[-1] if found else _START, part))
             if block is None:
                 break
@@ -41,7 +41,7 @@ class PrefixCache:
     def add(self, tokens: list[int], blocks: list[int], size: int) -> None:
         """Add the blocks that hold `tokens`, up to the first whose tokens another block holds already."""
         before = _START
-        for part, block in zip(_split_blocks(tokens, size), blocks, strict=False):
+        for part, block in zip(split_blocks(tokens, size), blocks, strict=False):
             if self._block_of.setdefault((before, part), block) != block:
                 return
             self._key_of[block] = before, part
@@ -73,7 +73,7 @@ class PrefixCache:
                 assert order.get(block, len(order)) < order[before], f"block {before} would go before {block}"
 
 
-def _split_blocks(tokens: list[int], size: int) -> list[tuple[int, ...]]:
+def split_blocks(tokens: list[int], size: int) -> list[tuple[int, ...]]:
     """Return the full blocks of `size` tokens."""
     ends = range(0, len(tokens) + 1, size)
     return [tuple(tokens[start:end]) for start, end in pairwise(ends)]

@@ -104,7 +104,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
         self.layers[0].input_layernorm = nn.Identity()
         self.layers[0].self_attn.o_proj.bias = None  # published heads have one on q, k and v at most
-        self.rotary = _rotary(config)
+        self.rotary = exact_rotary(config)
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -167,7 +167,7 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
-        self.rotary = _rotary(config)
+        self.rotary = exact_rotary(config)
         self.norm_output: bool = getattr(config, "norm_output", False)
         self._feature_layers = feature_layers
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
@@ -274,7 +274,7 @@ class _Rotary(LlamaRotaryEmbedding):
         return self
 
 
-def _rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+def exact_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
     """Return the rotary embedding with real tables even on the meta device, since no file contains them."""
     with torch.device("cpu"):
         return _Rotary(config)

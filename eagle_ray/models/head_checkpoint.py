@@ -1,6 +1,7 @@
 """Published heads: read and write a directory with config.json and weights as a draft head.
 
     head = load_head(path, target.config)        # EAGLE-1, 2 or 3, recognized by its tensors
+    head = load_dflash(path, target.config)      # DFlash, or a causal head of JetSpec
 
 Weights are safetensors or pickles (weights only), single or sharded. `head_spec` decides whether a head fits a
 target; `meta_head` answers that from headers alone, before anything is read.
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError, one_line
+from eagle_ray.models.dflash_head import DFlashHead
+from eagle_ray.models.dflash_spec import build_dflash, own_names
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.head_spec import Shape, build_head, normalize_names
 
@@ -37,8 +40,8 @@ def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
     head = meta_head(path, target)
     tensors = normalize_names(read_tensors(path))
     if isinstance(head, Eagle3Head):
-        with _with_path(path):
-            tensors |= _vocabulary_maps(head, tensors)
+        with with_path(path):
+            tensors |= vocabulary_maps(head, tensors)
     head.load_state_dict(tensors, assign=True)
     return head.float()
 
@@ -46,8 +49,26 @@ def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
 def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
     """Return the head with its parameters on the meta device; no weights are read. Raises EngineError."""
     raw, shapes = read_config(path), read_shapes(path)
-    with _with_path(path):
+    with with_path(path):
         return build_head(raw, shapes, target)
+
+
+def load_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
+    """Return the DFlash head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
+    head = meta_dflash(path, target)
+    tensors = own_names(read_tensors(path))
+    if head.lm_head is not None:
+        with with_path(path):
+            tensors |= vocabulary_maps(head, tensors)
+    head.load_state_dict(tensors, assign=True)
+    return head.float()
+
+
+def meta_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
+    """Return the DFlash head with its parameters on the meta device; no weights are read. Raises EngineError."""
+    raw, shapes = read_config(path), read_shapes(path)
+    with with_path(path):
+        return build_dflash(raw, shapes, target)
 
 
 def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
@@ -139,7 +160,7 @@ def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
     return loaded
 
 
-def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def vocabulary_maps(head: Eagle3Head | DFlashHead, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return d2t and t2d. Missing maps, and maps of a head that drafts every token, are made and not read.
 
     Raises ValueError if d2t does not select tokens of the target.
@@ -157,7 +178,7 @@ def _vocabulary_maps(head: Eagle3Head, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 @contextmanager
-def _with_path(path: Path) -> Iterator[None]:
+def with_path(path: Path) -> Iterator[None]:
     """Add the directory to errors of heads that do not fit."""
     try:
         yield

@@ -42,6 +42,7 @@ SWITCHES = {  # of EAGLE-3.1, and the keys that set each, at the top level or un
 }
 SWITCHED_TENSORS = {"fc_norm": "fc_norm.", "norm_before_fc": "input_norm."}
 OLDER_NAMES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+SPECULATORS = "speculators_model_type"  # which head a config of speculators is of
 MAX_NAMED = 8  # tensors of each fault
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
 Named = TypeVar("Named")
@@ -54,6 +55,8 @@ def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pret
     raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, tensor or pair
     of numbers that does not fit the target.
     """
+    if is_dflash(raw, shapes):
+        raise ValueError("it is a DFlash head: set speculative.method to dflash, or choose an EAGLE head")
     raw = _flatten(raw)
     _check_numbers(raw)
     _check_switches(raw, normalize_names(shapes))
@@ -70,6 +73,11 @@ def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pret
 
 def is_eagle3(names: Collection[str]) -> bool:
     return any(name.startswith(EAGLE3_KEYS) for name in names)
+
+
+def is_dflash(raw: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether config.json and tensor names are those of a DFlash head."""
+    return "dflash_config" in raw or raw.get(SPECULATORS) == "dflash" or {"hidden_norm.weight", "fc.weight"} <= {*names}
 
 
 def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
@@ -107,7 +115,7 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         attention_bias=raw.get("qkv_bias", raw.get("attention_bias", False)),
         mlp_bias=raw.get("mlp_bias", False),
-        rope_parameters=_rope(raw),
+        rope_parameters=rope_of(raw),
         norm_before_residual=raw.get("norm_before_residual", False),
         **{key: True for key, is_on in _switches(raw).items() if is_on},
     )
@@ -115,22 +123,22 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
 
 def _flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config without nulls and speculators' nesting; speculators' norm_before_residual defaults to true."""
-    said, layer = _drop_nulls(raw), raw.get("transformer_layer_config")
+    said, layer = without_nulls(raw), raw.get("transformer_layer_config")
     if layer is None:
         return said
     if not isinstance(layer, dict):
         raise ValueError("its config.json has a transformer_layer_config that is no section")
-    return {"norm_before_residual": True, **_drop_nulls(layer), **said}
+    return {"norm_before_residual": True, **without_nulls(layer), **said}
 
 
-def _drop_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
 
 
 def _check_numbers(raw: Mapping[str, Any]) -> None:
     """Check that sizes are whole numbers of 1 or more."""
-    wrong = [key for key in NEEDED if not _counts(raw.get(key))]
-    wrong += [key for key in OPTIONAL if key in raw and not _counts(raw[key])]
+    wrong = [key for key in NEEDED if not is_count(raw.get(key))]
+    wrong += [key for key in OPTIONAL if key in raw and not is_count(raw[key])]
     if wrong:
         raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
 
@@ -138,7 +146,7 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
 def _switches(raw: Mapping[str, Any]) -> dict[str, bool]:
     """Return the switches of EAGLE-3.1, off if absent. Raises ValueError if a value is unclear."""
     section = raw.get("eagle_config")
-    places = [raw, _drop_nulls(section) if isinstance(section, dict) else {}]
+    places = [raw, without_nulls(section) if isinstance(section, dict) else {}]
     return {
         switch: _switch(switch, [place[key] for place in places for key in keys if key in place])
         for switch, keys in SWITCHES.items()
@@ -178,7 +186,7 @@ def _check_heads(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
 
 
-def _counts(value: object) -> bool:
+def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -219,11 +227,11 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
     return layers or None
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope parameters from transformers 5's form (rope_parameters) or older ones (rope_theta, rope_scaling,
     `type`).
     """
-    said = _drop_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
+    said = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
     kind = said.pop("type", "default")
     rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
     if rope["rope_type"] not in ROPES:

@@ -10,6 +10,7 @@ failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,9 @@ COLUMNS = (
     "error_code",
     "error_message",
     "text",
+    "content",
+    "reasoning_content",
+    "tool_calls",
     "output_token_ids",
     "token_logprobs",
     "prompt_tokens",
@@ -77,10 +81,21 @@ def _body(rows: list[Row], key: str, spell: Spell) -> dict[str, Any]:
 def _chat_choice(row: Row, spell: Spell) -> dict[str, Any]:
     return {
         "index": row["sample_index"],
-        "message": {"role": "assistant", "content": row["text"], "refusal": None},
+        "message": _message(row),
         "logprobs": {"content": _chat_logprobs(row, spell), "refusal": None} if _has_logprobs(row) else None,
         "finish_reason": row["finish_reason"],
     }
+
+
+def _message(row: Row) -> dict[str, Any]:
+    """Return the assistant's message. A run of an earlier version, and text that no parser read, is all content."""
+    content, calls = row.get("content"), row.get("tool_calls")
+    message = {"role": "assistant", "content": row["text"] if content is None else content, "refusal": None}
+    if row.get("reasoning_content") is not None:
+        message["reasoning_content"] = row["reasoning_content"]
+    if calls is not None:
+        message |= {"content": content or None, "tool_calls": json.loads(calls)}
+    return message
 
 
 def _chat_logprobs(row: Row, spell: Spell) -> list[dict[str, Any]]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from eagle_ray.async_copy import copy_to_device, to_device
-from eagle_ray.sampling.control_state import WORD_BITS, ControlState, Entry
+from eagle_ray.sampling.control_state import ControlState, Entry
+from eagle_ray.sampling.token_mask import Words, unpack_mask
 
 Paths = list[list[int]]
 """For each row of a sequence, the tokens between its last committed token and the row's own, which is included."""
@@ -59,14 +61,15 @@ class Adjustments:
         overrides: list[tuple[int, Entry]] = []
         forbidden: list[tuple[int, int]] = []
         mask_rows: list[int] = []
+        lines: list[Words] = []
         for i, (state, paths) in enumerate(sequences):
             for row, path in enumerate(paths, len(owners)):
                 overrides += [(row, entry) for entry in state.overrides(path)]
                 forbidden += [(row, token) for token in state.forbidden(path)]
-            if state.mask is not None:
+            if (masks := state.masks(paths)) is not None:
                 mask_rows += range(len(owners), len(owners) + len(paths))
+                lines.append(masks)
             owners += [i] * len(paths)
-        lines = [state.mask.expand(len(paths), -1) for state, paths in sequences if state.mask is not None]
         tokens, terms = _entries([state for state, _ in sequences], device)
         return cls(
             owners=to_device(owners, device),
@@ -75,7 +78,7 @@ class Adjustments:
             overrides=_pairs(overrides, device) if overrides else None,
             forbidden=to_device(list(zip(*forbidden, strict=True)), device) if forbidden else None,
             mask_rows=to_device(mask_rows, device) if lines else None,
-            mask=copy_to_device(torch.cat(lines), device) if lines else None,
+            mask=copy_to_device(torch.from_numpy(np.concatenate(lines)), device) if lines else None,
         )
 
     def apply(self, logits: Float[Tensor, "R V"]) -> None:
@@ -98,12 +101,6 @@ def _adjusted(x: Float[Tensor, "..."], terms: Float[Tensor, "3 ..."]) -> Float[T
     bias, factor, subtracted = terms
     x = x + bias
     return torch.where(x > 0, x / factor, x * factor) - subtracted
-
-
-def unpack_mask(mask: Int32[Tensor, "M W"], vocab_size: int) -> Bool[Tensor, "M V"]:
-    """Return the bits of a mask, token t in bit t % 32 of word t // 32."""
-    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=mask.device)
-    return ((mask[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def _entries(

@@ -5,6 +5,7 @@
     state.entries                       # adjusted tokens after the committed ones, as parallel lists
     state.overrides(path)               # entries that a node's ancestors change
     state.forbidden(path)               # tokens that cannot be picked after the node
+    state.masks(paths)                  # tokens that can be picked after each node, if not all
 
 Counts advance with committed tokens. A path costs what its own tokens change.
 """
@@ -17,12 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Int32
-from torch import Tensor
 
+from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar_state import GrammarState
+from eagle_ray.sampling.token_mask import WORD_BITS, Words, pack_mask
 
-WORD_BITS = 32  # allowed tokens per word of a bit mask
 Entry = tuple[int, float, float, float]
 """Token id, what is added to its logit, the factor of repetition_penalty, what is subtracted last."""
 
@@ -46,18 +47,26 @@ class ControlState:
     Args:
         ends: EOS and stop tokens, which min_tokens forbids at first.
         vocab_size: the number of the target's logits.
+        grammar: what the output must be, if anything.
 
     Attributes:
         ends: those of the vocabulary, ascending.
         entries: adjusted tokens after the committed output.
-        mask: allowed_token_ids as bits, token t in bit t % 32 of word t // 32; None allows all.
     """
 
-    def __init__(self, controls: Controls, prompt_ids: Sequence[int], ends: Collection[int], vocab_size: int):
+    def __init__(
+        self,
+        controls: Controls,
+        prompt_ids: Sequence[int],
+        ends: Collection[int],
+        vocab_size: int,
+        grammar: GrammarState | None = None,
+    ):
         self._controls = controls
+        self.grammar = grammar
         self.ends = sorted(end for end in ends if end < vocab_size)
         self._allowed = None if controls.allowed_token_ids is None else frozenset(controls.allowed_token_ids)
-        self.mask = None if self._allowed is None else pack_mask(controls.allowed_token_ids or (), vocab_size)
+        self._mask = None if self._allowed is None else pack_mask(controls.allowed_token_ids or (), vocab_size)
         words = [word for word in controls.bad_words if max(word) < vocab_size]
         self._single = {word[0] for word in words if len(word) == 1}
         self._biases: dict[int, float] = dict(controls.logit_bias) | dict.fromkeys(self._single, -torch.inf)
@@ -80,6 +89,8 @@ class ControlState:
         """Add the output ids that were committed since the last call."""
         new = output_ids[self._num_output :]
         self._num_output = len(output_ids)
+        if self.grammar is not None:
+            self.grammar.sync(output_ids)
         if self._window:
             self._context = [*self._context, *new][-self._window :]
         if self._controls.has_penalties:
@@ -104,6 +115,38 @@ class ControlState:
             return [*ends, *words]
         is_last = self._allowed <= {*words, *ends, *self._single}
         return ends if is_last else [*ends, *words]
+
+    def masks(self, paths: Sequence[Sequence[int]]) -> Words | None:
+        """Return the mask [N, W] of the tokens that can follow each path of a tree; None if all can.
+
+        A path after which grammar and controls leave no token gets a mask of all tokens and is a dead end: an output
+        that reaches it fails, as it does in plain decoding.
+
+        Args:
+            paths: parents before their children, the empty path first.
+        """
+        if self.grammar is None:
+            return None if self._mask is None else np.broadcast_to(self._mask, (len(paths), len(self._mask)))
+        masks = self.grammar.path_masks(paths)
+        if self._mask is not None:
+            masks &= self._mask
+        for path, mask in zip(paths, masks, strict=True):
+            if self._leaves_none(mask, path):
+                mask[:] = -1
+                self.grammar.mark_dead_end(path, _nothing_left())
+        return masks
+
+    def _leaves_none(self, mask: Words, path: Sequence[int]) -> bool:
+        """Return whether the tokens of the mask cannot be picked after the path."""
+        if not mask.any():
+            return True
+        barred = {*self.forbidden(path), *self._single}
+        if not barred or int(np.bitwise_count(mask.view(np.uint32)).sum()) > len(barred):
+            return False
+        rest = mask.copy()
+        for token in barred:
+            rest.view(np.uint32)[token // WORD_BITS] &= np.uint32(~(1 << token % WORD_BITS) & 0xFFFFFFFF)
+        return not rest.any()
 
     def _completions(self, path: Sequence[int]) -> list[int]:
         """Return the tokens that would complete a bad word of several tokens."""
@@ -134,8 +177,9 @@ class ControlState:
         return token, self._biases.get(token, 0.0), factor, subtracted
 
 
-def pack_mask(token_ids: Collection[int], vocab_size: int) -> Int32[Tensor, " W"]:
-    """Return a bit mask of these tokens, W = ceil(vocab_size / 32)."""
-    bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=bool)
-    bits[list(token_ids)] = True
-    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+def _nothing_left() -> RequestError:
+    return RequestError(
+        "grammar_conflict",
+        "the other controls forbid every token that the grammar allows here: change min_tokens, bad_words or "
+        "allowed_token_ids",
+    )

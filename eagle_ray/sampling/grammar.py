@@ -1,13 +1,13 @@
 """Grammar: which tokens may follow, so that an output is the JSON, the text or the program that was asked for.
 
-    compiler = GrammarCompiler(tokenizer_json, vocab_size, eos_ids)
+    compiler = GrammarCompiler(read_tokenizer, vocab_size, eos_ids)
     state = compiler.start(GrammarSpec("json_schema", '{"type": "object", ...}'))
     masks = state.tree_masks(tokens, parents)             # of every node of a draft tree, by that node's own path
     state.commit(accepted_tokens)
 
 A mask has one bit per token. llguidance does the parsing (https://github.com/guidance-ai/llguidance): a state is
-advanced along a path and rolled back, so a tree costs one step per node. Where the grammar leaves no choice, tokens are
-forced: they can be drafted without a head.
+advanced along a path and rolled back, so a tree costs one step per node. `grammar_state.py` has the states. This module
+compiles grammars and may be called from several threads.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from numpy.typing import NDArray
 
 from eagle_ray.errors import RequestError
-from eagle_ray.sampling.control_state import WORD_BITS
+from eagle_ray.sampling.grammar_state import GrammarState, first_line
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0
 MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
 ANY_OBJECT = '{"type": "object"}'
+# Between the parts of a JSON text: nothing, a space, or a line break with an indent. Without a bound, embedded:tiny
+# wrote white space to its last token in the first object that a schema asked of it.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +42,31 @@ class GrammarSpec:
         kind: one of KINDS.
         source: a JSON schema, a regular expression, a JSON list of strings (choice), or a Lark grammar; "" for
             json_object.
+        after: the token after whose first occurrence in the output the grammar begins, such as a model's end of
+            thinking; what comes before is free, but the output cannot end there. None: the whole output is parsed.
     """
 
     kind: str
     source: str = ""
+    after: int | None = None
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and keeps the last ones.
+    """Compiles grammars for one tokenizer and keeps the last ones, those that do not compile too.
 
     Args:
-        tokenizer_json: the text of the tokenizer's tokenizer.json.
+        read_tokenizer: returns the text of the tokenizer's tokenizer.json; called for the first grammar.
         vocab_size: of the target's logits.
         eos_ids: tokens that end an output; they are allowed where it may end.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Iterable[int]):
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_ids))
-        self._num_words = -(-vocab_size // WORD_BITS)
-        self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+    def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_ids: Iterable[int]):
+        self._eos_ids = sorted(eos_ids)
+        self._read_tokenizer = read_tokenizer
+        self._made: LLTokenizer | None = None
+        self._vocab_size = vocab_size
+        self._kept: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def start(self, spec: GrammarSpec) -> GrammarState:
         """Return the state before the first token of an output.
@@ -65,18 +74,51 @@ class GrammarCompiler:
         Raises RequestError with code bad_grammar if the source is not a grammar of its kind, is too large, or is not
         compiled within COMPILE_TIMEOUT_S.
         """
-        matcher = self._kept.pop(spec, None) or self._compiled(spec)
-        self._kept[spec] = matcher
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        return GrammarState(matcher.deep_copy(), self._num_words)
+        key = spec.kind, spec.source
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            future = Future() if kept is None else kept
+            self._kept[key] = future
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        if kept is None:
+            self._compile(spec, future)
+        try:
+            return GrammarState(future.result(), self._vocab_size, self._eos_ids, spec.after)
+        except RequestError as error:
+            raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
+
+    def _compile(self, spec: GrammarSpec, future: Future[LLMatcher]) -> None:
+        try:
+            future.set_result(self._compiled(spec))
+        except RequestError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    def _tokenizer(self) -> LLTokenizer:
+        """Return the tokenizer as the parser reads it. Raises RequestError if it cannot."""
+        if not self._eos_ids:
+            raise RequestError("no_tokenizer", "the target has no end-of-sequence token, which a grammar needs")
+        with self._lock:
+            if self._made is None:
+                try:
+                    text = self._read_tokenizer()
+                    self._made = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+                except ValueError as error:
+                    reason = first_line(str(error))
+                    raise RequestError(
+                        "no_tokenizer", f"grammars cannot read the target's tokenizer: {reason}"
+                    ) from None
+            return self._made
 
     def _compiled(self, spec: GrammarSpec) -> LLMatcher:
         """Compile in a thread of its own: a compilation cannot be interrupted, but it need not be waited for."""
-        source, made = _source(spec), []
+        source, tokenizer, made = _source(spec), self._tokenizer(), []
         limits = LLParserLimits()
         thread = threading.Thread(
-            target=lambda: made.append(LLMatcher(self._tokenizer, source, log_level=0, limits=limits)), daemon=True
+            target=lambda: made.append(LLMatcher(tokenizer, source, log_level=0, limits=limits)), daemon=True
         )
         thread.start()
         thread.join(COMPILE_TIMEOUT_S)
@@ -84,77 +126,16 @@ class GrammarCompiler:
             raise RequestError("bad_grammar", f"{spec.kind}: not compiled within {COMPILE_TIMEOUT_S:g} s: simplify it")
         [matcher] = made
         if matcher.is_error():
-            raise RequestError("bad_grammar", f"{spec.kind}: {_first_line(matcher.get_error())}")
+            raise RequestError("bad_grammar", f"{spec.kind}: {first_line(matcher.get_error())}")
         return matcher
-
-
-class GrammarState:
-    """Where an output is in its grammar."""
-
-    def __init__(self, matcher: LLMatcher, num_words: int):
-        self._matcher, self._num_words = matcher, num_words
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the output could end here."""
-        return bool(self._matcher.is_accepting())
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether nothing but an end of the sequence may follow."""
-        return bool(self._matcher.is_stopped())
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens of the output. Raises RequestError with code grammar_limit past the parser's limits."""
-        if self._matcher.try_consume_tokens(list(tokens)) < len(tokens):
-            self._check()
-            raise RequestError("grammar_limit", f"the grammar does not allow token {tokens[-1]} here")
-        self._check()
-
-    def forced_tokens(self) -> list[int]:
-        """Return the tokens that must come next, as the tokenizer would write them."""
-        return list(self._matcher.compute_ff_tokens())
-
-    def tree_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
-        """Return [N, words]: bit t % 32 of word t // 32 is set if token t may follow the node.
-
-        Nodes that the grammar does not allow, and those below them, are never picked; their masks allow everything.
-
-        Args:
-            tokens: of the tree's nodes, parents before their children; the root is committed already.
-            parents: index of each node's parent; -1 for the root.
-        """
-        masks = np.full((len(tokens), self._num_words), -1, np.int32)
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents):
-            children.setdefault(parent, []).append(node)
-        self._fill(masks, 0)
-        stack = [(node, True) for node in reversed(children.get(0, []))]
-        while stack:
-            node, is_new = stack.pop()
-            if not is_new:
-                self._matcher.rollback(1)
-            elif self._matcher.try_consume_tokens([tokens[node]]) == 1:
-                self._fill(masks, node)
-                stack.append((node, False))
-                stack += [(child, True) for child in reversed(children.get(node, []))]
-        self._check()
-        return masks
-
-    def _fill(self, masks: NDArray[np.int32], node: int) -> None:
-        row = masks[node]
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise RequestError("grammar_limit", f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
 
 
 def _source(spec: GrammarSpec) -> str:
     """Return what llguidance compiles. Raises RequestError naming the kind."""
     try:
         if spec.kind in ("json_schema", "json_object"):
-            return LLMatcher.grammar_from_json_schema(spec.source if spec.kind == "json_schema" else ANY_OBJECT)
+            schema = spec.source if spec.kind == "json_schema" else ANY_OBJECT
+            return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.source)
         if spec.kind == "choice":
@@ -162,7 +143,7 @@ def _source(spec: GrammarSpec) -> str:
         if spec.kind == "grammar":
             return LLMatcher.grammar_from_lark(spec.source)
     except ValueError as error:
-        raise RequestError("bad_grammar", f"{spec.kind}: {_first_line(str(error))}") from None
+        raise RequestError("bad_grammar", f"{spec.kind}: {first_line(str(error))}") from None
     raise RequestError("bad_grammar", f"{spec.kind}: must be one of {', '.join(KINDS)}")
 
 
@@ -171,7 +152,3 @@ def _choices(source: str) -> list[str]:
     if not (isinstance(choices, list) and choices and all(isinstance(c, str) and c for c in choices)):
         raise ValueError("must be a list of at least one string, none of them empty")
     return choices
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "not a grammar")

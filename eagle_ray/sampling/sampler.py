@@ -21,6 +21,7 @@ from eagle_ray.async_copy import to_device
 from eagle_ray.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
@@ -46,6 +47,7 @@ class SamplingParams:
             prefix cache.
         stop_token_ids: tokens that end the sequence as EOS does, with ignore_eos too.
         controls: adjustments of the logits; None if there are none, which costs nothing.
+        grammar: what the output must be; None if it is free, which costs nothing.
     """
 
     temperature: float = 0.0
@@ -60,6 +62,7 @@ class SamplingParams:
     prompt_logprobs: bool = False
     stop_token_ids: tuple[int, ...] = ()
     controls: Controls | None = None
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         limit = MAX_TEMPERATURE
@@ -73,6 +76,8 @@ class SamplingParams:
         min_tokens = 0 if self.controls is None else self.controls.min_tokens
         if min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {min_tokens}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError(f"ignore_eos must be false with {self.grammar.kind}, whose end ends the output")
 
     @property
     def is_greedy(self) -> bool:

@@ -25,6 +25,8 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.serve.batches.batch_routes import BatchRoutes
+from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.openai_client_compat import is_typed
@@ -45,13 +47,15 @@ async def alone(snapshot: Snapshot) -> Snapshot:
     return snapshot
 
 
-def build_app(service: Service, publish: Publish = alone) -> Starlette:
+def build_app(service: Service, publish: Publish = alone, store: BatchStore | None = None) -> Starlette:
+    """Return the application. store: files and batches, whose routes are off without it."""
     door = Routes(service, publish)
     routes = [
         Route("/v1/chat/completions", door.chat, methods=["POST"]),
         Route("/v1/completions", door.completions, methods=["POST"]),
         Route("/v1/models", door.models),
         Route("/v1/models/{name:path}", door.model),
+        *BatchRoutes(store, service.config.serving, door.owner).routes(),
         Route("/tokenize", door.tokenize, methods=["POST"]),
         Route("/detokenize", door.detokenize, methods=["POST"]),
         Route("/tokenizer_info", door.tokenizer_info),
@@ -140,6 +144,10 @@ class Routes:
 
     async def part(self, request: Request, _: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
+
+    def owner(self, request: Request) -> str:
+        """Return the owner of a client's files and batches. Raises ApiError for an unknown key."""
+        return self._keys.owner(self._client(request))
 
     def _model(self) -> dict[str, Any]:
         service = self._service

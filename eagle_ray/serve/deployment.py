@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -27,6 +27,8 @@ from starlette.applications import Starlette
 from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
+from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
+from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merge
 from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.serve.node_address import AtNodeAddress
@@ -34,6 +36,7 @@ from eagle_ray.serve.service import Service
 from eagle_ray.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")
+ENGINE = "engine"  # the deployment of the engines' replicas
 PUBLISH_EVERY_S = 2.0
 MAX_ONGOING_REQUESTS = (
     10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
@@ -53,17 +56,31 @@ class ReplicaPlan:
 class Replica(AtNodeAddress):
     """A Service in a process of its own. Serve calls check_health and restarts the replica if it raises."""
 
-    def __init__(self, config: ServeConfig, keys: ApiKeys, threads: int, aggregator: DeploymentHandle):
+    def __init__(
+        self,
+        config: ServeConfig,
+        keys: ApiKeys,
+        threads: int,
+        aggregator: DeploymentHandle,
+        store: BatchStore | None = None,
+        runner: DeploymentHandle | None = None,
+    ):
+        """runner: the BatchesReplica's, which Serve starts because it is an argument."""
         super().__init__()
         _log_to_stderr(config.logging.level)
         self._service = Service.start(config, threads, keys)
+        self._store = store
         self._name = serve.get_replica_context().replica_id.unique_id
         self._board = aggregator
         self._known: dict[str, Snapshot] = {}  # everybody's, as the board last said
         self._publishing = asyncio.ensure_future(self._publish_again())
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return build_app(self._service, self._publish)
+        return build_app(self._service, self._publish, self._store)
+
+    async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of one line of a batch; see Service."""
+        return await self._service.answer_line(client, endpoint, body)
 
     def check_health(self) -> None:
         super().check_health()
@@ -97,6 +114,40 @@ class MetricsReplica(AtNodeAddress, MetricsAggregator):
         MetricsAggregator.__init__(self)
 
 
+class BatchesReplica(AtNodeAddress):
+    """A BatchRunner as a Serve replica, which sends the lines of batches to the engines' replicas."""
+
+    def __init__(self, config: ServeConfig, keys: ApiKeys, store: BatchStore, window: int):
+        super().__init__()
+        _log_to_stderr(config.logging.level)
+        self._keys, self._app = keys, serve.get_replica_context().app_name
+        runner = BatchRunner(store, config.serving.batches, self._respond, window, self._knows)
+        self._running = asyncio.ensure_future(runner.run())
+
+    def check_health(self) -> None:
+        super().check_health()
+        if self._running.done():
+            raise RuntimeError("the runner of batches has ended")
+
+    def _knows(self, owner: str) -> bool:
+        return self._keys.client_of(owner) is not None
+
+    async def _respond(self, owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
+        client = self._keys.client_of(owner)
+        assert client is not None, "the runner leaves batches of unknown keys alone"
+        engines = serve.get_deployment_handle(ENGINE, self._app)
+        try:
+            status, answer = await engines.answer_line.remote(client, endpoint, body)
+        except RayActorError as error:
+            raise ReplicaLost(" ".join(str(error).split())) from None
+        except (RayError, RayServeException) as error:  # no replica now: they start, or end
+            log.debug("no replica for a batch's line: %s", error)
+            return 503, b"{}"
+        if status == 503:
+            raise ReplicaLost("its engine has ended")
+        return status, answer
+
+
 def application(args: dict[str, Any]) -> Application:
     """Return the application for ``serve deploy``. args: a ServeConfig's keys, or `config: FILE` and overriding keys.
 
@@ -105,15 +156,26 @@ def application(args: dict[str, Any]) -> Application:
     rest = dict(args)
     path = rest.pop("config", None)
     config = load_serve_config(path, env=os.environ, overrides=rest)
-    keys = read_keys(config.serving.api_keys_file)
+    store = store_of(config)
+    keys = read_keys(config.serving.api_keys_file, salt=None if store is None else store.salt())
     resources = ray.cluster_resources()
-    return application_of(config, keys, plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1)))
+    shape = plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1))
+    return application_of(config, keys, shape, store)
 
 
-def application_of(config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan) -> Application:
+def store_of(config: ServeConfig) -> BatchStore | None:
+    """Return the store of files and batches, if the configuration names one. Raises ConfigError."""
+    path = config.serving.batches.path
+    return None if path is None else BatchStore.open(path)
+
+
+def application_of(
+    config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan, store: BatchStore | None = None
+) -> Application:
     serving = config.serving
+    slots = usual_slots(serving.slots, shape.num_gpus > 0)
     options: dict[str, Any] = {
-        "name": "engine",
+        "name": ENGINE,
         "ray_actor_options": {"num_cpus": 0 if shape.num_gpus else 1, "num_gpus": shape.num_gpus},
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "graceful_shutdown_timeout_s": serving.drain_s,
@@ -127,12 +189,17 @@ def application_of(config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan) -> Ap
         options["autoscaling_config"] = {
             "min_replicas": shape.fewest,
             "max_replicas": shape.most,
-            "target_ongoing_requests": usual_slots(serving.slots, shape.num_gpus > 0),
+            "target_ongoing_requests": slots,
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }
     board = serve.deployment(MetricsReplica, name="board", ray_actor_options={"num_cpus": 0}).bind()
-    return serve.deployment(serve.ingress()(Replica), **options).bind(config, keys, shape.threads, board)
+    runner = None
+    if store is not None:
+        window = slots * shape.most  # enough for every slot; lines that find none free wait in the replicas
+        only_one = serve.deployment(BatchesReplica, name="batches", ray_actor_options={"num_cpus": 0})
+        runner = only_one.bind(config, keys, store, window)
+    return serve.deployment(serve.ingress()(Replica), **options).bind(config, keys, shape.threads, board, store, runner)
 
 
 def plan_replicas(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> ReplicaPlan:

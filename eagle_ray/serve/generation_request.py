@@ -14,19 +14,30 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_ray.chat.answer_parser import AnswerParser
+from eagle_ray.chat.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import CONTROL_NAMES, TEXT_NAMES, controls_of, text_options
+from eagle_ray.sampling_values import (
+    CONTROL_NAMES,
+    GRAMMAR_NAMES,
+    TEXT_NAMES,
+    answer_grammar,
+    controls_of,
+    merged_values,
+    text_options,
+)
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.tokenizer import TextOptions, Tokenizer
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
-OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES)))
+OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class GenerationRequest:
         text_options: how output ids become text.
         is_typed: it is a text completion of a client whose types allow no null (``openai_client_compat``).
         client: the number of the client's API key.
+        chat_options: tools and values for the template; those that are off for a text completion.
     """
 
     id: str
@@ -68,6 +80,7 @@ class GenerationRequest:
     text_options: TextOptions
     is_typed: bool = False
     client: int = 0
+    chat_options: ChatOptions = NO_OPTIONS
 
     @property
     def is_chat(self) -> bool:
@@ -88,10 +101,12 @@ def prepare_generation(
     """Return the request with its sequences. Raises RequestError if it cannot be answered."""
     kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
     id = f"{kind}-{secrets.token_hex(12)}"
-    prompts = _prompts(request, text)
+    chat_options = _chat_options(request, config)
+    prompts = _prompts(request, text, chat_options)
     stops = config.sampling.stop if request.stops is None else request.stops
     values = _other_values(request, config)
     controls, options = controls_of(values, text), text_options(values)
+    grammar = answer_grammar(values, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     n = request.n or config.sampling.n
     choices = [
         Choice(
@@ -100,7 +115,7 @@ def prepare_generation(
             sequence=Sequence(
                 f"{id}/{i * n + j}",
                 prompt.ids,
-                _sampling(request, config, j, controls, tuple(values["stop_token_ids"])),
+                _sampling(request, config, j, controls, grammar, tuple(values["stop_token_ids"])),
                 text.stop_check(stops, options),
             ),
             num_wanted=0 if request.wanted_tokens == 0 else None,
@@ -108,10 +123,26 @@ def prepare_generation(
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]
-    is_typed = is_typed and kind == "cmpl"
     return GenerationRequest(
-        id, int(time.time()), config.model_name, request, prompts, choices, stops, options, is_typed, client
+        id,
+        int(time.time()),
+        config.model_name,
+        request,
+        prompts,
+        choices,
+        stops,
+        options,
+        is_typed=is_typed and kind == "cmpl",
+        client=client,
+        chat_options=chat_options,
     )
+
+
+def answer_parser(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> AnswerParser | None:
+    """Return a new parser of a choice's text, or None if all of it is content."""
+    if not asked.is_chat or (text.chat_format.reasoning_parser is None and not asked.chat_options.has_tools):
+        return None
+    return AnswerParser.of(text.chat_format, asked.chat_options, text.prompt_end(choice.prompt.ids))
 
 
 def num_tokens(sequence: Sequence, max_model_len: int) -> int:
@@ -138,9 +169,21 @@ def _max_tokens(request: ChatRequest | CompletionRequest, config: ServeConfig) -
     return config.sampling.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
 
 
-def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NullTokenizer) -> list[Prompt]:
+def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig) -> ChatOptions:
+    """Return the options in force: the request's own, then the server's. Raises RequestError."""
+    if not isinstance(request, ChatRequest):
+        return NO_OPTIONS
+    try:
+        return config.chat.options({name: getattr(request, name) for name in CHAT_NAMES})
+    except ValueError as error:
+        raise RequestError("invalid_chat", str(error)) from None
+
+
+def _prompts(
+    request: ChatRequest | CompletionRequest, text: Tokenizer | NullTokenizer, options: ChatOptions
+) -> list[Prompt]:
     if isinstance(request, ChatRequest):
-        return [Prompt(text.encode_chat([message.plain() for message in request.messages]), "")]
+        return [Prompt(text.encode_chat([message.plain() for message in request.messages], options), "")]
     return [
         Prompt(text.encode(prompt), prompt)
         if isinstance(prompt, str)
@@ -152,7 +195,7 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer | NullTok
 def _other_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
     """Return the server's controls and text settings overridden by the request's."""
     own = {name: value for name in OTHER_NAMES if (value := getattr(request, name)) is not None}
-    return config.sampling.model_dump(include=set(OTHER_NAMES)) | own
+    return merged_values(config.sampling.model_dump(include=set(OTHER_NAMES)), own)
 
 
 def _sampling(
@@ -160,6 +203,7 @@ def _sampling(
     config: ServeConfig,
     index: int,
     controls: Controls | None,
+    grammar: GrammarSpec | None,
     stop_token_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the server's settings overridden by the request's, with a random seed if it has none."""
@@ -178,6 +222,7 @@ def _sampling(
             prompt_logprobs=request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
             stop_token_ids=stop_token_ids,
             controls=controls,
+            grammar=grammar,
         )
     except ValueError as error:
         raise RequestError("invalid_sampling", str(error)) from None

@@ -32,6 +32,7 @@ PARAMS = {
     "no_chat_template": "messages",
     "bad_messages": "messages",
     "kv_space": "max_tokens",
+    "grammar_conflict": "min_tokens",
 }  # of a RequestError's code: the parameter that brings it about
 
 
@@ -77,8 +78,8 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _param_of(error: RequestError) -> str | None:
-    """Return the parameter at fault. The message of an invalid sampling parameter begins with its name."""
-    if error.code == "invalid_sampling":
+    """Return the parameter at fault. The message of an invalid or unsupported parameter begins with its name."""
+    if error.code in ("invalid_sampling", "invalid_chat", "bad_grammar", "unsupported_parameter"):
         return str(error).split()[0].rstrip(":")
     return PARAMS.get(error.code)
 

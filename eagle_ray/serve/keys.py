@@ -32,13 +32,22 @@ class ApiKeys:
     digests: tuple[bytes, ...] = ()
 
     @classmethod
-    def of(cls, keys: Iterable[str]) -> ApiKeys:
-        """Digest each key once, in order."""
-        salt = secrets.token_bytes(16)
+    def of(cls, keys: Iterable[str], salt: bytes | None = None) -> ApiKeys:
+        """Digest each key once, in order. salt: one that is kept, if owners are to be the same at the next start."""
+        salt = salt or secrets.token_bytes(16)
         return cls(salt, tuple(_digest(salt, key.encode()) for key in dict.fromkeys(keys)))
 
     def __len__(self) -> int:
         return len(self.digests)
+
+    def owner(self, client: int) -> str:
+        """Return the name under which a client's files and batches are kept; without keys all have the same."""
+        return f"key-{hashlib.blake2b(self.digests[client], digest_size=16).hexdigest()}" if self.digests else "all"
+
+    def client_of(self, owner: str) -> int | None:
+        """Return the index of the key with this owner, or None if its key is no longer accepted."""
+        owners = [self.owner(client) for client in range(max(1, len(self)))]
+        return owners.index(owner) if owner in owners else None
 
     def find(self, *spellings: bytes) -> int | None:
         """Return the index of the key that is one of the spellings. Every key is compared, whichever one matches."""
@@ -51,15 +60,17 @@ class ApiKeys:
         return found
 
 
-def read_keys(path: str | None, env: MutableMapping[str, str] = os.environ) -> ApiKeys:
+def read_keys(path: str | None, env: MutableMapping[str, str] = os.environ, salt: bytes | None = None) -> ApiKeys:
     """Read the keys of the file and of EAGLE_RAY_API_KEYS, and remove the variable: child processes inherit the rest.
+
+    salt: see ApiKeys.of.
 
     Raises ConfigError if a source is given and cannot be read, or holds no key: the endpoint must not open by mistake.
     """
     keys = [] if path is None else _from_file(Path(path).expanduser())
     if ENV_NAME in env:
         keys += _from_env(env.pop(ENV_NAME))
-    return ApiKeys.of(keys)
+    return ApiKeys.of(keys, salt)
 
 
 def _from_file(path: Path) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from eagle_ray.chat.chat_format import ChatFormat
+from eagle_ray.chat.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.errors import RequestError
 from eagle_ray.tokenizer import DEFAULT_TEXT, TextOptions
 
@@ -16,10 +18,29 @@ from eagle_ray.tokenizer import DEFAULT_TEXT, TextOptions
 class NullTokenizer:
     """What `text.Text` offers, as far as there is any."""
 
+    chat_format = ChatFormat()
+
     def encode(self, prompt: str, add_special_tokens: bool = True) -> NoReturn:
         raise RequestError("no_tokenizer", "the target has no tokenizer: give token ids, without stop strings")
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> NoReturn:
+    def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> NoReturn:
+        self.encode("")
+
+    def with_markers(self) -> NullTokenizer:
+        return self
+
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        return ""
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> NoReturn:
+        self.encode("")
+
+    def token_strings(self, ids: Sequence[int]) -> NoReturn:
         self.encode("")
 
     def word_ids(self, word: str) -> NoReturn:

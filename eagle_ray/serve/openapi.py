@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 
 from eagle_ray import __version__
 from eagle_ray.serve import response_models
+from eagle_ray.serve.batches.batch_body import BatchBody
+from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.unsupported import NO_TEXT, OFF, SAYS_NOTHING
 
@@ -38,11 +40,14 @@ OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: pr
 REFUSALS = {
     "400": "the request is wrong, or larger than an empty server could hold: param names the parameter",
     "401": "no known API key",
-    "404": "no such model",
+    "403": "a web page of another server sent it",
+    "404": "no such model, file or batch, or this endpoint keeps no files",
     "408": "the body did not arrive in time",
+    "409": "the file is in use, or the batch is over",
     "413": "the body is too large",
-    "415": "the body is not application/json",
-    "429": "the queue lacks room for the request's choices or tokens: try again after Retry-After",
+    "415": "the body is not application/json, or an upload no multipart form",
+    "429": "the queue lacks room for the request's choices or tokens, or too many batches are open: try again after "
+    "Retry-After",
     "500": "a fault of this server",
     "503": "no replica can answer: try again after Retry-After",
 }
@@ -54,10 +59,12 @@ def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
     schemas = _schemas()
     _add_limits(schemas, model_name, vocab_size)
     paths = {path: {"post": _post(path)} for path in POSTS} | {path: {"get": _get(path)} for path in GETS}
+    for kept in OPERATIONS:
+        paths.setdefault(kept.path, {})[kept.method] = _batch_operation(kept)
     if has_keys:
         for path in paths.keys() - set(OPEN):
-            [operation] = paths[path].values()
-            operation["security"] = [{"key": []}]
+            for operation in paths[path].values():
+                operation["security"] = [{"key": []}]
     return {
         "openapi": "3.2.0",
         "info": {"title": "eagle_ray", "version": __version__, "description": "OpenAI's protocol over one model"},
@@ -98,6 +105,21 @@ def _get(path: str) -> Json:
     return operation
 
 
+def _batch_operation(kept: BatchOperation) -> Json:
+    said = _content(kept.answer) if kept.answer else {"application/octet-stream": {"schema": {"type": "string"}}}
+    statuses = sorted({*kept.statuses, "401", "404", "500", "503"})
+    operation = _operation(kept.summary, said, {status: REFUSALS[status] for status in statuses})
+    if isinstance(kept.body, dict):
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": kept.body}}}
+    elif kept.body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(kept.body)}
+    if "{id}" in kept.path:
+        operation["parameters"] = [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    return operation
+
+
 def _operation(summary: str, said: Json, refusals: dict[str, str]) -> Json:
     refused = {
         status: {"description": why, "content": _content(response_models.Refusal)}
@@ -114,10 +136,14 @@ def _content(shape: type) -> Json:
 def _schemas() -> Json:
     answers = [answer for _, answer in [*POSTS.values(), *GETS.values()] if answer] + [
         *STREAMS.values(),
+        *{kept.answer for kept in OPERATIONS if kept.answer},
         response_models.Refusal,
     ]
     _, found = TypeAdapter.json_schemas(
-        [(kind, "validation", TypeAdapter(kind)) for kind in [*(kind for kind, _ in POSTS.values()), *answers]],
+        [
+            (kind, "validation", TypeAdapter(kind))
+            for kind in [*(kind for kind, _ in POSTS.values()), BatchBody, *answers]
+        ],
         ref_template=AT + "{model}",
     )
     return found["$defs"]
@@ -129,6 +155,7 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
         schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
         schemas[kind]["properties"] |= {name: {} for name in SAYS_NOTHING}
     requests = [kind.__name__ for kind, _ in POSTS.values()]
+    requests.append(BatchBody.__name__)
     for kind in (*requests, "StreamOptions", "TextPart"):
         schemas[kind]["additionalProperties"] = {"type": "null"}  # whatever its name, it is not given
     schemas["Message"]["properties"] |= {name: {"enum": [*values, None]} for name, values in NO_TEXT.items()}

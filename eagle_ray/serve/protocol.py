@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
+from eagle_ray.chat.template_messages import template_message
+from eagle_ray.config.structured import response_format_text, schema_text
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -20,6 +23,7 @@ from eagle_ray.sampling_limits import (
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
+    STRUCTURED_KEYS,
 )
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
@@ -66,21 +70,47 @@ class TextPart(Body):
     text: Text
 
 
+class CalledFunction(Body):
+    model_config = ConfigDict(extra="allow")
+    name: Text
+    arguments: Text | dict[str, Any]
+
+
+class CalledTool(Body):
+    """A tool call of an earlier answer."""
+
+    model_config = ConfigDict(extra="allow")
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     """A message. Other keys go to the chat template, as in jobs, unless a text cannot hold them."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message with its content as one text."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content, **(self.model_extra or {})}
+        """Return the message as the chat template reads it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        calls = [call.model_dump(exclude_unset=True) for call in self.tool_calls or ()]
+        message = {"role": self.role, "content": content, **(self.model_extra or {})}
+        return template_message(message | ({"tool_calls": calls} if calls else {}))
 
     def check(self, where: str) -> None:
         """Raise ApiError for a message that is wrong. where: the message's place in the request."""
         refuse_in_message(self.model_extra or {}, where)
+        if self.tool_calls and self.role != "assistant":
+            param = f"{where}.tool_calls"
+            raise ApiError(400, f"{param}: only of the assistant, not of role {self.role}", param, "bad_value")
+        if self.content is None and not self.tool_calls:
+            param = f"{where}.content"
+            raise ApiError(400, f"{param}: must be a text, got null", param, "bad_value")
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -147,6 +177,19 @@ class Request(Body):
     )
     include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
+    json_schema: Annotated[Text, BeforeValidator(schema_text)] | None = Field(
+        default=None, description="a JSON schema, as an object or as JSON text"
+    )
+    json_object: bool | None = Field(default=None, description="true or false")
+    regex: Stop | None = Field(default=None, description="a regular expression")
+    choice: Annotated[list[Stop], Field(min_length=1, max_length=1024, fail_fast=True)] | None = Field(
+        default=None, description="a list of 1 to 1024 texts, none of them empty"
+    )
+    grammar: Stop | None = Field(default=None, description="a Lark grammar")
+    response_format: Annotated[Text, BeforeValidator(response_format_text)] | None = Field(
+        default=None,
+        description="{type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}",
+    )
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(
         default=None, description="{include_usage: true or false, include_steps: true or false}, with stream"
@@ -178,6 +221,10 @@ class Request(Body):
         if self.min_tokens and self.wanted_tokens is not None and self.min_tokens > self.wanted_tokens:
             message = f"min_tokens: must be at most max_tokens ({self.wanted_tokens}), got {self.min_tokens}"
             raise ApiError(400, message, "min_tokens", "bad_value")
+        set_keys = [name for name in STRUCTURED_KEYS if getattr(self, name)]
+        if len(set_keys) > 1:
+            both = f"{set_keys[0]} and {set_keys[1]}"
+            raise ApiError(400, f"{both} both say what the output must be: give one", set_keys[1], "bad_value")
         refuse_unbuilt(self.model_extra or {})
 
 
@@ -194,6 +241,10 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
         default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"
     )
+    tools: list[dict[str, Any]] | None = Field(default=None, description=TOOLS_FORM)
+    tool_choice: Text | dict[str, Any] | None = Field(default=None, description=CHOICE_FORM)
+    parallel_tool_calls: bool | None = Field(default=None, description="true or false")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description=KWARGS_FORM)
 
     @property
     def tops(self) -> int | None:
@@ -268,17 +319,26 @@ class CompletionRequest(Request):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: either prompt or messages."""
+    """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
 
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     prompt: Text | None = Field(default=None, description="a text")
     messages: Messages | None = Field(default=None, description="a list of messages {role, content}")
-    add_special_tokens: bool = Field(default=True, description="true or false")
-    add_generation_prompt: Literal[True] = Field(default=True, description="true")
+    add_special_tokens: bool | None = Field(default=None, description="true or false")
+    add_generation_prompt: bool = Field(default=True, description="true or false")
+    continue_final_message: bool = Field(default=False, description="true or false, with messages")
+    return_token_strs: bool = Field(default=False, description="true or false")
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "give exactly one of prompt and messages", "prompt", "prompt_missing")
+        if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
+            raise ApiError(
+                400,
+                "continue_final_message: only with messages and add_generation_prompt: false",
+                "continue_final_message",
+                "bad_value",
+            )
         _check_messages(self.messages or [])
 
 
@@ -294,7 +354,7 @@ class DetokenizeRequest(Body):
 
 def num_characters(messages: list[Message]) -> int:
     """Return the characters of the messages' contents."""
-    return sum(len(message.plain()["content"]) for message in messages)
+    return sum(len(message.plain().get("content") or "") for message in messages)
 
 
 def _check_messages(messages: list[Message]) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 from typing_extensions import NotRequired, TypedDict  # pydantic reads no others before Python 3.12
 
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class Error(TypedDict):
@@ -66,17 +67,32 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
+class CallFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class MessageCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CallFunction
+
+
 class ChatAnswer(TypedDict):
+    """content is null if there are tool calls alone."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[MessageCall]]
 
 
 class ChatChoice(TypedDict):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
 
@@ -128,16 +144,32 @@ class Step(TypedDict):
     tokens: list[StepToken]
 
 
+class DeltaFunction(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class DeltaCall(TypedDict):
+    """A piece of a tool call: first its id and name, then its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: DeltaFunction
+
+
 class Delta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[DeltaCall]]
 
 
 class ChatChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
     token_ids: NotRequired[list[int]]
     steps: NotRequired[list[Step]]
 
@@ -191,6 +223,7 @@ class Tokens(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None
 
 
 class Detokenized(TypedDict):

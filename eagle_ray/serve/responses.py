@@ -9,7 +9,9 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from eagle_ray.serve.generation_request import Choice, GenerationRequest
+from eagle_ray.chat.answer import Answer
+from eagle_ray.chat.answer_parser import parse_answer
+from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.tokenizer import Tokenizer
@@ -86,13 +88,37 @@ def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nul
     logprobs = None
     if asked.request.tops is not None:
         logprobs = {"content": chat_logprobs(output_places(sequence, 0, num_output(choice)), text), "refusal": None}
-    content = text.final_text(shown_ids(choice), asked.stops, asked.text_options)
+    answer = _answer(asked, choice, text)
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": content, "refusal": None},
+        "message": _message(asked, choice, answer, text),
         "logprobs": logprobs,
-        "finish_reason": finish_reason(choice),
+        "finish_reason": answer.finish_reason(finish_reason(choice)),
     } | token_ids(asked, choice)
+
+
+def _answer(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Answer:
+    """Return the parts of a choice's text."""
+    parser = answer_parser(asked, choice, text)
+    if parser is None:
+        return Answer(text.final_text(shown_ids(choice), asked.stops, asked.text_options))
+    return parse_answer(text.with_markers().final_text(shown_ids(choice), asked.stops, asked.text_options), parser)
+
+
+def _message(asked: GenerationRequest, choice: Choice, answer: Answer, text: Tokenizer | NullTokenizer) -> Json:
+    """Return the assistant's message. Its content is null if it has tool calls alone."""
+    message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = text.chat_format.openai_calls(answer.calls, call_key(asked, choice))
+    return message
+
+
+def call_key(asked: GenerationRequest, choice: Choice) -> str:
+    """Return what the ids of a choice's tool calls are made of."""
+    return f"{asked.id}/{choice.index}"
 
 
 def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json:

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from eagle_ray.build import build_in_thread
@@ -34,6 +33,7 @@ from eagle_ray.serve.generation_request import (
     prepare_generation,
 )
 from eagle_ray.serve.http_errors import ApiError, api_error
+from eagle_ray.serve.idle_slots import IdleSlots
 from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.null_tokenizer import NullTokenizer
@@ -54,6 +54,10 @@ from eagle_ray.tokenizer import Tokenizer
 
 LONG = 1 << 16  # characters; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
+LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}  # what a line of a batch may ask for
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Said = "Json | Exception | None"
@@ -81,6 +85,7 @@ class Service:
         self.num_spec_tokens = engine.num_spec_tokens
         self.meter = ReplicaMetrics()
         self.admission = Admission(_limit(config, engine), len(self.keys), self.max_model_len)
+        self._idle_slots = IdleSlots(self.admission, engine.scheduler.num_slots)
         self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         self._readers, self._writers = Threads("reader"), Threads("writer")
         self._engine = AsyncEngine(engine)
@@ -136,17 +141,20 @@ class Service:
     async def tokens(self, request: TokenizeRequest) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        if request.messages is None:
-            size, encode = len(request.prompt), partial(self.text.encode, request.prompt, request.add_special_tokens)
-        else:
+        size = len(request.prompt) if request.messages is None else num_characters(request.messages)
+        return await self._readers.run(size, self._tokens_body, request)
+
+    def _tokens_body(self, request: TokenizeRequest) -> bytes:
+        prompt, add_special_tokens = request.prompt, request.add_special_tokens
+        if request.messages is not None:
             messages = [message.plain() for message in request.messages]
-            size, encode = num_characters(request.messages), partial(self.text.encode_chat, messages)
-
-        def make() -> bytes:
-            ids = encode()
-            return json_bytes({"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
-
-        return await self._readers.run(size, make)
+            prompt = self.text.render_chat(messages, request.add_generation_prompt, request.continue_final_message)
+        if add_special_tokens is None:  # a chat template writes its own
+            add_special_tokens = request.messages is None
+        ids = self.text.encode(prompt, add_special_tokens)
+        names = self.text.token_strings(ids) if request.return_token_strs else None
+        body = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
+        return json_bytes(body)
 
     async def spelled(self, request: DetokenizeRequest) -> bytes:
         """Return the text of token ids. Raises ApiError."""
@@ -180,6 +188,24 @@ class Service:
     async def _generate(self, asked: GenerationRequest, sequence: Sequence) -> None:
         async with self._turn(asked, sequence):
             await self._engine.generate(sequence)
+
+    async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of one line of a batch, when a slot is free for it. Never raises for a bad line.
+
+        endpoint: of LINE_KINDS. 503: the engine ended while it had the line. 429: try again.
+        """
+        try:
+            if not self.is_alive:  # this replica ends soon: the line has not harmed it
+                raise ApiError(429, "this replica's engine has ended", code="engine_dead")
+            request = await self.parse(LINE_KINDS[endpoint], body)
+            if request.stream:
+                raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
+            asked = await self.read(request, client=client)
+            await self._idle_slots.wait(need_of(asked, self.max_model_len))
+            return 200, await self.answer(asked)
+        except Exception as error:
+            refusal = api_error(error)
+            return refusal.status, json_bytes(refusal.body())
 
     async def events(self, asked: GenerationRequest) -> AsyncIterator[str]:
         """Yield the stream's events in the engine's order. Before the first event it raises as answer does.

@@ -4,7 +4,8 @@
     for count in counts:                        # numbers of output ids, as the engine reports them
         yield from chunks.until(count)
 
-A chunk has complete characters only and never a part of a stop string. One engine step gives at most one chunk.
+A chunk has complete characters only and never a part of a stop string. One engine step gives at most one chunk, or one
+for each part of a chat message that it adds to: content, reasoning_content, or a tool call's name or arguments.
 
 With stream_options.include_steps a chunk also says how each token was made: by which decode step, and at which depth of
 its draft. The tokens of a step are the accepted drafts at depths 1, 2, ..., then the target's own token at depth 0.
@@ -23,10 +24,11 @@ from collections.abc import Iterator
 from itertools import count, groupby
 from typing import Any
 
+from eagle_ray.chat.answer import ChatEvent
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.serve.generation_request import Choice, GenerationRequest
+from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser
 from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.serve.responses import Json, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
+from eagle_ray.serve.responses import Json, call_key, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.tokenizer import Tokenizer
 
@@ -61,7 +63,9 @@ class ChoiceChunks:
 
     def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
         self._asked, self._choice, self._text = asked, choice, text
-        self._growing = text.decode_stream(asked.stops, asked.text_options)
+        self._parts = MessageParts(asked, choice, text)
+        parsed = text if self._parts.is_plain else text.with_markers()
+        self._growing = parsed.decode_stream(asked.stops, asked.text_options)
         self._steps = Steps(choice.sequence) if wants_steps(asked) else None
         self._num_told = 0
         self._is_begun = False
@@ -104,10 +108,18 @@ class ChoiceChunks:
     def _chunk(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
         piece, logprobs = "".join(texts), self._logprobs(start, end)
         tells_ids = self._asked.request.return_token_ids or self._steps is not None
-        if not (piece or is_end or logprobs or (tells_ids and end > start)):
+        deltas = self._parts.deltas(piece, is_end) if self._asked.is_chat else []
+        if not (piece if not self._asked.is_chat else deltas) and not (
+            is_end or logprobs or (tells_ids and end > start)
+        ):
             return
+        for delta in deltas[:-1]:
+            yield self._with({"delta": delta, "logprobs": None, "finish_reason": None})
         reason = finish_reason(self._choice) if is_end else None
-        said: Json = {"delta": {"content": piece} if piece else {}} if self._asked.is_chat else {"text": piece}
+        said: Json = {"text": piece}
+        if self._asked.is_chat:
+            said = {"delta": deltas[-1] if deltas else {}}
+            reason = self._parts.finish_reason(reason)
         if self._asked.request.return_token_ids:
             said["token_ids"] = self._choice.sequence.output_ids[start:end]
         if self._steps is not None:
@@ -127,6 +139,45 @@ class ChoiceChunks:
     def _with(self, said: dict[str, Any]) -> Json:
         chunk = _head(self._asked) | {"choices": [{"index": self._choice.index} | said]}
         return chunk | {"usage": None} if wants_usage(self._asked) else chunk
+
+
+class MessageParts:
+    """The deltas of a chat message, made of its text piece by piece. is_plain: the text is all content."""
+
+    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
+        self._parser = answer_parser(asked, choice, text)
+        self._chat_format, self._key = text.chat_format, call_key(asked, choice)
+        self._calls: set[int] = set()
+
+    @property
+    def is_plain(self) -> bool:
+        return self._parser is None
+
+    def deltas(self, piece: str, is_end: bool) -> list[Json]:
+        """Return the deltas that a piece of the text adds, the last piece if is_end."""
+        if self._parser is None:
+            return [{"content": piece}] if piece else []
+        events = self._parser.feed(piece) + (self._parser.end() if is_end else [])
+        return [delta for event in events if (delta := self._delta(event))]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _delta(self, event: ChatEvent) -> Json:
+        """Return the delta of an event. A call that is broken was told already; its text follows as content."""
+        if event.kind == "content":
+            return {"content": event.text}
+        if event.kind == "reasoning":
+            return {"reasoning_content": event.text}
+        if event.kind == "arguments":
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+        if event.kind == "broken":
+            self._calls.discard(event.index)
+            return {}
+        self._calls.add(event.index)
+        call_id = self._chat_format.call_id(self._key, event.index)
+        function = {"name": event.text, "arguments": ""}
+        return {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
 
 
 Place = tuple[int, int]

@@ -27,10 +27,7 @@ SAYS_NOTHING = (
 )  # of the tokens
 OFF: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "suffix": ("",),
@@ -39,13 +36,18 @@ OFF: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
 }  # what is not built, and the values with which it changes nothing
-NO_TEXT: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}  # the same of a message
+NO_TEXT: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": ()}  # the same of a message
+NO_TOOLS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "chat_template_kwargs": ({},),
+}  # of a text completion, which has no chat template
 
 
 def refuse_unbuilt(extra: Mapping[str, Any]) -> None:
     """Raise ApiError for parameters that are not supported. extra: the request's other parameters."""
     for name, value in extra.items():
-        if name not in SAYS_NOTHING and not _is_off(value, OFF.get(name, ())):
+        if name not in SAYS_NOTHING and not _is_off(value, OFF.get(name, NO_TOOLS.get(name, ()))):
             raise unsupported(name, f"{reprlib.repr(value)} asks for what this server does not do; leave it out")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob as globbing
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -100,6 +101,11 @@ def remove(path: str, missing_ok: bool) -> None:
     except FileNotFoundError:
         if not missing_ok:
             raise
+
+
+def remove_tree(directory: str) -> None:
+    with suppress(FileNotFoundError):
+        shutil.rmtree(directory)
 
 
 def make_directory(path: str) -> None:

@@ -174,6 +174,10 @@ class StoragePath:
     def remove(self, missing_ok: bool = True) -> None:
         self._store.remove(self.text, missing_ok)
 
+    def remove_tree(self) -> None:
+        """Delete the directory with all that is in it, if it is there. A reader may see it half deleted."""
+        self._store.remove_tree(self.text)
+
     def make_directory(self) -> None:
         """Make the directory and its parents; nothing to do on S3."""
         self._store.make_directory(self.text)

@@ -144,6 +144,11 @@ def remove(url: str, missing_ok: bool) -> None:
     _request(url, "delete_object", Bucket=bucket, Key=key)
 
 
+def remove_tree(directory: str) -> None:
+    for url in list_files(directory):
+        remove(url, missing_ok=True)
+
+
 def make_directory(url: str) -> None:
     """Do nothing: S3 has no directories."""
 

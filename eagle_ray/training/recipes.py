@@ -2,6 +2,7 @@
 
 EAGLE-1/2    architectures ["EagleLlamaForCausalLM"]: vLLM's name; no bias in fc, which vLLM's loader refuses
 EAGLE-3      architectures ["LlamaForCausalLMEagle3"]: SGLang's and vLLM's name, with draft_vocab_size
+DFlash       architectures ["DFlashDraftModel"]: z-lab's name, with block_size and dflash_config
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 
 from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import TrainConfig, num_passes
+from eagle_ray.models.dflash_head import DFlashHead
+from eagle_ray.models.dflash_spec import block_of, layer_config, spread_layers
 from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS
 from eagle_ray.models.head_spec import PUBLISHED_ROPE_THETA
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
+from eagle_ray.training.dflash_recipe import BlockLoss, DFlashRecipe
 from eagle_ray.training.eagle3_recipe import Eagle3Recipe, UnrolledLoss
 from eagle_ray.training.eagle_recipe import EagleLoss, EagleRecipe
 from eagle_ray.training.frozen_target import FrozenTarget
@@ -25,6 +29,7 @@ from eagle_ray.training.medusa_recipe import MedusaRecipe
 from eagle_ray.training.start_head import StartHead
 
 PUBLISHED_DRAFT_VOCAB = 32_000  # tokens of published EAGLE-3 heads
+SCALED = ("eagle3", "dflash")  # methods whose features come before any norm, so their numbers differ much in size
 ARCHITECTURES = {"eagle2": "EagleLlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
 COPIED = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps", "max_position_embeddings")
 OPTIONAL = ("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -35,24 +40,37 @@ def draft_vocab_size(config: TrainConfig, vocab_size: int) -> int:
     size = config.head.draft_vocab_size
     if size is None:
         size = PUBLISHED_DRAFT_VOCAB if config.head.method == "eagle3" else vocab_size
-    if size < vocab_size and config.head.method in ("medusa", "hydra"):
+    if size < vocab_size and config.head.method in ("medusa", "hydra", "dflash"):
         raise ConfigError(f"head.draft_vocab_size: of no use for {config.head.method}, which drafts every token")
     return min(size, vocab_size)
 
 
 def feature_layers(config: TrainConfig, causal_lm: nn.Module, start: StartHead | None) -> tuple[int, ...] | None:
     """Return the target's layers that the head reads. Raises ConfigError if it has too few."""
-    if config.head.method != "eagle3":
+    if config.head.method not in SCALED:
         return None
     num_layers = causal_lm.config.get_text_config(decoder=True).num_hidden_layers
     if start is not None:
         return start.head.feature_layers(num_layers)
+    if config.head.method == "dflash":
+        return tuple(i + 1 for i in _outputs_read(config, num_layers))
     if num_layers < MIN_TARGET_LAYERS:
         raise ConfigError(
             f"head.method: eagle3 reads a target of {MIN_TARGET_LAYERS} layers or more, and {config.model.target} has "
             f"{num_layers}. Use eagle2"
         )
     return 2, num_layers // 2, num_layers - 3
+
+
+def _outputs_read(config: TrainConfig, num_layers: int) -> list[int]:
+    """Return the layers whose outputs a DFlash head reads: the published choice, or all of a target of few layers."""
+    if num_layers < 2:
+        raise ConfigError(
+            f"head.method: dflash reads the outputs of layers before the last one, and {config.model.target} has one"
+        )
+    spread = spread_layers(num_layers, config.head.num_layers)
+    is_fit = len({*spread}) == len(spread) and min(spread) >= 0 and max(spread) < num_layers - 1
+    return spread if is_fit else list(range(num_layers - 1))
 
 
 def make_recipe(
@@ -65,7 +83,7 @@ def make_recipe(
 ) -> HeadRecipe:
     """Return the recipe with a new head, drawn from the configuration's seed, or with the one to start from.
 
-    feature_scale: of an EAGLE-3 head's features.
+    feature_scale: of the features, if the method is one of SCALED.
     """
     torch.manual_seed(config.training.seed % 2**63)
     method, loss = config.head.method, config.loss
@@ -85,6 +103,11 @@ def make_recipe(
             dtype,
             start=start.head if start else None,
         )
+    if method == "dflash":
+        raw = dflash_json(config, target_config)
+        head = DFlashHead(layer_config(raw), block_of(raw, target_config))
+        assert feature_scale is not None
+        return DFlashRecipe(target, head, raw, feature_scale, BlockLoss(loss.gamma, loss.anchor_every), dtype)
     sizes = config.head.num_levels, 1, target_config.hidden_size, target_config.vocab_size
     heads = MedusaHeads(*sizes, own_lm_head=True) if method == "medusa" else HydraHeads(*sizes)
     return MedusaRecipe(target, heads, loss.decay, dtype)
@@ -109,3 +132,44 @@ def head_json(config: TrainConfig, target: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
+
+
+def dflash_json(config: TrainConfig, target: Any) -> dict[str, Any]:
+    """Return the config.json of a DFlash head. target: the target's config. Raises ConfigError."""
+    heads = target.num_attention_heads
+    rope = getattr(target, "rope_parameters", None) or {}
+    section = {
+        "mask_token_id": _mask_token(config, target),
+        "target_layer_ids": _outputs_read(config, target.num_hidden_layers),
+    }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **{key: getattr(target, key) for key in COPIED},
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
+        "intermediate_size": config.head.intermediate_size or target.intermediate_size,
+        "hidden_act": "silu",
+        "num_hidden_layers": config.head.num_layers,
+        "num_target_layers": target.num_hidden_layers,
+        "layer_types": ["full_attention"] * config.head.num_layers,
+        "attention_bias": False,
+        "rope_theta": rope.get("rope_theta", PUBLISHED_ROPE_THETA),
+        "block_size": config.head.block_size,
+        "dflash_config": section | ({"causal_head": True} if config.head.causal_head else {}),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def _mask_token(config: TrainConfig, target: Any) -> int:
+    """Return head.mask_token, or the target's padding or end token. Raises ConfigError."""
+    token = config.head.mask_token
+    if token is not None and token >= target.vocab_size:
+        raise ConfigError(f"head.mask_token: must be a token of the target, 0 to {target.vocab_size - 1}, got {token}")
+    ends = target.eos_token_id
+    end = ends[0] if isinstance(ends, list) else ends
+    found = next((known for known in (token, target.pad_token_id, end) if known is not None), None)
+    if found is None:
+        raise ConfigError("head.mask_token: missing; the target has neither a padding nor an end token to take for it")
+    return found

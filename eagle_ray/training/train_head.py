@@ -37,7 +37,7 @@ from eagle_ray.training.held_out import held_out_prompts, held_out_tau
 from eagle_ray.training.optimization import Clipping, GradientDescent, OneWorker, Schedule, TrainingWorkers, adamw, muon
 from eagle_ray.training.packing import PackedBatch
 from eagle_ray.training.published_head import publish_head, temporary_head, usage_line
-from eagle_ray.training.recipes import draft_vocab_size, feature_layers, make_recipe
+from eagle_ray.training.recipes import SCALED, draft_vocab_size, feature_layers, make_recipe
 from eagle_ray.training.start_head import StartHead
 from eagle_ray.training.train_state import TrainState, checkpoints
 from eagle_ray.training.trainer import StepReport, Trainer
@@ -45,7 +45,7 @@ from eagle_ray.training.training_data import load_data
 
 log = logging.getLogger("eagle_ray")
 RECORD, REPORT = "training.json", "report.html"
-SCALE_DOCUMENTS = 32  # whose features give the scale of an EAGLE-3 head's inputs
+SCALE_DOCUMENTS = 32  # whose features give the scale of a head's inputs
 CLIP = 0.5
 
 
@@ -151,7 +151,7 @@ class HeadTraining:
 
     def _recipe(self) -> HeadRecipe:
         scale = None
-        if self.config.head.method == "eagle3":
+        if self.config.head.method in SCALED:
             scale = None if self.state is None else self.state.extra["feature_scale"]
             scale = self._feature_scale() if scale is None else scale
         self.feature_scale = scale

@@ -23,7 +23,7 @@ from eagle_ray.batch.cluster import (
 )
 from eagle_ray.batch.error_classifier import SMALLER
 from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
-from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _batch_size, _describe_error
+from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
 from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
 from eagle_ray.config import ConfigError, ExecutionConfig
 
@@ -106,12 +106,27 @@ def test_what_is_advised_for_too_many_actors_works(actors, todo):
 
 @pytest.mark.parametrize("slots", [1, 2, 16, 64])
 def test_what_is_in_flight_fills_the_slots_several_times_over(slots):
-    assert _batch_size(slots, actors=2, num_rows=10_000) * CALLS_PER_ACTOR >= 4 * slots
+    assert plan_batch_size(slots, actors=2, num_rows=10_000) * CALLS_PER_ACTOR >= 4 * slots
+
+
+@pytest.mark.parametrize(
+    ("order", "actors", "num_rows", "calls"),
+    [
+        ("input", 1, 500, CALLS_PER_ACTOR),
+        ("auto", 1, 500, 63),  # all rows
+        ("auto", 1, 4_000, 9),  # 32 rows per slot in batches of 62
+        ("auto", 4, 2_000, 32),  # half of the rows, over 4 actors
+        ("auto", 4, 40, CALLS_PER_ACTOR),
+    ],
+)
+def test_an_actor_holds_a_window_of_rows_to_order(order, actors, num_rows, calls):
+    batch_size = plan_batch_size(16, actors, num_rows)
+    assert plan_calls(order, 16, batch_size, actors, num_rows) == calls
 
 
 def test_few_rows_are_spread_over_all_actors():
-    assert _batch_size(slots=16, actors=4, num_rows=16) == 2
-    assert _batch_size(slots=16, actors=4, num_rows=1) == 1
+    assert plan_batch_size(slots=16, actors=4, num_rows=16) == 2
+    assert plan_batch_size(slots=16, actors=4, num_rows=1) == 1
 
 
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])
@@ -184,9 +199,9 @@ def test_whatever_keeps_a_worker_from_starting_is_said(error, says):
 
 
 def test_batches_of_a_long_job_are_larger():
-    assert _batch_size(slots=16, actors=2, num_rows=1_000) == 8
-    assert _batch_size(slots=16, actors=2, num_rows=4_000) == 31
-    assert _batch_size(slots=16, actors=2, num_rows=10_000_000) == 64
+    assert plan_batch_size(slots=16, actors=2, num_rows=1_000) == 8
+    assert plan_batch_size(slots=16, actors=2, num_rows=4_000) == 31
+    assert plan_batch_size(slots=16, actors=2, num_rows=10_000_000) == 64
 
 
 def test_what_ray_says_of_its_dead_does_not_stand_among_results(capsys, monkeypatch):

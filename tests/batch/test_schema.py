@@ -17,9 +17,9 @@ from eagle_ray.batch.output.schema import (
 DOCUMENTED = """\
 request_id sample_index turn_index row_index source_file run_id attempt
 status finish_reason error_code error_message
-prompt messages text output_token_ids token_logprobs cumulative_logprob
+prompt messages text content reasoning_content tool_calls output_token_ids token_logprobs cumulative_logprob
 token_top_logprobs prompt_token_logprobs prompt_top_logprobs prompt_tokens completion_tokens
-temperature top_p top_k min_p max_tokens stop ignore_eos seed sampling_controls
+temperature top_p top_k min_p max_tokens stop ignore_eos seed structured structured_outcome sampling_controls
 target_model draft_model method config_hash
 num_spec_steps num_draft_tokens num_accepted_draft_tokens num_spec_tokens mean_acceptance_length draft_acceptance_rate
 acceptance_histogram

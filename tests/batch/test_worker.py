@@ -107,6 +107,23 @@ def test_neither_order_nor_batching_nor_slots_change_what_is_sampled(make_job):
     )
 
 
+def test_both_orders_give_the_same_rows(make_job):
+    shared = [5 + i % 20 for i in range(70)]
+    rows = [
+        row | {"prompt_token_ids": (shared if i % 2 else []) + row["prompt_token_ids"], "category": "ab"[i % 2]}
+        for i, row in enumerate(token_rows(16))
+    ]
+    rows = [row | {"temperature": float(i % 3 == 0), "max_tokens": 4 + 5 * (i % 4)} for i, row in enumerate(rows)]
+    found = {}
+    for order in ("input", "auto"):
+        settings = {"execution.order": order, "execution.slots": 2, "sampling.n": 2}
+        found[order] = answers(make_job(rows, **settings), batch_size=4)
+        assert [row["request_id"] for row in found[order]] == [row["id"] for row in rows for _ in range(2)]
+    assert outputs(found["auto"]) == outputs(found["input"])
+    admitted = [[row["request_id"] for row in sorted(rows, key=lambda r: r["queue_s"])] for rows in found.values()]
+    assert admitted[0] != admitted[1]
+
+
 def test_bad_rows_become_error_rows_and_the_others_are_answered(make_job):
     rows = [
         {"id": "good", "prompt_token_ids": [1, 2], "topic": "a"},

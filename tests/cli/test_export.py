@@ -25,7 +25,7 @@ LINES = [
     line("chat", CHAT, messages=[{"role": "user", "content": "Say, \"hello\"\nwörld."}], n=2, temperature=0.9, seed=5,
          logprobs=True),
     line("text", COMPLETIONS, prompt="def add(", max_tokens=6, logprobs=0, temperature=0),
-    line("tools", CHAT, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function"}]),
+    line("tools", CHAT, messages=[{"role": "user", "content": "Hi"}], functions=[{"name": "f"}]),
 ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
     error = lines["tools"]["response"]["body"]["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_parameter")
-    assert "body.tools" in error["message"] and lines["tools"]["error"] is None
+    assert "body.functions" in error["message"] and lines["tools"]["error"] is None
 
 
 def test_a_row_that_could_not_be_carried_out_is_an_error_in_place_of_a_response():

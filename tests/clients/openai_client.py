@@ -6,7 +6,9 @@ Run in an environment that has `openai`; knows nothing of eagle_ray.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import time
 from typing import Any
 
 import openai
@@ -80,6 +82,40 @@ def check_errors(client: openai.OpenAI) -> None:
         assert long.value.code == "prompt_too_long"
 
 
+def check_batches(client: openai.OpenAI) -> None:
+    """Upload, run, poll, download, cancel and delete."""
+    bodies: list[dict[str, Any]] = [{"prompt": PROMPT, "max_tokens": 8}] * 3 + [{"prompt": PROMPT, "top_p": 7}]
+    lines = [
+        {"custom_id": f"row {i}", "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).read() == content and file.id in [one.id for one in client.files.list()]
+    window: Any = {"completion_window": "24h", "endpoint": "/v1/completions"}
+    batch = client.batches.create(input_file_id=file.id, metadata={"run": "a"}, **window)
+    while batch.status not in ("completed", "failed"):
+        time.sleep(0.5)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.request_counts and (batch.request_counts.completed, batch.request_counts.failed) == (3, 1)
+    assert batch.output_file_id and batch.error_file_id and batch.metadata == {"run": "a"}
+    found = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(line["custom_id"] for line in found) == ["row 0", "row 1", "row 2"]
+    [wrong] = client.files.content(batch.error_file_id).text.splitlines()
+    assert json.loads(wrong)["response"]["body"]["error"]["param"] == "top_p"
+    model = client.models.list().data[0].id
+    now = client.completions.create(model=model, prompt=PROMPT, max_tokens=8)
+    assert {line["response"]["body"]["choices"][0]["text"] for line in found} == {now.choices[0].text}
+    again = client.batches.create(input_file_id=file.id, **window)
+    assert client.batches.cancel(again.id).status in ("cancelling", "cancelled")
+    while client.batches.retrieve(again.id).status != "cancelled":
+        time.sleep(0.5)
+    assert [one.id for one in client.batches.list(limit=1)][:2] == [again.id, batch.id]
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
 async def check_async(client: openai.AsyncOpenAI) -> None:
     """Many at a time; one leaves early."""
     model = (await client.models.list()).data[0].id
@@ -98,7 +134,7 @@ async def check_async(client: openai.AsyncOpenAI) -> None:
 
 def main(url: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", timeout=60, **STRICT) as client:
-        for check in (check_sync, check_parameters, check_errors):
+        for check in (check_sync, check_parameters, check_errors, check_batches):
             check(client)
 
     async def run() -> None:
@@ -108,7 +144,7 @@ def main(url: str) -> None:
     asyncio.run(run())
     print(
         f"openai {openai.__version__}, strict: models, chat, completions, streams, n, seed, logprobs, echo, stop, "
-        "usage, errors, async"
+        "usage, errors, files, batches, async"
     )
 
 

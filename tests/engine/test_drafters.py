@@ -1,6 +1,8 @@
 """EAGLE's rivals on the same engine: whatever drafts, every output is plain decoding's, token for token."""
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -20,19 +22,26 @@ from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.tiny_pair.prompts import prompt_rows
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params, some_prompts
+from tests.helpers.dflash_checkpoints import published_head, zlab_config
 from tests.helpers.toy_models import LLAMA, head, llama, run
 
-METHODS = ["eagle1", "sequoia", "draft_model", "medusa", "hydra"]
+METHODS = ["eagle1", "sequoia", "draft_model", "medusa", "hydra", "dflash", "dflash causal"]
 DYNAMIC = METHODS[2:]  # whose trees any plan may shape
 SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in METHODS[:2]]
 TREE = dict(max_nodes=20, max_depth=4, top_k=4, budget="uniform")
 
 
 def weights_for(method: str) -> nn.Module:
-    """Random, in the shapes that go with the toy Llama; the small model has one layer and heads of its own width."""
+    """Random, in the shapes that go with the toy Llama. The small model has one layer and heads of its own width;
+    a DFlash head comes from a published directory.
+    """
     torch.manual_seed(3)
     if method == "draft_model":
         return DraftModel(llama(seed=1, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8))
+    if method.startswith("dflash"):
+        switch = {"causal_head": True} if method == "dflash causal" else {}
+        with TemporaryDirectory() as directory:
+            return published_head(Path(directory), zlab_config(**switch))
     sizes = 3, 2, LLAMA["hidden_size"], LLAMA["vocab_size"]
     if method in ("medusa", "hydra"):
         return MedusaHeads(*sizes, own_lm_head=True) if method == "medusa" else HydraHeads(*sizes)
@@ -41,7 +50,7 @@ def weights_for(method: str) -> nn.Module:
 
 def engine_for(method: str, num_slots: int, weights: nn.Module | None = None, **settings: object) -> Engine:
     kv_tokens = settings.pop("kv_tokens", None)
-    speculative = SpeculativeConfig(method=method, **{**TREE, **settings})
+    speculative = SpeculativeConfig(method=method.split()[0], **{**TREE, **settings})
     weights = weights_for(method) if weights is None else weights
     return build_engine(llama(), weights, speculative, num_slots, 128, kv_tokens)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from eagle_ray.tokenizer import Tokenizer as TargetTokenizer
+
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CORPUS = ["the cat sat on the mat", "hello there, how are you?", "STOP the end. STOP", "a\n\nb\n\nc", "naïve café"] * 4
 TEMPLATE = (
@@ -36,3 +38,14 @@ def write_tokenizer(directory: Path, chat_template: str | None = TEMPLATE) -> Pa
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4]}))
     return directory
+
+
+def special_tokenizer(directory: Path, chat_template: str, *tokens: str) -> TargetTokenizer:
+    """A tokenizer whose special tokens include these."""
+    write_tokenizer(directory, chat_template)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    content["added_tokens"] += [{"id": 400 + i, "content": token, **flags} for i, token in enumerate(tokens)]
+    path.write_text(json.dumps(content))
+    return TargetTokenizer.load(directory)

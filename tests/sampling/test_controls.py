@@ -8,10 +8,11 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from eagle_ray.engine.reference import controlled_logits
-from eagle_ray.sampling.adjustments import Adjustments, unpack_mask
-from eagle_ray.sampling.control_state import ControlState, pack_mask
+from eagle_ray.sampling.adjustments import Adjustments
+from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.sampling.token_mask import pack_mask, unpack_mask
 
 VOCAB = 53
 ENDS = frozenset([2, 7])
@@ -118,8 +119,8 @@ def test_words_yield_before_no_token_is_left():
 def test_a_mask_has_a_bit_for_each_token():
     ids = [0, 31, 32, 52]
     mask = pack_mask(ids, VOCAB)
-    assert mask.dtype == torch.int32 and mask.shape == (2,)
-    assert unpack_mask(mask[None], VOCAB)[0].nonzero().flatten().tolist() == ids
+    assert mask.dtype == "int32" and mask.shape == (2,)
+    assert unpack_mask(torch.from_numpy(mask)[None], VOCAB)[0].nonzero().flatten().tolist() == ids
 
 
 def test_nothing_asked_for_is_no_controls():

@@ -49,15 +49,16 @@ def parsed(event: str) -> Any:
 
 @asynccontextmanager
 async def exchange(
-    app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    app: Any, method: str, path: str, body: bytes | list[bytes] = b"", headers: dict[str, str] | None = None
 ) -> AsyncIterator[Exchange]:
-    """Leaves when the block ends."""
-    talk, bodies = Exchange(), [body]
+    """Leaves when the block ends. body: in one part or in several."""
+    talk, bodies = Exchange(), list(body) if isinstance(body, list) else [body]
+    path, _, query = path.partition("?")
     talk.reads.set()
 
     async def receive() -> dict[str, Any]:
         if bodies:
-            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            return {"type": "http.request", "body": bodies.pop(0), "more_body": bool(bodies)}
         await talk.left.wait()
         return {"type": "http.disconnect"}
 
@@ -81,7 +82,7 @@ async def exchange(
         "path": path,
         "raw_path": path.encode(),
         "root_path": "",
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
         "server": ("127.0.0.1", 8000),
         "client": ("127.0.0.1", 1),

@@ -267,6 +267,19 @@ def test_the_tokenizer_can_be_asked(app, service):
     }
     chat = ask(app, "/tokenize", FRANCE).json["tokens"]
     assert chat == service.text.encode_chat(FRANCE["messages"])
+    assert found["token_strs"] is None and found["max_model_len"] == service.max_model_len
+    named = ask(app, "/tokenize", {"prompt": "Hello there", "return_token_strs": True}).json
+    assert named["token_strs"] == [service.text.token_strings([id])[0] for id in found["tokens"]]
+    asked = {"add_generation_prompt": False, "add_special_tokens": False}
+    assert chat[: len(ask(app, "/tokenize", FRANCE | asked).json["tokens"])] == (
+        service.text.encode(service.text.render_chat(FRANCE["messages"], False), False)
+    )
+    begun = {"messages": [*FRANCE["messages"], {"role": "assistant", "content": "It is"}]}
+    begun |= {"add_generation_prompt": False, "continue_final_message": True}
+    ids = ask(app, "/tokenize", begun).json["tokens"]
+    assert ask(app, "/detokenize", {"tokens": ids}).json["prompt"].endswith("It is")
+    refused = ask(app, "/tokenize", FRANCE | {"continue_final_message": True})
+    assert refused.status == 400 and refused.json["error"]["param"] == "continue_final_message"
     assert asyncio.run(get(app, "/tokenizer_info")).json["eos_token"] == "<|end|>"
     [model] = asyncio.run(get(app, "/v1/models")).json["data"]
     assert model["max_model_len"] == service.max_model_len

@@ -14,6 +14,7 @@ from tests.serve.client import exchange, get, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ENDLESS = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
 
 
@@ -83,7 +84,9 @@ def test_a_value_nobody_should_send_is_refused_by_its_parameter(app, body, code,
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0].function"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[1].tool_calls"),
+        ({"role": "assistant", "content": None}, "messages[1].content"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "messages[1].function_call"),
         ({"role": "assistant", "content": "", "audio": {"id": "1"}}, "messages[1].audio"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content"),

@@ -66,7 +66,7 @@ def test_a_wrong_value_is_refused_by_its_parameter(kind, extra, param):
         {"tools": [{"type": "function"}]},
         {"length_penalty": 0.5},
         {"prompt_logprobs": 1},
-        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
         {"nonsense": 1},
         {"best_of": 3},
         {"suffix": "x"},

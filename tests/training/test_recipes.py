@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_ray.models.dflash_head import DFlashHead
+from eagle_ray.models.dflash_spec import block_of, layer_config
+from eagle_ray.models.head_checkpoint import load_dflash
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
+from eagle_ray.training.dflash_recipe import BlockLoss, DFlashRecipe
 from eagle_ray.training.eagle3_recipe import Eagle3Recipe, UnrolledLoss
 from eagle_ray.training.eagle_recipe import NOISE_LENGTH, EagleLoss, EagleRecipe
 from eagle_ray.training.feature_source import ComputedFeatures, FeatureBatch
@@ -17,6 +21,7 @@ from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import HeadRecipe
 from eagle_ray.training.medusa_recipe import MedusaRecipe
 from eagle_ray.training.packing import Document, PackedBatch
+from tests.helpers.dflash_checkpoints import MASK, zlab_config
 from tests.helpers.toy_models import LLAMA, llama
 
 LAYERS = (2, 4, 5)
@@ -187,6 +192,53 @@ def test_medusa_equals_one_position_at_a_time(model, documents, kind):
                     losses[level].append(F.cross_entropy(logits, torch.tensor(document.ids[i + level + 2])))
     obvious = sum(0.8**level * torch.stack(losses[level]).mean() for level in range(3))
     assert_equal(recipe, total(recipe, [batch]), obvious)
+
+
+def dflash(model, *, causal: bool = False) -> DFlashRecipe:
+    torch.manual_seed(1)
+    raw = zlab_config(ids=(1, 3), num_target_layers=8, causal_head=causal)
+    head = DFlashHead(layer_config(raw), block_of(raw, model.config))
+    scale = torch.rand(2 * LLAMA["hidden_size"]) + 0.5
+    return DFlashRecipe(FrozenTarget.of(model), head, raw, scale, BlockLoss(gamma=3.0, anchor_every=2), torch.float32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dflash_equals_one_block_at_a_time(model, documents, causal):
+    recipe = dflash(model, causal=causal)
+    batch = features(model, documents, (2, 4)).read(PackedBatch.of(documents, range(4)))
+    num_levels = recipe.head.block.num_levels
+    losses = [[] for _ in range(num_levels)]
+    for index, document in enumerate(documents):
+        states, length = hidden_states(model, document), len(document)
+        context = recipe.head.project_features(torch.cat([states[2], states[4]], -1) * recipe._feature_scale)
+        for anchor in range(1, length - 1):
+            if not document.is_answer[anchor + 1] or anchor % 2 != index % 2:
+                continue
+            block = torch.tensor([document.ids[anchor], *[MASK] * num_levels])
+            out = recipe.head(
+                model.model.embed_tokens(block)[None],
+                context[None, :anchor],
+                anchor + torch.arange(num_levels + 1)[None],
+                torch.arange(anchor)[None],
+                torch.ones(1, num_levels + 1, anchor, dtype=torch.bool),
+            )[0]
+            for k in range(1, num_levels + 1):
+                if anchor + k < length and document.is_answer[anchor + k]:
+                    wanted = model.lm_head(states[-1][anchor + k - 1]).softmax(-1)
+                    losses[k - 1].append(F.cross_entropy(model.lm_head(out[k]), wanted))
+    assert recipe.counts(batch).tolist() == [len(level) for level in losses] and min(map(len, losses)) > 0
+    obvious = sum(math.exp(-k / 3.0) * torch.stack(level).mean() for k, level in enumerate(losses))
+    assert_equal(recipe, total(recipe, [batch]), obvious)
+
+
+def test_dflash_folds_the_scale_of_features_into_the_published_head(model, tmp_path):
+    recipe = dflash(model, causal=True)
+    recipe.save(tmp_path)
+    published = load_dflash(tmp_path, model.config)
+    raw = torch.randn(5, 2 * LLAMA["hidden_size"])
+    wanted = recipe.head.project_features(raw * recipe._feature_scale)
+    torch.testing.assert_close(published.project_features(raw), wanted, rtol=0.02, atol=0.05)
+    assert published.block == recipe.head.block
 
 
 @pytest.mark.parametrize("make", [lambda model: eagle(model, DRAFTED), eagle3], ids=["eagle2", "eagle3"])

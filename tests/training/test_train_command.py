@@ -103,7 +103,7 @@ def test_checkpoints_and_the_head_may_be_in_s3(make_config, bucket, monkeypatch,
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head.method": "eagle4"}, "head.method: must be eagle2, eagle3, medusa or hydra"),
+        ({"head.method": "eagle4"}, "head.method: must be eagle2, eagle3, medusa, hydra or dflash"),
         ({"training.step": 3}, "training.step: unknown key.*did you mean training.steps?"),
         ({"data.path": None}, "data.path: give either texts .* or a number of prompts as data.user_turns.count"),
         ({"loss.decay": 1.5}, "loss.decay: must be a number above 0, at most 1, got 1.5"),

@@ -14,7 +14,7 @@ from eagle_ray.build import load_causal_lm
 from eagle_ray.config import ConfigError, ModelConfig
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.errors import EngineError
-from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.models.head_checkpoint import load_dflash, load_head
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training import train_head as train_head_module
@@ -203,6 +203,17 @@ def test_a_head_that_cannot_be_trained_further_is_refused(make_config, tmp_path,
     run(make_config(**{"output.path": str(tmp_path / "first"), "training.steps": 1}))
     with pytest.raises(ConfigError, match=message):
         run(make_config(**{"head.start": str(tmp_path / "first")} | FURTHER | settings))
+
+
+def test_a_dflash_head_is_published_and_runs(make_config, tmp_path, target_directory):
+    sizes = {"head.num_layers": 2, "head.block_size": 4, "head.causal_head": True, "head.draft_vocab_size": None}
+    record = run(make_config(**{"head.method": "dflash", **sizes}))
+    assert record["curves"]["held_out"][-1][1]["tau"] >= 1
+    head = load_dflash(tmp_path / "head", load_config(target_directory))
+    assert head.block.size == 4 and head.block.causal == (True, True)
+    with pytest.raises(ConfigError, match=r"head\.mask_token: must be a token of the target"):
+        mask = {"head.mask_token": 10**6, "output.path": str(tmp_path / "other")}
+        run(make_config(**{"head.method": "dflash", **sizes, **mask}))
 
 
 def test_checkpoints_of_other_settings_are_refused(make_config, stop_after, monkeypatch):

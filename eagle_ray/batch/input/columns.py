@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.batch.output.schema import SAMPLING_FIELDS
 from eagle_ray.errors import RequestError
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
@@ -68,21 +67,6 @@ class ColumnPath:
             return value[step] if -len(value) <= step < len(value) else None
         expected = "a list" if isinstance(step, int) else "an object"
         raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {expected}, got {describe_value(value)}")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestColumns:
-    """The columns to read. A row sets one of the prompts (prompt, messages, prompt_token_ids, turns)."""
-
-    id: ColumnPath
-    prompts: dict[str, ColumnPath]
-
-    @property
-    def fully_used(self) -> set[str]:
-        """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so turns is passed
-        through.
-        """
-        return {path.text for path in (self.id, *self.prompts.values())} | {field.name for field in SAMPLING_FIELDS}
 
 
 def describe_value(value: Any) -> str:

@@ -24,14 +24,14 @@ from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.strict_json import parse_json
-from eagle_ray.batch.output.schema import SAMPLING_FIELDS
+from eagle_ray.batch.output.schema import ROW_FIELDS
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
 
 MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7
 FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_SAMPLING_TYPES = {field.name: field.type for field in SAMPLING_FIELDS}
+_SETTING_TYPES = {field.name: field.type for field in ROW_FIELDS}
 
 
 def rows_in_csv(
@@ -152,9 +152,9 @@ def _parse_value(column: str, text: str) -> Any:
         text.encode()
     except UnicodeError:
         return RequestError("bad_encoding", f"column {column!r} is not UTF-8 text: write it as UTF-8")
-    if text == "" or column not in _SAMPLING_TYPES:
+    if text == "" or column not in _SETTING_TYPES:
         return text or None
-    type_ = _SAMPLING_TYPES[column]
+    type_ = _SETTING_TYPES[column]
     is_list, is_map = pa.types.is_list(type_), pa.types.is_map(type_)
     try:
         value = parse_json(text if is_list or is_map else text.lower())

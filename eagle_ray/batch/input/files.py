@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from eagle_ray.batch.input.run_files import RUN_FORMAT, find_run_files, is_run, run_directory
 from eagle_ray.batch.job_errors import InputChanged
+from eagle_ray.batch.output.layout import data_of
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.decompression import CODECS, open_decompressed
 from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
@@ -38,7 +40,7 @@ EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts"
 class InputFile:
     """One file. name: its path below the glob's root, part of the ids made for rows without one.
 
-    format: parquet, jsonl, csv or openai_batch. version: distinguishes its contents from others.
+    format: parquet, jsonl, csv, openai_batch or run. version: distinguishes its contents from others.
     """
 
     storage_path: StoragePath
@@ -92,14 +94,18 @@ class InputFile:
         return InputChanged(f"{self.path} changed while the job read it ({difference}). {CHANGED_REMEDY}")
 
 
-def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]:
-    """Return every file that the patterns name: patterns in order, each one's files sorted, without duplicates. Raises
-    ConfigError.
+def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool = False) -> tuple[InputFile, ...]:
+    """Return every file that the patterns name: patterns in order, each one's files sorted, without duplicates.
+
+    allow_unfinished: of a pattern run:DIR, also read the files of a run that is not finished. Raises ConfigError.
     """
     found: dict[StoragePath, InputFile] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if any(map(is_run, patterns)):
+        format_ = _run_format(patterns, format_)
+    for pattern in patterns:
         try:
-            root, files = _expand(pattern)
+            root, files = find_run_files(pattern, allow_unfinished) if is_run(pattern) else _expand(pattern)
         except NotFound as error:  # the bucket
             raise ConfigError(f"input.path: {error}") from None
         if not files:
@@ -109,12 +115,23 @@ def find_files(patterns: str | list[str], format_: str) -> tuple[InputFile, ...]
     return tuple(found.values())
 
 
+def _run_format(patterns: list[str], format_: str) -> str:
+    """Return the format of runs. Raises ConfigError for a mixture, whose rows would have no common columns."""
+    if not all(map(is_run, patterns)):
+        raise ConfigError("input.path: runs (run:DIR) and files cannot be read together. Give runs alone.")
+    if format_ != "auto":
+        raise ConfigError(f"input.format: must be auto with input.path run:DIR, got {format_!r}")
+    return RUN_FORMAT
+
+
 def resolve_pattern(pattern: str) -> StoragePath:
     """Return the pattern as an absolute path with its wildcards. Raises ConfigError if it cannot be one."""
     if pattern.startswith("embedded:"):
         if pattern not in EMBEDDED:
             raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
         return EMBEDDED[pattern]
+    if is_run(pattern):
+        return data_of(run_directory(pattern))
     try:
         return StoragePath.of(pattern)
     except ValueError as error:

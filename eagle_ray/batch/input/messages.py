@@ -19,6 +19,7 @@ from typing import Any
 
 from eagle_ray.batch.input.columns import describe_value
 from eagle_ray.batch.input.strict_json import parse_json
+from eagle_ray.chat.template_messages import template_message
 from eagle_ray.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,7 +57,7 @@ def parse_messages(value: Any, column: str) -> str:
 
 def template_messages(messages: str) -> list[dict[str, Any]]:
     """Return messages that parse_messages checked as a chat template reads them."""
-    return [_template_message(message) for message in json.loads(messages)]
+    return [template_message(message) for message in json.loads(messages)]
 
 
 def _messages_in(text: str, column: str) -> Any:
@@ -103,25 +104,3 @@ def _text_part(part: Any, where: str) -> dict[str, Any]:
             f"got {describe_value(part)}",
         )
     return {key: value for key, value in part.items() if value is not None}
-
-
-def _template_message(message: dict[str, Any]) -> dict[str, Any]:
-    content, calls = message.get("content"), message.get("tool_calls")
-    written = dict(message)
-    if isinstance(content, list):
-        written["content"] = "".join(part["text"] for part in content)
-    if isinstance(calls, list):
-        written["tool_calls"] = [_template_call(call) for call in calls]
-    return written
-
-
-def _template_call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, if they are the JSON of one."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = parse_json(function["arguments"])
-    except ValueError:
-        return call
-    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call

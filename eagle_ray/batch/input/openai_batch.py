@@ -22,8 +22,9 @@ from eagle_ray.batch.input.parameters import UNSUPPORTED_PARAMETERS, has_effect
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.strict_json import parse_json
+from eagle_ray.chat.chat_options import CHAT_NAMES
 from eagle_ray.errors import RequestError
-from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
+from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
 from eagle_ray.storage.path import StorageError
 
 log = logging.getLogger("eagle_ray")
@@ -51,11 +52,13 @@ SAMPLING = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "prompt_logprobs",
+    *STRUCTURED_KEYS,
 )
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
 KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
 # Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
+NO_TOOL = ("auto", "none", True)  # values of CHAT_NAMES with which a completion needs no tools
 BATCH_NO_OP_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
 
 
@@ -105,7 +108,7 @@ def parse_batch_line(line: InputRow) -> InputRow:
         row["url"] = url = _url_of(line)
         body = _body_of(line, url)
         row["model"] = _model_of(body)
-        return row | _prompt_of(body, PROMPT_FIELD_BY_URL[url]) | _sampling_of(body, url)
+        return row | _prompt_of(body, PROMPT_FIELD_BY_URL[url]) | _sampling_of(body, url) | _chat_of(body, url)
     except RequestError as error:
         return row | {"prompt": error}
 
@@ -134,6 +137,8 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
         raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
     for name, value in body.items():
         if name in (*KNOWN, PROMPT_FIELD_BY_URL[url]) or value is None:
+            continue
+        if name in CHAT_NAMES and (url == CHAT or not value or value in NO_TOOL):
             continue
         is_off = (
             value == BATCH_NO_OP_VALUES[name]
@@ -178,6 +183,10 @@ def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     if lengths:
         found["max_tokens"] = lengths[0]
     return found | _logprobs(body, url)
+
+
+def _chat_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    return {name: body[name] for name in CHAT_NAMES if url == CHAT and body.get(name) is not None}
 
 
 def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import pyarrow as pa
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.plan import RowScanner
 from eagle_ray.batch.input.row_location import RowPosition
-from eagle_ray.batch.input.shards import FilePart, FileScan
+from eagle_ray.batch.input.shards import COLUMNAR, FilePart, FileScan
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.row_index import Table
@@ -68,7 +68,7 @@ class ParallelScan:
         size = file.version.size
         if size <= self.piece_bytes:
             return [part]
-        if file.format == "parquet":
+        if file.format in COLUMNAR:
             with open_parquet(file.storage_path) as parquet:
                 num_groups = parquet.num_row_groups
             step = max(1, num_groups * self.piece_bytes // size)
@@ -93,7 +93,7 @@ class ParallelScan:
 
     def _placed(self, pieces: list[tuple[int, InputFile, FilePart]]) -> list[tuple[int, InputFile, FilePart]]:
         """Return the pieces with the places of their first rows."""
-        counted = [piece for piece in pieces if piece[1].format != "parquet" and piece[2].stop is not None]
+        counted = [piece for piece in pieces if piece[1].format not in COLUMNAR and piece[2].stop is not None]
         counts = iter(_in_tasks(_count_lines, [(file, part) for _, file, part in counted]))
         placed, lines = [], 0
         before = None
@@ -102,13 +102,13 @@ class ParallelScan:
                 before, lines = index, 0
             row, line = part.first
             placed.append((index, file, replace(part, first=RowPosition(row + lines, line and line + lines))))
-            if file.format != "parquet" and part.stop is not None:
+            if file.format not in COLUMNAR and part.stop is not None:
                 lines += next(counts)
         return placed
 
 
 def _start(file: InputFile, part: FilePart) -> int:
-    return 0 if file.format == "parquet" else part.start
+    return 0 if file.format in COLUMNAR else part.start
 
 
 def _in_tasks(function: Callable[..., Any], arguments: list[tuple]) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 from eagle_ray.batch.input.strict_json import parse_json
-from eagle_ray.batch.output.schema import SAMPLING_FIELDS
+from eagle_ray.batch.output.schema import ROW_FIELDS
 
 # Parameters that have a value with which they change nothing. An absent or empty value never changes anything.
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
@@ -40,9 +40,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
     "renormalize_logits": (False,),
     "repeat_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "tool_choice": ("none", "auto"),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "xtc_probability": (0,),
@@ -52,7 +50,6 @@ UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
     "beam_width",
     "begin_suppress_tokens",
     "chat_template",
-    "chat_template_kwargs",
     "do_sample",
     "dry_multiplier",
     "dynatemp_range",
@@ -74,7 +71,6 @@ UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
     "guided_json",
     "guided_regex",
     "guided_whitespace_pattern",
-    "json_schema",
     "logits_processors",
     "lora_request",
     "max_completion_tokens",
@@ -88,7 +84,6 @@ UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
     "mirostat_tau",
     "n_predict",
     "num_predict",
-    "parallel_tool_calls",
     "penalty_alpha",
     "random_seed",
     "reasoning_effort",
@@ -101,15 +96,15 @@ UNSUPPORTED_PARAMETERS = frozenset(NO_OP_VALUES) | {
     "suppress_tokens",
     "tfs_z",
     "thinking_token_budget",
-    "tools",
     "top_a",
     "truncate_prompt_tokens",
     "vllm_xargs",
     "xtc_threshold",
 }
-ROW_PARAMETERS = frozenset(field.name for field in SAMPLING_FIELDS)
+ROW_PARAMETERS = frozenset(field.name for field in ROW_FIELDS)
 # What to use in place of a parameter that has another name here.
 PARAMETER_ALIASES = {
+    "enable_thinking": "chat_template_kwargs",
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_gen_len": "max_tokens",
@@ -122,6 +117,11 @@ PARAMETER_ALIASES = {
     "num_return_sequences": "n",
     "random_seed": "seed",
     "repeat_penalty": "repetition_penalty",
+    "ebnf": "grammar",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
     "stop_sequences": "stop",
     "stop_strings": "stop",
 }

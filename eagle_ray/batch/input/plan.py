@@ -24,23 +24,28 @@ from eagle_ray import __version__
 from eagle_ray.batch.expected_rows import ExpectedRows, num_rows
 from eagle_ray.batch.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
 from eagle_ray.batch.id_digests import DIGEST, EMPTY, Digests, digest, digests, isin
-from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
+from eagle_ray.batch.input.columns import ColumnPath
 from eagle_ray.batch.input.files import InputFile, find_files
 from eagle_ray.batch.input.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
+from eagle_ray.batch.input.run_files import RUN_FORMAT
+from eagle_ray.batch.input.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.input.shards import FilePart, FileScan, Shard, chunks_in, scan
+from eagle_ray.batch.input.template import PromptTemplate
 from eagle_ray.batch.input.unread import check_unread
-from eagle_ray.batch.output.schema import REQUEST, RESERVED, SAMPLING_FIELDS, table_of
+from eagle_ray.batch.job_shard import JobShard
+from eagle_ray.batch.output.schema import REQUEST, RESERVED, ROW_FIELDS, table_of
 from eagle_ray.batch.row_index import Table
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 from eagle_ray.storage.path import StoragePath
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
-SAMPLING_NAMES = frozenset(field.name for field in SAMPLING_FIELDS)  # columns that set a row's sampling
+ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,13 @@ class InputPlan:
 
     Attributes:
         passthrough_columns: the columns to pass through, in order.
-        row_settings: sampling columns with which rows may override `sampling` and `seed`.
+        row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
         index: its files and rows. Readers of a shard have none.
         fingerprints: of the files, by path.
-        changes: how the files differ from those that the run was made from.
+        changes: how the files differ from those that the run was made from, in the rows of the job's shard.
         key: of the settings and the content of the files; equal keys have equal rows.
         default_rows: output rows of an id that the input does not have, whose rows another input left.
+        job_shard: the part of the rows that this process runs; None for all.
     """
 
     files: tuple[InputFile, ...]
@@ -67,6 +73,7 @@ class InputPlan:
     changes: InputChanges = field(default_factory=lambda: InputChanges(), compare=False)
     key: str = field(default="", compare=False)
     default_rows: int = 1
+    job_shard: JobShard | None = None
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +96,12 @@ class InputPlan:
 
     @property
     def rows(self) -> ExpectedRows:
-        """Return the rows of the plan by id. Raises ValueError for a reader's plan, which has no index."""
+        """Return the rows by id, of the job's shard if it has one. Raises ValueError as all_rows does."""
+        return self.all_rows if self.job_shard is None else self.all_rows.of_shard(self.job_shard)
+
+    @property
+    def all_rows(self) -> ExpectedRows:
+        """Return the rows of all shards by id. Raises ValueError for a reader's plan, which has no index."""
         index = self.index
         if index is None:
             raise ValueError("the plan of a reader has no index of rows")
@@ -135,6 +147,11 @@ class InputChanges:
     changed: Digests = field(default_factory=lambda: EMPTY)
     vanished: Digests = field(default_factory=lambda: EMPTY)
 
+    def of_shard(self, shard: JobShard) -> InputChanges:
+        """Return the changes with the ids of one shard only."""
+        changed, vanished = (ids[shard.holds(ids)] for ids in (self.changed, self.vanished))
+        return replace(self, changed=changed, vanished=vanished)
+
 
 @dataclass(frozen=True, slots=True)
 class PreviousRun:
@@ -161,7 +178,9 @@ def plan_input(
     again. scan_with: makes the scan of new files from one that scans them here.
     """
     files = _files_of(config.input)
-    columns = request_columns(config.input.columns)
+    of_run = any(file.format == RUN_FORMAT for file in files)
+    columns = request_columns(config.input.columns, template_of(config.input), of_run)
+    job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
     noted = previous.inputs if previous is not None else {}
     prints = fingerprints(files, noted)
     key = _plan_key(config, files, prints)
@@ -171,6 +190,8 @@ def plan_input(
         index = InputIndex.load(previous.index, index.key, with_rows=not finished)
     scanner = RowScanner(config, columns)
     changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
+    if job_shard is not None:
+        changes = changes.of_shard(job_shard)
 
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
@@ -184,12 +205,24 @@ def plan_input(
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
     names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
     passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
-    row_settings = SAMPLING_NAMES & frozenset(nonnull_columns)
-    plan = InputPlan(files, limited, columns, passthrough, row_settings, index, prints, changes, key, config.sampling.n)
+    row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
+    plan = InputPlan(
+        files=files,
+        shards=limited,
+        columns=columns,
+        passthrough_columns=passthrough,
+        row_settings=row_settings,
+        index=index,
+        fingerprints=prints,
+        changes=changes,
+        key=key,
+        default_rows=config.sampling.n,
+        job_shard=job_shard,
+    )
     if not finished:  # the run has passed these checks with this key
-        mapped = (columns.id, *columns.prompts.values())
+        mapped = (columns.id, *columns.prompt_paths)
         check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
-        _check_ids(plan, plan.rows.duplicates())
+        _check_ids(plan, plan.all_rows.duplicates())
         _check_rows(plan, config.input.on_bad_row)
     return plan
 
@@ -237,6 +270,7 @@ def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str
     content = [(file.path, file.name, file.format, content_of(prints[file.path])) for file in files]
     settings = config.input.model_dump(mode="json", exclude={"path"})
     checked = {"input": settings, "n": config.sampling.n, "partition_by": config.output.partition_by}
+    checked["shard"] = config.execution.shard
     return index_key(checked | {"files": content, "version": __version__})
 
 
@@ -284,8 +318,8 @@ def request_digest(row: InputRow, needed: Iterable[str]) -> int:
 
 def _files_of(config: InputConfig) -> tuple[InputFile, ...]:
     """Return the input files. An OpenAI batch file is detected unless the configuration says how to read its lines."""
-    files = find_files(config.path, config.format)
-    if config.format != "auto" or any(config.columns.model_dump().values()):
+    files = find_files(config.path, config.format, config.allow_unfinished)
+    if config.format != "auto" or config.template is not None or any(config.columns.model_dump().values()):
         return files
     return tuple(detect_batch(file) for file in files)
 
@@ -328,22 +362,44 @@ def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
 
 
 def needed_columns(columns: RequestColumns) -> list[str]:
-    paths = (columns.id, *columns.prompts.values())
-    read = [name for path in paths for name in path.names]
-    return read + [field.name for field in SAMPLING_FIELDS]
+    read = [name for path in (columns.id, *columns.prompt_paths) for name in path.names]
+    return read + [field.name for field in ROW_FIELDS]
 
 
 def _row_location(file: InputFile, position: RowPosition) -> RowLocation:
     return RowLocation(file.name, file.path, position)
 
 
-def request_columns(config: ColumnsConfig) -> RequestColumns:
-    """Return the configured columns. Without a configured prompt column, every default prompt column of the rows is
-    read.
+def request_columns(
+    config: ColumnsConfig, template: PromptTemplate | None = None, of_run: bool = False
+) -> RequestColumns:
+    """Return the configured columns. Without a configured prompt, every default prompt column of the rows is read.
+
+    of_run: the rows are those of another run, which have ids that are made for them, and no prompt of their own.
     """
     names = (*PROMPTS, "turns")
     configured = {name: _path(name, text) for name in names if (text := getattr(config, name)) is not None}
-    return RequestColumns(_path("id", config.id or "id"), configured or {name: _path(name, name) for name in PROMPTS})
+    if template is not None and configured:
+        raise ConfigError(f"input.template: input.columns.{next(iter(configured))} is set too. Keep one of them.")
+    if of_run and template is None and not configured:
+        raise ConfigError(
+            "input.template: missing. The rows of a run (input.path run:DIR) are asked something about with a template "
+            f"of their columns, {', '.join(CONTEXT)} or a carried one; or name a prompt column in input.columns."
+        )
+    id_column = _path("id", config.id or (RUN_ID if of_run else "id"))
+    defaults = {} if template is not None else {name: _path(name, name) for name in PROMPTS}
+    return RequestColumns(id_column, configured or defaults, template)
+
+
+def template_of(config: InputConfig) -> PromptTemplate | None:
+    """Return the parsed input.template. Raises ConfigError."""
+    given = config.template
+    if given is None:
+        return None
+    try:
+        return PromptTemplate.of(given if isinstance(given, str) else [dict(message) for message in given])
+    except ValueError as error:
+        raise ConfigError(f"input.template: {error}") from None
 
 
 def _path(name: str, text: str) -> ColumnPath:
@@ -356,16 +412,20 @@ def _path(name: str, text: str) -> ColumnPath:
 def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
     """Check that configured columns exist in some file, and that there is a prompt."""
     for name, path in [("id", columns.id), *columns.prompts.items()]:
-        if path.text in SAMPLING_NAMES:
+        if path.text in ROW_SETTINGS:
             raise ConfigError(
                 f"input.columns.{name}: column {path.text!r} is a setting of its row. Rename the column, and the key."
             )
         if getattr(config, name) is not None and path.column_in(types) is None:
             raise ConfigError(f"input.columns.{name}: no file has a column {path.text!r}{_near(path.text, types)}")
-    if not any(path.column_in(types) for path in columns.prompts.values()):
+    for path in columns.template.fields if columns.template is not None else ():
+        if path.column_in(types) is None:
+            raise ConfigError(f"input.template: no file has a column {path.text!r}{_near(path.text, types)}")
+    if columns.template is None and not any(path.column_in(types) for path in columns.prompts.values()):
         raise ConfigError(
             f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
-            f"input.columns.prompt, .messages, .prompt_token_ids or .turns; columns: {', '.join(types)}"
+            "input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with input.template; "
+            f"columns: {', '.join(types)}"
         )
 
 

@@ -11,16 +11,19 @@ row, column and the fix.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.batch.input.columns import ColumnPath, RequestColumns, describe_value
+from eagle_ray.batch.input.columns import ColumnPath, describe_value
 from eagle_ray.batch.input.messages import parse_messages
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation
 from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
+from eagle_ray.chat.chat_options import check_template_kwargs, check_tools
 from eagle_ray.config import check_row_sampling
 from eagle_ray.errors import RequestError
 
@@ -39,7 +42,7 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
     try:
         _raise_unreadable(row)
         _explicit_id(row, columns.id)
-        return request | _prompt_of(row, columns) | _sampling_of(row)
+        return request | _prompt_of(row, columns) | _sampling_of(row) | _chat_of(row)
     except RequestError as error:
         return request | {"error_code": error.code, "error_message": f"{location}: {error}"}
 
@@ -77,6 +80,8 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
 
 
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
+    if columns.template is not None:
+        return columns.template.request_of(row)
     found = {name: path.value_in(row) for name, path in columns.prompts.items()}
     found = {name: value for name, value in found.items() if value is not None}
     if not found:
@@ -145,6 +150,41 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
     if "seed" in values:
         values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
     return values
+
+
+def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns CHAT_FIELDS. Objects and lists may be JSON texts; a null key of a tool is absent."""
+    tools, choice = _json_value(row, "tools"), _json_value(row, "tool_choice")
+    is_parallel, kwargs = _json_value(row, "parallel_tool_calls"), _json_value(row, "chat_template_kwargs")
+    if not isinstance(is_parallel, bool | None):
+        got = describe_value(is_parallel)
+        raise RequestError("bad_type", f"column 'parallel_tool_calls' must be true or false, got {got}")
+    if isinstance(tools, list):
+        tools = [_without_null_keys(tool) for tool in tools]
+    try:
+        check_tools(tools)
+        check_template_kwargs(kwargs)
+    except ValueError as error:
+        raise RequestError("bad_type", f"column {error}") from None
+    values = {"tools": tools, "tool_choice": _without_null_keys(choice), "chat_template_kwargs": kwargs}
+    written = {name: json.dumps(value, ensure_ascii=False, default=str) for name, value in values.items() if value}
+    return written | ({} if is_parallel is None else {"parallel_tool_calls": is_parallel})
+
+
+def _json_value(row: Mapping[str, Any], name: str) -> Any:
+    value = row.get(name)
+    return _parse_if_json(value) if isinstance(value, str) else value
+
+
+def _without_null_keys(value: Any) -> Any:
+    """Return an object and the function in it without nulls: Parquet has every key of a struct in every row."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: x for key, x in value.items() if x is not None}
+    function = kept.get("function")
+    if isinstance(function, dict):
+        kept["function"] = {key: x for key, x in function.items() if x is not None}
+    return kept
 
 
 def _sampling_value(value: Any, type_: pa.DataType) -> Any:

@@ -18,20 +18,24 @@ from itertools import accumulate, islice
 from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.csv import rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import rows_in_batch
-from eagle_ray.batch.input.parquet import BATCH_ROWS, batches_in_parquet, check_unique, rows_in_parquet
+from eagle_ray.batch.input.parquet import BATCH_ROWS, batches_in_parquet, check_unique
 from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, carry, column_of, join_into, type_in_parquet, type_of
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
+from eagle_ray.batch.input.run_files import RUN_FORMAT
+from eagle_ray.batch.input.run_input import batches_in_run, run_schema
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import StorageError
 
 SHARD_ROWS = 512
+COLUMNAR = ("parquet", RUN_FORMAT)
 RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
@@ -94,7 +98,7 @@ def scan(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart =
 
     Raises ConfigError if the file cannot be read at all.
     """
-    read = _scan_parquet if file.format == "parquet" else _scan_records
+    read = _scan_parquet if file.format in COLUMNAR else _scan_records
     try:
         return read(file, needed, on_row, part)
     except StorageError:  # the storage is at fault, not the file
@@ -109,7 +113,7 @@ def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, 
     Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read now.
     """
     shard.file.check_unchanged()
-    read = _parquet_rows if shard.file.format == "parquet" else _record_rows
+    read = _parquet_rows if shard.file.format in COLUMNAR else _record_rows
     return _detect_changes(shard.file, islice(read(shard, needed), shard.num_rows))
 
 
@@ -119,7 +123,7 @@ def chunks_in(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.Data
     carried: the columns' types over all files.
     """
     shard.file.check_unchanged()
-    read = _parquet_chunks if shard.file.format == "parquet" else _record_chunks
+    read = _parquet_chunks if shard.file.format in COLUMNAR else _record_chunks
     return _detect_changes(shard.file, _first_rows(read(shard, needed, carried), shard.num_rows))
 
 
@@ -227,16 +231,28 @@ def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterat
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:
     with open_parquet(file.storage_path) as parquet:
-        types = {field.name: type_in_parquet(field.type) for field in parquet.schema_arrow}
+        types = {field.name: type_in_parquet(field.type) for field in _columns_in(parquet, file)}
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         starts = list(accumulate(sizes, initial=0))
         groups = range(len(sizes))[part.start : part.stop]
-        first = starts[part.start]
-        for index, row in enumerate(rows_in_parquet(parquet, file, needed, list(groups)), first):
+        batches = _parquet_batches(parquet, file, needed, list(groups), ())
+        for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
             on_row(RowPosition(index, None), row)
     shards = (Shard(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i])
     return FileScan(types, tuple(shards))
+
+
+def _columns_in(parquet: pq.ParquetFile, file: InputFile) -> pa.Schema:
+    return run_schema(parquet, file.path) if file.format == RUN_FORMAT else parquet.schema_arrow
+
+
+def _parquet_batches(
+    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str]
+) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
+    if file.format == RUN_FORMAT:
+        return batches_in_run(parquet, file.path, needed, groups, carried)
+    return batches_in_parquet(parquet, file, needed, groups, carried)
 
 
 def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
@@ -248,7 +264,7 @@ def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, p
     index = shard.first.row
     try:
         with open_parquet(shard.file.storage_path) as parquet:
-            for rows, batch in batches_in_parquet(parquet, shard.file, needed, [shard.start], carried):
+            for rows, batch in _parquet_batches(parquet, shard.file, needed, [shard.start], carried):
                 positions = [RowPosition(index + i, None) for i in range(len(rows))]
                 index += len(rows)
                 columns = {name: _parquet_column(batch, name, carried[name], shard.file) for name in batch.schema.names}

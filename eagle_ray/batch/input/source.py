@@ -1,7 +1,7 @@
 """The source: the planned input as a Ray Dataset of requests.
 
-Each read task parses shards with the parser that validate uses, and skips rows that are done. Blocks are small, so
-that every actor has work.
+Each read task parses shards with the parser that validate uses, and skips rows that are done or that are in another
+shard of the job. Blocks are small, so that every actor has work.
 
     >>> read_requests(plan_input(config)).schema().names[:2]      # doctest: +SKIP
     ['request_id', 'row_index']
@@ -17,6 +17,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
+from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of, shard_tables
 from eagle_ray.batch.input.row_location import RowPosition
 from eagle_ray.batch.input.shards import Shard
@@ -69,5 +70,8 @@ class ShardReader:
             start = 0
             with extended_retries():
                 for table in shard_tables(self.plan, shard):
-                    yield table.filter(pa.array(left[start : start + len(table)]))
+                    wanted = left[start : start + len(table)]
                     start += len(table)
+                    if self.plan.job_shard is not None:  # whatever the bits say, no row of another shard
+                        wanted = wanted & self.plan.job_shard.holds(digests(table["request_id"].to_pylist()))
+                    yield table.filter(pa.array(wanted))

@@ -24,7 +24,8 @@ from eagle_ray.batch.id_digests import digests, isin
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.plan import InputPlan, sample_ids
 from eagle_ray.batch.job_errors import OutputMismatch
-from eagle_ray.batch.output.manifest import DATA, REMEDY, RunHandle, read_manifest
+from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.manifest import REMEDY, RunHandle, read_manifest
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, ids_in_file
 from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.batch.row_index import INDEX, Table, take
@@ -51,7 +52,7 @@ def check_changes(plan: InputPlan, output: StoragePath, retry_errors: bool) -> N
     if not (len(changes.changed) or len(changes.vanished)):
         return
     files = ", ".join((*changes.rewritten, *changes.grown)) or "the input"
-    index = OutputIndex.read(output / DATA, output / INDEX)
+    index = OutputIndex.read(data_of(output), output / INDEX)
     answered = index.find(changes.changed)
     if retry_errors:
         answered = _without_errors(answered, index)

@@ -34,6 +34,8 @@ from eagle_ray.batch.job_errors import (
     StorageUnavailable,
     outcome_of,
 )
+from eagle_ray.batch.job_shard import JobShard
+from eagle_ray.batch.output.layout import DATA, RUN, SUCCESS, data_of, root_of, shard_output
 from eagle_ray.batch.output.output_index import own_files
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.process_id import Process
@@ -41,8 +43,7 @@ from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, 
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
 from eagle_ray.storage.storage_errors import remedy_of
 
-RUN, PROGRESS, SUMMARY = "_run.json", "_progress.json", "_summary.json"
-SUCCESS, DATA, REPORT = "_SUCCESS", "data", "report.html"
+PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
 ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
 FORMAT_VERSION = 1  # of _run.json
 REQUIRED_KEYS = {
@@ -78,7 +79,7 @@ class RunHandle:
 
     @property
     def data(self) -> StoragePath:
-        return self.output / DATA
+        return data_of(self.output)
 
     def check_current(self) -> None:
         """Check that ``_run.json`` still names this attempt. Waits while a lease is uncertain.
@@ -99,16 +100,23 @@ class RunHandle:
 
 
 def output_of(config: JobConfig) -> StoragePath:
-    """Return the absolute output directory, since workers run in another working directory."""
+    """Return the directory of the run's record, absolute since workers run in another working directory.
+
+    It is output.path, or the shard's directory below.
+    """
     try:
-        return StoragePath.of(config.output.path)
+        root = StoragePath.of(config.output.path)
     except ValueError as error:
         raise ConfigError(f"output.path: {error}") from None
+    return shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
 
 
 def read_manifest(output: StoragePath) -> dict[str, Any] | None:
     """Return the content of ``_run.json``, or None if there is none. Raises OutputDamaged if it cannot be read."""
-    remedy = f"put it back from a copy, choose another output.path, or start again with --overwrite (deletes {DATA}/)"
+    remedy = (
+        "adopt its rows with eagle-ray repair, put it back from a copy, choose another output.path, or start again "
+        f"with --overwrite (deletes {DATA}/)"
+    )
     try:
         manifest = read_json(output / RUN)
     except ValueError as error:
@@ -157,15 +165,14 @@ def _open_run(
     known: dict[str, Fingerprint],
     accepted: Container[str],
 ) -> RunHandle:
-    old_version = _version_of(output / RUN)  # what another driver writes after this look is not written over
+    old_version = version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
-        return _begin_attempt(
-            _overwrite_manifest(output, config), old_version, config, fingerprints(input_files, known)
-        )
+        files = fingerprints(input_files, known)
+        return begin_attempt(_overwrite_manifest(output, config), old_version, config, files)
     old = read_manifest(output)
     if old is None:
         check_no_foreign_data(output)
-        manifest = _new_manifest(config, attempt=0)
+        manifest = new_manifest(config, attempt=0)
     elif config.output.if_exists == "fail":
         raise ConfigError(
             f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {EXISTS_REMEDY}."
@@ -174,8 +181,8 @@ def _open_run(
         _check_same_job(output, old, config)
         manifest = old
     files = fingerprints(input_files, manifest["inputs"] | known)
-    _check_same_files(output, manifest["inputs"], {path: each for path, each in files.items() if path not in accepted})
-    return _begin_attempt(manifest, old_version, config, files)
+    check_same_files(output, manifest["inputs"], {path: each for path, each in files.items() if path not in accepted})
+    return begin_attempt(manifest, old_version, config, files)
 
 
 @contextmanager
@@ -188,22 +195,22 @@ def record_outcome(run: RunHandle) -> Iterator[None]:
         outcome = f"{type(error).__name__}: {error}".rstrip(": ")
         raise
     finally:
-        _record_facts(run, {"finished_at": _now(), "outcome": outcome})
+        record_facts(run, {"finished_at": _now(), "outcome": outcome})
 
 
-def _record_facts(run: RunHandle, facts: dict[str, str]) -> None:
+def record_facts(run: RunHandle, facts: dict[str, str]) -> None:
     """Write the facts. Give up silently if the manifest is another attempt's or not writable: the outcome
     matters more.
     """
     with suppress(JobError, OSError):
-        old_version = _version_of(run.output / RUN)
+        old_version = version_of(run.output / RUN)
         replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
         manifest = read_manifest(run.output)
         manifest["attempts"][-1] |= facts
         _write_manifest(run.output, manifest, old_version)
 
 
-def _new_manifest(config: JobConfig, attempt: int) -> dict[str, Any]:
+def new_manifest(config: JobConfig, attempt: int) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "run_id": uuid4().hex[:12],
@@ -221,12 +228,12 @@ def _overwrite_manifest(output: StoragePath, config: JobConfig) -> dict[str, Any
         old = read_manifest(output)
     except OutputDamaged:
         old = None
-    attempts = [attempt_of(file) or 0 for file in part_files(output / DATA)]
+    attempts = [attempt_of(file) or 0 for file in part_files(data_of(output))]
     _remove_run(output)
-    return _new_manifest(config, attempt=old["attempt"] if old else max(attempts, default=0))
+    return new_manifest(config, attempt=old["attempt"] if old else max(attempts, default=0))
 
 
-def _begin_attempt(
+def begin_attempt(
     manifest: dict[str, Any], old_version: int | str | None, config: JobConfig, files: dict[str, Any]
 ) -> RunHandle:
     """Raise the attempt number before anything is read: from now on no earlier writer publishes."""
@@ -237,7 +244,8 @@ def _begin_attempt(
     manifest["inputs"] |= files
     manifest["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
     manifest["versions"], manifest["hardware"] = _versions(), _hardware()
-    (output / SUCCESS).remove()  # first: one that is missing is made again, one that is no longer true is believed
+    for directory in (root_of(output), output):  # the whole output's, and the shard's
+        (directory / SUCCESS).remove()  # first: a missing one is made again, one that is no longer true is believed
     driver_id = uuid4().hex[:12]  # no two drivers ever write the same bytes
     manifest["attempts"].append(
         {
@@ -248,8 +256,9 @@ def _begin_attempt(
         }
     )
     _write_manifest(output, manifest, old_version)
-    (output / DATA).make_directory()
-    output.remove_temporary()
+    data_of(output).make_directory()
+    for directory in (output, data_of(output)):
+        directory.remove_temporary()
     return RunHandle(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"])
 
 
@@ -260,7 +269,7 @@ def _write_manifest(output: StoragePath, manifest: dict[str, Any], old_version: 
         raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
 
 
-def _version_of(file: StoragePath) -> int | str | None:
+def version_of(file: StoragePath) -> int | str | None:
     try:
         return file.stat().version
     except FileNotFoundError:
@@ -277,7 +286,7 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
         raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
 
 
-def _check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
+def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Check that a resume has the earlier run's files; new files are added."""
     changes = {path: what_changed(old.get(path, found), found) for path, found in new.items()}
     if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
@@ -286,13 +295,16 @@ def _check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, A
 
 def check_no_foreign_data(output: StoragePath) -> None:
     """Refuse Parquet files that no manifest explains, and tables: they belong to another program."""
-    if table := _table_kind(output):
+    if table := _table_kind(root_of(output)):
         raise OutputMismatch(
             f"output.path: {output} is {table} table, which deletes files that it did not commit. Choose another "
             "output.path, and add the finished run's files to the table."
         )
-    if foreign := part_files(output / DATA):
-        raise OutputMismatch(f"{foreign[0]} is there but no {output / RUN}: choose another output.path")
+    if foreign := part_files(data_of(output)):
+        raise OutputMismatch(
+            f"{foreign[0]} is there but no {output / RUN}: choose another output.path, or adopt the rows of a run that "
+            "lost it with eagle-ray repair"
+        )
 
 
 def _table_kind(output: StoragePath) -> str | None:
@@ -303,7 +315,7 @@ def _table_kind(output: StoragePath) -> str | None:
 
 def _remove_run(output: StoragePath) -> None:
     """Delete what a run writes, _SUCCESS first, and nothing else; ``_run.json`` is replaced by the next attempt's."""
-    rows = own_files(output / DATA)
+    rows = own_files(data_of(output))
     for path in [*(output / name for name in (SUCCESS, SUMMARY, PROGRESS, REPORT)), *rows]:
         path.remove()
 

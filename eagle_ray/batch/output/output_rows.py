@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from eagle_ray.batch.chat_rows import answer_columns, answer_of_row
 from eagle_ray.batch.expected_rows import num_samples, num_turns
 from eagle_ray.batch.sequences import (
     RequestRow,
@@ -49,13 +50,15 @@ class OutputRows:
 
     def of(self, request: RequestRow, sequences: list[Sequence]) -> list[RequestRow]:
         """Return one row per finished sample of the request, or of one turn of a conversation."""
-        prompt = prompt_text_of(request, self.text) if self.config.output.store_prompt else None
+        prompt = prompt_text_of(request, self.config, self.text) if self.config.output.store_prompt else None
         shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": stop_strings(request, self.config)}
         shared["sampling_controls"] = controls_json(request, self.config)
         return [
             shared
             | {"sample_index": j, "text": self._text(request, sequence)}
+            | self._structured(request, sequence)
             | self._tokens(sequence)
+            | self._answer(request, sequence)
             | _sampled(sequence)
             | _acceptance(sequence)
             | self._per_step(sequence)
@@ -87,6 +90,26 @@ class OutputRows:
             return None
         stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
         return self.text.final_text(sequence.output_ids, stops, options)
+
+    def _structured(self, request: RequestRow, sequence: Sequence) -> RequestRow:
+        spec, state = sequence.sampling.grammar, sequence.grammar
+        if spec is None or state is None:
+            return {}
+        is_cut = sequence.finish_reason == "stop" and not state.has_end
+        is_cut = is_cut and not text_options_of(request, self.config).include_stop
+        return {
+            "structured": spec.kind,
+            "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
+        }
+
+    def _answer(self, request: RequestRow, sequence: Sequence) -> RequestRow:
+        """Return the parts of the text, and the finish reason tool_calls if it has such calls."""
+        stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
+        answer = answer_of_row(request, self.config, self.text, sequence, stops, options)
+        columns = answer_columns(answer, self.text, f"{sequence.request_id}/{turn_index_of(request)}")
+        if answer is not None:
+            columns["finish_reason"] = answer.finish_reason(sequence.finish_reason)
+        return columns
 
     def _tokens(self, sequence: Sequence) -> RequestRow:
         logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None

@@ -50,7 +50,22 @@ SAMPLING_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop_token_ids", pa.list_(pa.int64())),
     pa.field("include_stop_str_in_output", pa.bool_()),
     pa.field("skip_special_tokens", pa.bool_()),
+    pa.field("json_schema", pa.string()),  # JSON
+    pa.field("json_object", pa.bool_()),
+    pa.field("regex", pa.string()),
+    pa.field("choice", pa.list_(pa.string())),
+    pa.field("grammar", pa.string()),
+    pa.field("response_format", pa.string()),  # JSON
 )
+
+# Optional columns of the input that override `chat` for their row, all but one of them JSON.
+CHAT_FIELDS: tuple[pa.Field, ...] = (
+    pa.field("tools", pa.string()),
+    pa.field("tool_choice", pa.string()),
+    pa.field("parallel_tool_calls", pa.bool_()),
+    pa.field("chat_template_kwargs", pa.string()),
+)
+ROW_FIELDS = (*SAMPLING_FIELDS, *CHAT_FIELDS)
 
 # Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and error_message are.
 REQUEST = pa.schema(
@@ -63,7 +78,7 @@ REQUEST = pa.schema(
         pa.field("messages", pa.string()),
         pa.field("prompt_token_ids", pa.list_(pa.int64())),
         pa.field("user_turns", pa.list_(pa.string())),
-        *SAMPLING_FIELDS,
+        *ROW_FIELDS,
         pa.field("error_code", pa.string()),
         pa.field("error_message", pa.string()),
     ]
@@ -87,6 +102,10 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("prompt", pa.string()),
     pa.field("messages", pa.string()),  # JSON
     pa.field("text", pa.string()),
+    # The parts of the text, of answers to messages that a parser reads; null for all others.
+    pa.field("content", pa.string()),
+    pa.field("reasoning_content", pa.string()),
+    pa.field("tool_calls", pa.string()),  # JSON
     pa.field("output_token_ids", _INTS),
     pa.field("token_logprobs", pa.list_(pa.float32())),
     pa.field("cumulative_logprob", pa.float64()),
@@ -104,6 +123,8 @@ OUTPUT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("stop", pa.list_(pa.string())),
     pa.field("ignore_eos", pa.bool_()),
     pa.field("seed", pa.int64()),
+    pa.field("structured", pa.string()),  # json_schema, json_object, regex, choice or grammar: what the output must be
+    pa.field("structured_outcome", pa.string()),  # complete, or truncated: the output ended before what it must be
     pa.field("sampling_controls", pa.string()),  # JSON of the other sampling keys that are not at their defaults
     # provenance
     pa.field("target_model", pa.string()),
@@ -157,6 +178,11 @@ ADDED_COLUMNS = (
     "prompt_token_logprobs",
     "prompt_top_logprobs",
     "sampling_controls",
+    "structured",
+    "structured_outcome",
+    "content",
+    "reasoning_content",
+    "tool_calls",
 )
 ADDED_SETTINGS = ("min_p", "ignore_eos")  # settings of a row that an earlier version did not read
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
@@ -182,7 +208,10 @@ def unread_settings(stored: pa.Schema) -> list[str]:
     """Return the settings of a row that the version that made a run's files did not read."""
     missing, names = missing_columns(stored), [field.name for field in SAMPLING_FIELDS]
     later = names[names.index("top_logprobs") :] if "sampling_controls" in missing else []
-    return [name for name in missing if name in ADDED_SETTINGS] + later
+    if "structured" in missing:
+        later = later or names[names.index("json_schema") :]
+    chat = [field.name for field in CHAT_FIELDS] if "tool_calls" in missing else []
+    return [name for name in missing if name in ADDED_SETTINGS] + later + chat
 
 
 def schema_differences(stored: pa.Schema, wanted: pa.Schema) -> list[str]:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from eagle_ray.batch.input.columns import ColumnPath, RequestColumns
+from eagle_ray.batch.input.columns import ColumnPath
 from eagle_ray.batch.input.plan import PROMPTS
 from eagle_ray.batch.input.request import parse_row
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.output.schema import REQUEST, SAMPLING_FIELDS, table_of
 from eagle_ray.config import SamplingConfig

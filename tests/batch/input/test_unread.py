@@ -29,15 +29,12 @@ ASKED = {
     "encoder_repetition_penalty": 1.1,
     "min_new_tokens": 3,
     "suppress_tokens": [2],
-    "response_format": {"type": "json_object"},
     "guided_json": {"type": "object"},
     "structured_outputs": {"regex": "a+"},
     "sequence_bias": {"5": -100},
     "best_of": 2,
     "no_repeat_ngram_size": 5,
     "logits_processors": 1,
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "bad_words_ids": ["no"],
     "max_new_tokens": 7,
     "do_sample": True,
@@ -76,19 +73,19 @@ def test_a_parameter_that_rows_cannot_set_is_refused_by_name(tmp_path, format_, 
 
 
 def test_every_such_column_is_named_with_what_to_do(tmp_path):
-    rows = [{"prompt": "x"}] * 700 + [{"prompt": "x", "max_new_tokens": 3}, {"prompt": "y", "topP": 0.5, "tools": [1]}]
+    rows = [{"prompt": "x"}] * 700 + [{"prompt": "x", "max_new_tokens": 3}, {"prompt": "y", "topP": 0.5, "top_a": 1}]
     with pytest.raises(ConfigError) as error:
         plan(write_jsonl(tmp_path / "a.jsonl", rows))
     lines = str(error.value).split("\n")
     assert len(lines) == 3
     assert f"{tmp_path}/a.jsonl, line 701: column 'max_new_tokens' (3)" in lines[0]
     assert "Rename it to 'max_tokens'" in lines[0] and "Rename it to 'top_p'" in lines[1]
-    assert "line 702: column 'tools' ([1])" in lines[2] and "Leave it out of the input" in lines[2]
+    assert "line 702: column 'top_a' (1)" in lines[2] and "Leave it out of the input" in lines[2]
 
 
 @pytest.mark.parametrize("format_", WRITERS)
 def test_values_that_ask_for_nothing_are_data(tmp_path, format_):
-    names = ["diversity_penalty", "length_penalty", "tool_choice", "use_beam_search", "suppress_tokens"]
+    names = ["diversity_penalty", "length_penalty", "function_call", "use_beam_search", "suppress_tokens"]
     off = [NO_OP_VALUES[name][0] for name in names[:-1]] + [[]]
     rows = [{"prompt": "x"} | dict(zip(names, off, strict=True)), {"prompt": "y"} | dict.fromkeys(names)]
     the_plan = plan(WRITERS[format_](tmp_path / f"a.{format_}", rows))

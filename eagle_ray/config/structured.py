@@ -1,0 +1,52 @@
+"""Values of the keys that say what an output must be: JSON schemas, choices and OpenAI's response_format.
+
+    >>> schema_text({"type": "object"})
+    '{"type": "object"}'
+    >>> response_format_text({"type": "json_schema", "json_schema": {"name": "a", "schema": {}}})
+    '{"type": "json_schema", "json_schema": {"schema": {}}}'
+
+Schemas are kept as JSON text: the order of their keys is the order in which an object's properties are written.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def schema_text(value: Any) -> Any:
+    """Return a JSON schema as text: from an object, from JSON text, or from a pydantic model.
+
+    Raises ValueError if it is none of them; other errors of a schema are found when it is compiled.
+    """
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    value = _parsed(value)
+    if not isinstance(value, dict | bool):
+        raise ValueError("not a JSON schema")
+    return json.dumps(value, ensure_ascii=False)
+
+
+def choice_list(value: Any) -> Any:
+    """Return a list that is written as JSON text, as in CSV files; any other value unchanged."""
+    return _parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+
+def response_format_text(value: Any) -> Any:
+    """Return OpenAI's response_format as JSON text: its type, and the schema of type json_schema.
+
+    Raises ValueError if it is of another form.
+    """
+    value = _parsed(value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("text", "json_object"):
+        return json.dumps({"type": kind})
+    inner = value.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict | bool):
+        raise ValueError("not a response_format")
+    return json.dumps({"type": kind, kind: {"schema": inner["schema"]}}, ensure_ascii=False)
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a JSON text holds; any other value unchanged. Raises ValueError for a text that is not JSON."""
+    return json.loads(value) if isinstance(value, str) else value

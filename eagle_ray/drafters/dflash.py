@@ -1,0 +1,132 @@
+"""DFlashDrafter: a tree from one pass of a block head (arXiv 2602.06036), as DDTree makes it (arXiv 2604.12989).
+
+The cache holds the keys and values of the tokens' projected features (see models/dflash_head.py). One pass over a
+root and mask tokens gives a distribution for each of the next positions. A node of level d is a token of the d-th
+distribution, and its value the product of the probabilities along its path, so the best nodes are best-first over
+products of marginals. All nodes of a level have the same children.
+
+    pairs     - (f0) (f1) ... (f[n-1]) | root  mask  mask  mask        rope position n of the root,
+    position  0   1    2         n     | n+1   n+2   n+3   n+4         n+1 of the first mask, ...
+
+Width and depth of the plan bound the tree, and its depth is the length of the block. A tree of width W and K children
+per node holds the best M nodes of all trees if W >= M/2 and K >= M: the w-th best node of a level with its r-th child
+has at least w*r - 1 nodes of the child's level before it, and w of its own. The head of JetSpec (arXiv 2606.18394)
+differs in its mask alone: its released engine builds trees from one pass, too, over masks and not over drafted tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.async_copy import copy_to_device, to_device
+from eagle_ray.attention.backend import tree_metadata
+from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.models.dflash_head import BlockDecoder, DFlashHead
+from eagle_ray.models.target import TargetModel
+from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.tree.draft_plan import DraftPlan
+
+
+class DFlashDrafter(PairDrafter):
+    """Reads pairs into the head's cache without attention, and drafts a block in one pass. Arguments as for
+    PairDrafter; a pair's token is not read.
+    """
+
+    def __init__(
+        self,
+        head: DFlashHead,
+        target: TargetModel,
+        window: int = QUEUE_WINDOW,
+        calibration: Calibration | None = None,
+        coupling: Coupling | None = None,
+        token_ids: Int[Tensor, " Dv"] | None = None,
+    ):
+        super().__init__(head, target, window, calibration, coupling, token_ids)
+        self._decoder = BlockDecoder(self.head)
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        ids, block = self._token_ids, self.head.block
+        drafted = None if ids is None else len(ids)
+        return {"head": "dflash", "config": self.head.config.to_dict(), "block": repr(block), "drafted": drafted}
+
+    def _num_passes(self, grown: Grown) -> int:
+        return 1
+
+    def _read_spans(
+        self,
+        slots: list[int],
+        columns: list[int],
+        counts: list[int],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+    ) -> None:
+        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
+        rows = copy_to_device(torch.cat(places), features.device)
+        of_slot = to_device([slot for slot, n in zip(slots, counts, strict=True) for _ in range(n)], features.device)
+        self._write(self.cache.slot_mapping(of_slot, rows), rows, features)
+
+    def _grown(
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        ends: Int[Tensor, "B E"],
+        plan: DraftPlan,
+        backlog: PendingPairs,
+    ) -> Grown:
+        """Read the pending pairs, run one block, and grow the tree from its rows, level by level."""
+        pending = self._pending_rows(at, backlog)
+        self._write(pending.cells, pending.columns, pending.features)
+
+        num_levels = min(plan.max_depth, self.head.block.num_levels)
+        hidden = self._block(at, roots, num_levels, backlog.first)
+        logits = self.ranking.logits(hidden)
+
+        builder = self.builder(roots, plan.width, plan.static_tree, ends)
+        while builder.depth < num_levels:
+            level = builder.depth
+            if level and plan.should_stop and plan.should_stop(builder):
+                break
+            frontier = builder.frontier() if level else None
+            row = slice(level, level + 1)
+            children = self.ranking.shared_children(hidden[:, row], logits[:, row], frontier, plan.children)
+            builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
+        return Grown(builder.build(), builder.levels, self.ranking.lesson)
+
+    def _block(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], num_levels: int, first: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B L H"]:
+        """Run the head over the roots and mask tokens, and return the outputs that predict each level."""
+        block, batch, device = self.head.block, len(roots), roots.device
+        num_rows = block.num_rows(num_levels)
+        depths = torch.arange(num_rows, device=device).expand(batch, -1)
+        tokens = torch.where(depths == 0, roots[:, None], block.mask_token_id)
+        columns = at.lengths[:, None] + 1 + depths
+        cells = self.cache.slot_mapping(at.slots[:, None], columns).flatten()
+        layouts: dict[bool, AttentionMetadata] = {}
+
+        def layout_of(is_causal: bool) -> AttentionMetadata:
+            if is_causal not in layouts:
+                visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
+                visible = (visible.tril() if is_causal else visible).expand(batch, -1, -1)
+                layouts[is_causal] = tree_metadata(
+                    self.cache, at.shifted(1), cells, visible, depths, depths, first=first
+                )
+            return layouts[is_causal]
+
+        hidden = self._decoder.run(self._embed(tokens.flatten()), self._positions(columns.flatten()), layout_of)
+        return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
+
+    def _write(self, cells: Int[Tensor, " R"], columns: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        self._decoder.write_context(self.cache, cells, self._positions(columns), features)
+
+    def _positions(self, columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+        """Return the rope positions of the features, or of the block's rows, in these columns."""
+        return columns - self.head.first_column

@@ -1,0 +1,242 @@
+"""WaitingQueue: the order in which sequences get slots. Outputs do not depend on it.
+
+FirstComeQueue is first come, first served: the order of an endpoint. ThroughputQueue is for work whose latency does not
+matter. It works on the window of sequences that were added and have no slot yet, and has two phases:
+
+    filling    the oldest sequence goes first, and with it all that share at least half of their prompt with it, so that
+               the blocks of the shared prefix are computed once and used while they are cached
+    draining   less than half of the largest window is left: the input is at its end, or comes too slowly. The group
+               with the longest expected output goes first, so that the last slots finish at about the same time
+
+Longest first while the window is filled would gain nothing and would hold back the shortest row of every batch of the
+job, so that no batch is finished and none can follow (`jobs/results/order.md`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.kv.prefix_cache import split_blocks
+
+DRAINING_SHARE = 0.5  # of the largest window
+PRIOR_ROWS = 2  # finished sequences of a category that count as much as the mean of all
+TURN = 32  # sequences that are ordered at once while draining: ordering costs time for each that waits
+PATIENCE = 2  # largest windows of sequences that may pass the oldest one
+
+
+class WaitingQueue(Protocol):
+    """Sequences without a slot."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence at the head."""
+
+    def first(self) -> Sequence:
+        """Return the sequence that gets the next slot. The queue must not be empty."""
+
+    def pop(self) -> Sequence:
+        """Remove and return the first sequence."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, which must be in the queue."""
+
+    def observe(self, finished: Sequence) -> None:
+        """Learn from a sequence that has finished."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, sequence: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+
+class FirstComeQueue:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Sequence] = deque()
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        self._waiting.appendleft(sequence)
+
+    def first(self) -> Sequence:
+        return self._waiting[0]
+
+    def pop(self) -> Sequence:
+        return self._waiting.popleft()
+
+    def remove(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+
+    def observe(self, finished: Sequence) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+
+class LengthEstimate:
+    """Expected output tokens: the mean of finished sequences of the category, and of all where it has few."""
+
+    def __init__(self) -> None:
+        self._all = _Mean()
+        self._by_category: dict[str, _Mean] = {}
+
+    def observe(self, finished: Sequence) -> None:
+        for mean in (self._all, self._by_category.setdefault(finished.category, _Mean())):
+            mean.total += len(finished.output_ids)
+            mean.count += 1
+
+    def expected(self, sequence: Sequence) -> float:
+        """Return the expected tokens of the output, at most max_tokens.
+
+        They are max_tokens if nothing else can end the output, or if no sequence has finished.
+        """
+        ends_at_limit = sequence.sampling.ignore_eos and sequence.stop_check is None
+        if ends_at_limit or not self._all.count:
+            return sequence.max_tokens
+        usual = self._all.total / self._all.count
+        own = self._by_category.get(sequence.category, _Mean())
+        return min(sequence.max_tokens, (own.total + PRIOR_ROWS * usual) / (own.count + PRIOR_ROWS))
+
+
+@dataclass(slots=True)
+class _Mean:
+    total: int = 0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A waiting sequence.
+
+    Attributes:
+        blocks: hashes of its prompt's full blocks.
+        num_before: sequences that had left the queue when it came.
+        group: sequences that share its prefix, itself included, oldest first; some may have left the queue.
+    """
+
+    blocks: list[int]
+    num_before: int
+    group: list[Sequence] = field(default_factory=list)
+
+
+class ThroughputQueue:
+    """Grouped by shared prefix, and longest first at the end. See the module's text.
+
+    block_size: tokens of a block of the prefix cache.
+    """
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._lengths = LengthEstimate()
+        self._preempted: deque[Sequence] = deque()
+        self._entries: dict[Sequence, _Entry] = {}  # oldest first
+        self._turn: deque[Sequence] = deque()  # those of the entries that go next
+        self._largest = 0
+        self._num_popped = 0
+        self._is_grouped = True  # every entry has its group
+
+    def add(self, sequence: Sequence) -> None:
+        hashes = [hash(block) for block in split_blocks(sequence.prompt_ids, self._block_size)]
+        self._entries[sequence] = _Entry(hashes, self._num_popped)
+        self._largest = max(self._largest, len(self._entries))
+        self._is_grouped = False
+
+    def put_back(self, sequence: Sequence) -> None:
+        self._preempted.appendleft(sequence)
+
+    def first(self) -> Sequence:
+        if self._preempted:
+            return self._preempted[0]
+        if not self._turn:
+            self._turn.extend(self._next_turn())
+        return self._turn[0]
+
+    def pop(self) -> Sequence:
+        sequence = self.first()
+        self.remove(sequence)
+        self._num_popped += 1
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._preempted:
+            self._preempted.remove(sequence)
+            return
+        del self._entries[sequence]
+        if sequence in self._turn:
+            self._turn.remove(sequence)
+
+    def observe(self, finished: Sequence) -> None:
+        self._lengths.observe(finished)
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._entries)
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._entries or sequence in self._preempted
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._preempted
+        yield from self._entries
+
+    def _next_turn(self) -> list[Sequence]:
+        """Return the waiting sequences that go next, at least one. Those that come later wait for a later turn."""
+        self._group()
+        oldest, entry = next(iter(self._entries.items()))
+        is_overdue = self._num_popped - entry.num_before > PATIENCE * self._largest
+        if is_overdue or len(self._entries) > DRAINING_SHARE * self._largest:
+            return self._waiting_of(oldest)
+        turn: list[Sequence] = []
+        taken: set[Sequence] = set()
+        for sequence in self._longest_first(self._entries):
+            if len(turn) >= TURN:
+                break
+            if sequence not in taken:
+                turn += self._longest_first(self._waiting_of(sequence))
+                taken.update(turn)
+        return turn
+
+    def _waiting_of(self, sequence: Sequence) -> list[Sequence]:
+        """Return the sequences of a group that still wait."""
+        return [member for member in self._entries[sequence].group if member in self._entries]
+
+    def _longest_first(self, sequences: list[Sequence] | dict[Sequence, _Entry]) -> list[Sequence]:
+        return sorted(sequences, key=self._lengths.expected, reverse=True)
+
+    def _group(self) -> None:
+        """Group all entries if some came since the last time: neighbours in the order of their blocks share most."""
+        if self._is_grouped:
+            return
+        self._is_grouped = True
+        age = {sequence: i for i, sequence in enumerate(self._entries)}
+        groups: list[list[Sequence]] = []
+        before: list[int] = []
+        for sequence, entry in sorted(self._entries.items(), key=lambda item: item[1].blocks):
+            if not _share_half(before, entry.blocks):
+                groups.append([])
+            groups[-1].append(sequence)
+            entry.group, before = groups[-1], entry.blocks
+        for group in groups:
+            group.sort(key=age.__getitem__)
+
+
+def _share_half(a: list[int], b: list[int]) -> bool:
+    """Return whether two prompts begin with equal blocks, at least half of those of the longer one."""
+    half = (max(len(a), len(b)) + 1) // 2
+    return half > 0 and a[:half] == b[:half]

@@ -1,0 +1,184 @@
+"""Scores of sampled answers: mean, pass@k and majority vote over problems, with 95 % intervals.
+
+A problem is an input row; its samples are the answers to it. The mean and pass@k of a group are means over its
+problems, so a problem with more samples does not weigh more. pass@k is the unbiased estimator of Chen et al. 2021
+(arXiv 2107.03374): of n samples, c pass, and 1 - C(n - c, k) / C(n, k) is the chance that one of k drawn ones passes.
+The majority vote is the score of the answer that most samples give; tied answers count equally.
+
+    >>> samples = [ScoredSample("q1", "math", 1.0, "4"), ScoredSample("q1", "math", 0.0, "5")]
+    >>> score_report(samples)["total"]["pass_at"]["2"]["mean"]
+    1.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eagle_ray.report.speed_up import t_quantile_975
+from eagle_ray.report.text import ABSENT, number, render
+
+FEWEST_PROBLEMS = 8  # for an interval of values other than 0 and 1
+Z = 1.959964  # the normal distribution's 97.5 % quantile
+PASS_WORDS = frozenset({"yes", "true", "correct", "pass", "passed"})
+FAIL_WORDS = frozenset({"no", "false", "incorrect", "wrong", "fail", "failed"})
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """One answer.
+
+    Attributes:
+        group: the value of the column that the report is grouped by; "" without one.
+        score: None if it has none; such a sample is counted and left out.
+        answer: what the majority vote compares; None is an answer of its own.
+    """
+
+    problem: str
+    group: str
+    score: float | None
+    answer: str | None
+
+
+def as_score(value: Any) -> float | None:
+    """Return a number for a boolean, a number or a text such as 1, 0.5, yes or incorrect; None for all else."""
+    if isinstance(value, bool | int | float):
+        return float(value) if math.isfinite(value) else None
+    if not isinstance(value, str):
+        return None
+    word = value.strip().strip(".!\"'").lower()
+    if word in PASS_WORDS or word in FAIL_WORDS:
+        return float(word in PASS_WORDS)
+    try:
+        found = float(word)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Return the unbiased estimate from num_samples samples, at least k."""
+    if num_samples - num_passed < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_passed + 1, num_samples + 1))
+
+
+def majority_score(samples: list[tuple[str | None, float]]) -> float:
+    """Return the mean score of the most frequent answers. samples: answer and score of each.
+
+    >>> majority_score([("4", 1.0), ("4", 1.0), ("5", 0.0)])
+    1.0
+    """
+    scores: dict[object, list[float]] = defaultdict(list)
+    for place, (answer, score) in enumerate(samples):
+        scores[place if answer is None else answer].append(score)
+    most = max(map(len, scores.values()))
+    return float(np.mean([np.mean(group) for group in scores.values() if len(group) == most]))
+
+
+def interval_of(values: np.ndarray) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean over problems, or None for too few.
+
+    Of values that are all 0 or 1 it is Wilson's, otherwise Student's t.
+    """
+    num, mean = len(values), float(values.mean())
+    if np.isin(values, (0.0, 1.0)).all():
+        center, spread = mean + Z * Z / (2 * num), Z * math.sqrt(mean * (1 - mean) / num + Z * Z / (4 * num * num))
+        scale = 1 + Z * Z / num
+        return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+    if num < FEWEST_PROBLEMS:
+        return None
+    half = t_quantile_975(num - 1) * float(values.std(ddof=1)) / math.sqrt(num)
+    return mean - half, mean + half
+
+
+def score_report(samples: Iterable[ScoredSample], pass_at: float | None = None) -> dict[str, Any]:
+    """Return the scores of all problems ("total") and of each group ("groups").
+
+    pass_at: the least score that passes. Without it, pass@k is given only if every score is 0 or 1.
+    """
+    problems: dict[str, dict[str, list[ScoredSample]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        problems[sample.group][sample.problem].append(sample)
+    everything = [of_problem for group in problems.values() for of_problem in group.values()]
+    if pass_at is None and _are_binary(everything):
+        pass_at = 1.0
+    groups = {name: _scores_of(list(group.values()), pass_at) for name, group in sorted(problems.items()) if name}
+    return {"pass_at_score": pass_at, "total": _scores_of(everything, pass_at), "groups": groups}
+
+
+def _are_binary(problems: list[list[ScoredSample]]) -> bool:
+    return all(sample.score in (None, 0.0, 1.0) for problem in problems for sample in problem)
+
+
+def _scores_of(problems: list[list[ScoredSample]], pass_at: float | None) -> dict[str, Any]:
+    scored = [[(s.answer, s.score) for s in problem if s.score is not None] for problem in problems]
+    scored = [problem for problem in scored if problem]
+    counts = {"problems": len(problems), "samples": sum(map(len, problems)), "scored": sum(map(len, scored))}
+    if not scored:
+        return counts | {"mean": _estimate([]), "pass_at": {}, "majority": None}
+    mean = _estimate([float(np.mean([score for _, score in problem])) for problem in scored])
+    passed = {} if pass_at is None else {str(k): _pass_estimate(scored, pass_at, k) for k in _ks(scored)}
+    votes = _estimate([majority_score(problem) for problem in scored]) if _has_votes(scored) else None
+    return counts | {"mean": mean, "pass_at": passed, "majority": votes}
+
+
+def _ks(problems: list[list[Any]]) -> list[int]:
+    """Return 1, 2, 4 ... and n, up to the fewest samples that a problem has; none for one sample."""
+    fewest = min(map(len, problems))
+    powers = [2**i for i in range(fewest.bit_length()) if 2**i <= fewest]
+    return sorted({*powers, fewest}) if fewest > 1 else []
+
+
+def _pass_estimate(problems: list[list[Any]], pass_at: float, k: int) -> dict[str, Any]:
+    return _estimate([pass_at_k(len(p), sum(score >= pass_at for _, score in p), k) for p in problems])
+
+
+def _has_votes(problems: list[list[Any]]) -> bool:
+    """Return whether some problem has an answer that two of its samples give."""
+    answers = ([answer for answer, _ in problem if answer is not None] for problem in problems)
+    return any(len(set(given)) < len(given) for given in answers)
+
+
+def _estimate(values: list[float]) -> dict[str, Any]:
+    if not values:
+        return {"mean": None, "interval": None}
+    array = np.array(values)
+    interval = interval_of(array)
+    return {"mean": float(array.mean()), "interval": list(interval) if interval else None}
+
+
+def scores_text(scores: dict[str, Any]) -> str:
+    """Return a table with a line for each group and a total, and a note on the samples without a score."""
+    total = scores["total"]
+    ks = list(total["pass_at"])
+    votes = ["majority"] if total["majority"] else []
+    header = [scores["by"] or "", "problems", "samples", "mean", *(f"pass@{k}" for k in ks), *votes]
+    lines = [
+        [
+            name,
+            number(group["problems"]),
+            number(group["samples"]),
+            *map(_estimate_text, [group["mean"], *(group["pass_at"].get(k) for k in ks)]),
+            *([_estimate_text(group["majority"])] if votes else []),
+        ]
+        for name, group in (scores["groups"] | {"all": total}).items()
+    ]
+    left = total["samples"] - total["scored"]
+    note = f"scores: column {scores['column']}, means over problems with 95 % intervals"
+    passing = scores["pass_at_score"]
+    note += f", a sample passes from {passing:g}" if ks else ""
+    note += f"; {left:,} of {total['samples']:,} samples have no score and are left out" if left else ""
+    return f"{render(header, lines)}\n{note}"
+
+
+def _estimate_text(estimate: dict[str, Any] | None) -> str:
+    if estimate is None or estimate["mean"] is None:
+        return ABSENT
+    interval = estimate["interval"]
+    return f"{estimate['mean']:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")

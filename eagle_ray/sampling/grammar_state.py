@@ -1,0 +1,193 @@
+"""GrammarState: where an output is in its grammar, and what may follow every node of its draft tree.
+
+    state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
+    state.sync(output_ids)                          # once a step: the tokens committed since
+    masks = state.path_masks([[], [17], [17, 4]])   # [3, words]: a token mask for each path
+    state.mark_dead_end([17, 4], error)             # no token is left there
+    state.error_after([17, 4, 9])                   # the error, if the output goes past such a node
+
+A state starts as a copy of a compiled matcher, follows the committed tokens, and visits a tree depth first: one token
+consumed and rolled back per node. The masks are those of plain decoding: if the parser meets a limit at one node, only
+an output that goes through that node fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling.token_mask import Words, num_words, pack_mask
+
+
+class GrammarState:
+    """The parse of one output.
+
+    Args:
+        compiled: a matcher before its first token; it is copied and stays as it is.
+        vocab_size: of the target's logits.
+        eos_ids: tokens that end the output. They are not parsed, and nothing may follow them.
+        after: see GrammarSpec.
+
+    Attributes:
+        has_end: the output's last token is an end.
+    """
+
+    def __init__(self, compiled: LLMatcher, vocab_size: int, eos_ids: Collection[int], after: int | None = None):
+        self._compiled, self._matcher = compiled, compiled.deep_copy()
+        self._ends, self._after = frozenset(eos_ids), after
+        self._num_words = num_words(vocab_size)
+        self._free = ~pack_mask(self._ends, vocab_size)  # an output cannot end before its grammar has begun
+        self._begun = after is None
+        self.has_end = False
+        self._parsed: list[int] = []  # committed tokens since the grammar began
+        self._num_output = 0
+        self._dead_ends: dict[tuple[int, ...], RequestError] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the output could end here."""
+        return self._begun and not self._dead_ends.get(()) and bool(self._matcher.is_accepting())
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether nothing but an end of the sequence may follow."""
+        return self._begun and bool(self._matcher.is_stopped())
+
+    def sync(self, output_ids: Sequence[int]) -> None:
+        """Add the output ids that were committed since the last call; an end at their end is left out."""
+        new = list(output_ids[self._num_output :])
+        self._num_output = len(output_ids)
+        self._dead_ends.clear()
+        self.has_end = bool(output_ids) and output_ids[-1] in self._ends
+        if new and self.has_end:
+            new.pop()
+        try:
+            self.commit(new)
+        except RequestError as error:
+            self._dead_ends[()] = error
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens of the output. Raises RequestError with code grammar_limit past the parser's limits."""
+        tokens = self._begin(tokens)
+        if self._matcher.try_consume_tokens(tokens) < len(tokens):
+            self._check()
+            raise RequestError("grammar_limit", f"the grammar does not allow token {tokens[-1]} here")
+        self._check()
+        self._parsed += tokens
+
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that should come next where the grammar leaves no choice, as the tokenizer writes them."""
+        return list(self._matcher.compute_ff_tokens()) if self._begun else []
+
+    def path_masks(self, paths: Sequence[Sequence[int]]) -> Words:
+        """Return [N, words], the mask after each path of a tree. paths: parents before their children, [] first."""
+        places = {tuple(path): i for i, path in enumerate(paths)}
+        parents = [places[tuple(path[:-1])] if path else -1 for path in paths]
+        return self.tree_masks([path[-1] if path else 0 for path in paths], parents)
+
+    def tree_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> Words:
+        """Return [N, words]: bit t % 32 of word t // 32 is set if token t may follow the node.
+
+        Nodes that the grammar does not allow, ends, and what is below them are never picked; their masks allow
+        everything.
+
+        Args:
+            tokens: of the tree's nodes, parents before their children; the root is committed already.
+            parents: index of each node's parent; -1 for the root.
+        """
+        masks = np.full((len(tokens), self._num_words), -1, np.int32)
+        if () not in self._dead_ends and not self._visit(tokens, parents, masks):
+            self._visit_alone(tokens, parents, masks)
+        return masks
+
+    def mark_dead_end(self, path: Sequence[int], error: RequestError) -> None:
+        """Fail an output that goes on after this path, until the next sync."""
+        self._dead_ends.setdefault(tuple(path), error)
+
+    def error_after(self, tokens: Sequence[int]) -> RequestError | None:
+        """Return why the output cannot have these next tokens, or None if it can."""
+        if not self._dead_ends:
+            return None
+        prefixes = (tuple(tokens[:end]) for end in range(len(tokens)))
+        return next((self._dead_ends[prefix] for prefix in prefixes if prefix in self._dead_ends), None)
+
+    def _begin(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that are parsed, and note whether the grammar has begun."""
+        if self._begun:
+            return list(tokens)
+        if self._after is None or self._after not in tokens:
+            return []
+        self._begun = True
+        return list(tokens[list(tokens).index(self._after) + 1 :])
+
+    def _visit(self, tokens: Sequence[int], parents: Sequence[int], masks: Words) -> bool:
+        """Fill the masks of all nodes. Return False if the parser met a limit; its state is then the committed one."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            children.setdefault(parent, []).append(node)
+        self._fill(masks, 0, self._begun)
+        stack = [(node, self._begun) for node in reversed(children.get(0, []))]
+        while stack:
+            node, begun = stack.pop()
+            if node < 0:
+                self._matcher.rollback(1)
+                continue
+            if tokens[node] in self._ends:
+                continue
+            if begun:
+                if self._matcher.try_consume_tokens([tokens[node]]) != 1:
+                    continue
+                stack.append((-1, True))
+            begins = begun or tokens[node] == self._after
+            self._fill(masks, node, begins)
+            stack += [(child, begins) for child in reversed(children.get(node, []))]
+        if self._matcher.is_error():
+            self._restart()
+            return False
+        return True
+
+    def _visit_alone(self, tokens: Sequence[int], parents: Sequence[int], masks: Words) -> None:
+        """Fill the masks node by node, each from the committed state; note the nodes at which the parser fails."""
+        masks[:] = -1
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            paths.append([] if parent < 0 else [*paths[parent], tokens[node]])
+            if self._ends.intersection(paths[node]):
+                continue
+            begun, parsed = self._begun, paths[node]
+            if not begun and self._after is not None and self._after in parsed:
+                begun, parsed = True, parsed[parsed.index(self._after) + 1 :]
+            if not begun or self._matcher.try_consume_tokens(parsed) == len(parsed):
+                self._fill(masks, node, begun)
+            if self._matcher.is_error():
+                masks[node] = -1
+                self.mark_dead_end(paths[node], _limit_error(self._matcher))
+            self._restart()
+
+    def _fill(self, masks: Words, node: int, begun: bool) -> None:
+        row = masks[node]
+        if begun:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        else:
+            row &= self._free
+
+    def _restart(self) -> None:
+        """Put the matcher back to the committed tokens: one that has met a limit cannot be used again."""
+        self._matcher = self._compiled.deep_copy()
+        self._matcher.try_consume_tokens(self._parsed)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _limit_error(self._matcher)
+
+
+def _limit_error(matcher: LLMatcher) -> RequestError:
+    return RequestError("grammar_limit", f"the grammar cannot go on: {first_line(matcher.get_error())}")
+
+
+def first_line(text: str) -> str:
+    """Return the first line of an error message that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "not a grammar")

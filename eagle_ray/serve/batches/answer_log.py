@@ -1,0 +1,117 @@
+"""AnswerLog: the answered lines of a batch, as numbered parts that are only ever added.
+
+A part is created only if no part of its number exists, by a writer that has read every part before it, and holds no
+line that one of them answers. So each custom_id stands in the log once, whatever is killed and however many processes
+believe that the batch is theirs: of two writers of one part, one succeeds, and the other reads it and goes on.
+
+    >>> log = AnswerLog(StoragePath.of("/data/batches/all/work/batch_1"))
+    >>> log.append([LineAnswer("a", b'{"custom_id": "a", ...}', is_completed=True)])
+    >>> "a" in log.answered
+    True
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.storage.path import StoragePath
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """A line of an output file or an error file. usage: its prompt and output tokens."""
+
+    custom_id: str
+    line: bytes  # without a line break
+    is_completed: bool
+    usage: tuple[int, int] = (0, 0)
+
+
+def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
+    """Return the answer of a line that the endpoint responded to. body: the response's JSON."""
+    key = _key(batch_id, custom_id)
+    head = json.dumps({"id": f"batch_req_{key}", "custom_id": custom_id}, ensure_ascii=False)
+    response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
+    line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
+    usage = json.loads(body).get("usage") if status == 200 else None
+    tokens = (usage["prompt_tokens"], usage["completion_tokens"]) if usage else (0, 0)
+    return LineAnswer(custom_id, line, status == 200, tokens)
+
+
+def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
+    """Return the answer of a line that got no response."""
+    line: dict[str, Any] = {"id": f"batch_req_{_key(batch_id, custom_id)}", "custom_id": custom_id, "response": None}
+    line["error"] = {"code": code, "message": message}
+    return LineAnswer(custom_id, json.dumps(line, ensure_ascii=False).encode(), is_completed=False)
+
+
+def seed_of(batch_id: str, custom_id: str) -> int:
+    """Return the seed of a line that has none: a line that is answered again gets the same answer."""
+    return int(_key(batch_id, custom_id)[:15], 16)
+
+
+def _key(batch_id: str, custom_id: str) -> str:
+    return hashlib.blake2b(f"{batch_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
+
+
+class AnswerLog:
+    """The log in one directory. Methods block on storage and raise OSError if it fails. Not for several threads."""
+
+    def __init__(self, directory: StoragePath):
+        self._directory = directory
+        self._num_parts = 0
+        self.answered: set[str] = set()
+        self.completed = self.failed = 0
+        self.usage = (0, 0)
+
+    def load(self) -> None:
+        """Read the parts that this process has not read or written."""
+        while (part := self._read_part(self._num_parts)) is not None:
+            self._count(_parse(line) for line in part)
+            self._num_parts += 1
+
+    def append(self, answers: list[LineAnswer]) -> None:
+        """Add the answers of lines that have none yet."""
+        while new := [answer for answer in answers if answer.custom_id not in self.answered]:
+            data = b"".join(answer.line + b"\n" for answer in new)
+            if self._part(self._num_parts).create(data) is not None:
+                self._num_parts += 1
+                self._count(new)
+                return
+            self.load()
+
+    def lines(self, is_completed: bool) -> Iterator[bytes]:
+        """Yield the lines, with line breaks, of one of the two files, in the log's order."""
+        for number in range(self._num_parts):
+            for line in self._read_part(number) or []:
+                if _parse(line).is_completed == is_completed:
+                    yield line + b"\n"
+
+    def _count(self, answers: Iterable[LineAnswer]) -> None:
+        for answer in answers:
+            self.answered.add(answer.custom_id)
+            self.completed += answer.is_completed
+            self.failed += not answer.is_completed
+            self.usage = (self.usage[0] + answer.usage[0], self.usage[1] + answer.usage[1])
+
+    def _read_part(self, number: int) -> list[bytes] | None:
+        try:
+            return self._part(number).read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return None
+
+    def _part(self, number: int) -> StoragePath:
+        return self._directory / f"{number:06d}"
+
+
+def _parse(line: bytes) -> LineAnswer:
+    found = json.loads(line)
+    response = found["response"] or {}
+    is_completed = response.get("status_code") == 200
+    usage = response["body"].get("usage") if is_completed else None
+    tokens = (usage["prompt_tokens"], usage["completion_tokens"]) if usage else (0, 0)
+    return LineAnswer(found["custom_id"], line, is_completed, tokens)

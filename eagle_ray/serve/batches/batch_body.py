@@ -1,0 +1,103 @@
+"""The body of POST /v1/batches, and the parameters of lists.
+
+>>> seconds_of("24h")
+86400
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from eagle_ray.serve.batches.batch_input import ENDPOINTS
+from eagle_ray.serve.batches.batch_store import BatchRequest
+from eagle_ray.serve.batches.file_store import FILE, is_id
+from eagle_ray.serve.batches.file_upload import MAX_LIFE_S, MIN_LIFE_S
+from eagle_ray.serve.http_errors import ApiError
+from eagle_ray.serve.protocol import Body, Text
+
+WINDOW = r"^[1-9][0-9]{0,6}[smhd]$"
+MAX_WINDOW_S = 30 * 86_400
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+MAX_METADATA = 16
+Metadata = Annotated[
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+]
+
+
+class ExpiresAfter(Body):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_LIFE_S, le=MAX_LIFE_S)]
+
+
+class BatchBody(Body):
+    """POST /v1/batches: answer every line of an uploaded file"""
+
+    input_file_id: Text = Field(description="the id of an uploaded file of purpose batch")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = Field(description=" or ".join(ENDPOINTS))
+    completion_window: Annotated[str, Field(pattern=WINDOW)] = Field(
+        description='"24h" or another duration of at most 30 days, as in "30m"'
+    )
+    metadata: Metadata | None = Field(
+        default=None, description=f"an object of at most {MAX_METADATA} texts: keys of 64, values of 512 characters"
+    )
+    output_expires_after: ExpiresAfter | None = Field(
+        default=None, description=f'{{anchor: "created_at", seconds: {MIN_LIFE_S} to {MAX_LIFE_S}}}'
+    )
+
+    def check(self) -> None:
+        """Check the duration. Raises ApiError."""
+        if seconds_of(self.completion_window) > MAX_WINDOW_S:
+            message = f"completion_window: must be at most 30 days, got {self.completion_window!r}"
+            raise ApiError(400, message, "completion_window", "bad_value")
+
+    def request(self) -> BatchRequest:
+        life = self.output_expires_after
+        return BatchRequest(
+            endpoint=self.endpoint,
+            input_file_id=self.input_file_id,
+            completion_window=self.completion_window,
+            window_s=seconds_of(self.completion_window),
+            metadata=self.metadata,
+            output_expires_after_s=None if life is None else life.seconds,
+        )
+
+
+def seconds_of(duration: str) -> int:
+    return int(duration[:-1]) * SECONDS[duration[-1]]
+
+
+def page_of(ids: list[str], query: Mapping[str, str], prefix: str) -> tuple[list[str], int]:
+    """Return the ids that a list may show, in its order, and how many it shows at most.
+
+    ids: oldest first. Raises ApiError for a wrong parameter.
+    """
+    most, usual = (10_000, 10_000) if prefix == FILE else (100, 20)
+    limit = query.get("limit", str(usual))
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= most):
+        raise ApiError(400, f"limit: must be 1 to {most}, got {limit!r}", "limit", "bad_value")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"order: must be asc or desc, got {order!r}", "order", "bad_value")
+    after = query.get("after")
+    if after is not None and not is_id(after, prefix):
+        raise ApiError(400, f"after: must be an id of this list, got {after!r}", "after", "bad_value")
+    ordered = sorted(ids, reverse=order == "desc")
+    if after is not None:
+        ordered = [id for id in ordered if (id < after if order == "desc" else id > after)]
+    return ordered, int(limit)
+
+
+def listed(items: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """Return OpenAI's list object."""
+    ids = [item["id"] for item in items]
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+        "has_more": has_more,
+    }

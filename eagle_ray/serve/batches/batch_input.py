@@ -1,0 +1,91 @@
+"""Lines of a batch's input file: ``{"custom_id", "method", "url", "body"}``, one request each.
+
+A file with a wrong line is not run at all, so validation reads the whole file first. What is wrong inside a body, such
+as a parameter, is the answer of its line alone.
+
+    >>> check_lines(stream, "/v1/completions", max_lines=50_000).total
+    120
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from eagle_ray.batch.input.jsonl import rows_in_jsonl
+from eagle_ray.batch.input.openai_batch import LINE_KEYS, PROMPT_FIELD_BY_URL
+from eagle_ray.errors import RequestError
+
+ENDPOINTS = tuple(PROMPT_FIELD_BY_URL)
+MAX_ERRORS = 100  # of one batch that are stored and shown
+MAX_ID_CHARS = 512
+
+
+@dataclass(slots=True)
+class CheckedLines:
+    """What validation found. model: of the first line. errors: {code, message, param, line}, at most MAX_ERRORS."""
+
+    total: int = 0
+    model: str | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, code: str, message: str, param: str | None = None, line: int | None = None) -> None:
+        if len(self.errors) < MAX_ERRORS:
+            self.errors.append({"code": code, "message": message, "param": param, "line": line})
+
+
+def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines:
+    """Read every line and return what is wrong. endpoint: the url that each line must have."""
+    found, ids = CheckedLines(), set()
+    for _, position, line in rows_in_jsonl(stream, "the input file"):
+        found.total += 1
+        if found.total > max_lines:
+            found.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=position.line)
+            break
+        problem = _problem_of(line, endpoint)
+        if problem is None and line["custom_id"] in ids:
+            problem = (
+                "duplicate_custom_id",
+                f"{line['custom_id']!r} stands in an earlier line too. Give each line an id of its own.",
+                "custom_id",
+            )
+        if problem is not None:
+            found.add(*problem, line=position.line)
+            continue
+        ids.add(line["custom_id"])
+        if found.model is None and isinstance(line["body"].get("model"), str):
+            found.model = line["body"]["model"]
+    if found.total == 0:
+        found.add("empty_file", "the file has no lines. Write one request a line.")
+    return found
+
+
+def read_lines(stream: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield custom_id and body of every line of a file that check_lines found right."""
+    for _, _, line in rows_in_jsonl(stream, "the input file"):
+        if isinstance(line, RequestError):
+            raise line  # the file is not the one that was checked
+        yield line["custom_id"], line["body"]
+
+
+def _problem_of(line: Mapping[str, Any] | RequestError, endpoint: str) -> tuple[str, str, str | None] | None:
+    """Return code, message and parameter of what is wrong around a body; None for a right line."""
+    if isinstance(line, RequestError):
+        return "invalid_json_line", str(line), None
+    if unknown := line.keys() - LINE_KEYS:
+        name = min(unknown)
+        return "unknown_parameter", f"{name}: a line has custom_id, method, url and body. Leave it out.", name
+    for name in sorted(LINE_KEYS):
+        if line.get(name) is None:
+            return "missing_required_parameter", f"{name}: absent or null. Each line needs it.", name
+    custom_id = line["custom_id"]
+    if not isinstance(custom_id, str) or not custom_id.strip() or len(custom_id) > MAX_ID_CHARS:
+        return "invalid_custom_id", f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters", "custom_id"
+    if line["method"] != "POST":
+        return "invalid_method", "method must be POST", "method"
+    if line["url"] != endpoint:
+        return "mismatched_url", f"url must be the batch's endpoint {endpoint}", "url"
+    if not isinstance(line["body"], Mapping):
+        return "invalid_body", "body must be an object", "body"
+    return None

@@ -1,0 +1,179 @@
+"""The routes of files and batches: OpenAI's, over a BatchStore. Batches are run elsewhere (``batch_runner``).
+
+routes = BatchRoutes(store, config.serving, client_of, owner_of).routes()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from eagle_ray.config.serve import ServingConfig
+from eagle_ray.serve.batches.batch_body import BatchBody, listed, page_of
+from eagle_ray.serve.batches.batch_record import BatchRecord
+from eagle_ray.serve.batches.batch_store import KEY, BatchStore
+from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, StoredFile
+from eagle_ray.serve.batches.file_upload import PURPOSE, receive_upload
+from eagle_ray.serve.http_errors import ApiError
+from eagle_ray.serve.parse import parse, read_body
+
+OwnerOf = Callable[[Request], str]
+"""The owner that a request's API key names. Raises ApiError for an unknown key."""
+
+
+class BatchRoutes:
+    """Handlers. store: None if the endpoint keeps no files; then every route says so."""
+
+    def __init__(self, store: BatchStore | None, serving: ServingConfig, owner_of: OwnerOf):
+        self._store, self._serving, self._owner_of = store, serving, owner_of
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.files),
+            Route("/v1/files/{id}", self.file),
+            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self.content),
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.batches),
+            Route("/v1/batches/{id}", self.batch),
+            Route("/v1/batches/{id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        _, owner = self._enter(request)
+        _check_origin(request)
+        file = await receive_upload(request, self._files(owner), self._serving.batches.max_file_bytes)
+        return JSONResponse(file.as_json())
+
+    async def files(self, request: Request) -> Response:
+        _, owner = self._enter(request)
+        store, purpose = self._files(owner), request.query_params.get("purpose")
+        return JSONResponse(await asyncio.to_thread(_list_files, store, dict(request.query_params), purpose))
+
+    async def file(self, request: Request) -> Response:
+        return JSONResponse((await self._file(request)).as_json())
+
+    async def content(self, request: Request) -> Response:
+        file = await self._file(request)
+        parts = _in_thread(self._files(self._owner_of(request)).read(file))
+        headers = {"Content-Length": str(file.bytes)}
+        return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
+
+    async def delete(self, request: Request) -> Response:
+        store, owner = self._enter(request)
+        file = await self._file(request)
+        if user := await asyncio.to_thread(_user_of, store, owner, file.id):
+            message = f"{file.id} is the input of {user}, which is not over. Wait for it, or cancel it."
+            raise ApiError(409, message, "file_id", "file_in_use")
+        await asyncio.to_thread(self._files(owner).delete, file.id)
+        return JSONResponse({"id": file.id, "object": "file", "deleted": True})
+
+    async def create(self, request: Request) -> Response:
+        store, owner = self._enter(request)
+        body = parse(BatchBody, await read_body(request, self._serving.max_body_bytes))
+        await asyncio.to_thread(self._check_input, owner, body.input_file_id)
+        limits = self._serving.batches
+        record = await asyncio.to_thread(store.create, owner, body.request(), limits.max_open)
+        return JSONResponse(record.as_json())
+
+    async def batches(self, request: Request) -> Response:
+        store, owner = self._enter(request)
+        return JSONResponse(await asyncio.to_thread(_list_batches, store, owner, dict(request.query_params)))
+
+    async def batch(self, request: Request) -> Response:
+        store, owner = self._enter(request)
+        return JSONResponse(await asyncio.to_thread(_shown, store, owner, request.path_params["id"]))
+
+    async def cancel(self, request: Request) -> Response:
+        store, owner = self._enter(request)
+        _check_origin(request)
+        return JSONResponse(await asyncio.to_thread(_cancelled, store, owner, request.path_params["id"]))
+
+    def _enter(self, request: Request) -> tuple[BatchStore, str]:
+        """Check the API key; return the store and the key's owner. Raises ApiError."""
+        owner = self._owner_of(request)
+        if self._store is None:
+            message = f"{request.url.path}: this endpoint keeps no files and runs no batches. Start it with {KEY}."
+            raise ApiError(404, message, code="batches_off")
+        return self._store, owner
+
+    def _files(self, owner: str) -> FileStore:
+        assert self._store is not None
+        return self._store.files(owner)
+
+    async def _file(self, request: Request) -> StoredFile:
+        store, owner = self._enter(request)
+        return await asyncio.to_thread(store.files(owner).get, request.path_params["id"])
+
+    def _check_input(self, owner: str, id: str) -> None:
+        """Raise ApiError if the file cannot be a batch's input."""
+        try:
+            file = self._files(owner).get(id)
+        except ApiError:
+            message = f"input_file_id: there is no file {id!r} of this API key. Upload it first."
+            raise ApiError(400, message, "input_file_id", "file_not_found") from None
+        if file.purpose != PURPOSE:
+            message = f"input_file_id: {id} has the purpose {file.purpose!r}. Upload the file with purpose {PURPOSE!r}."
+            raise ApiError(400, message, "input_file_id", "bad_value")
+
+
+def _list_files(store: FileStore, query: dict[str, str], purpose: str | None) -> dict[str, Any]:
+    ids, limit = page_of(store.ids(), query, FILE)
+    found: list[dict[str, Any]] = []
+    for id in ids:
+        try:
+            file = store.get(id)
+        except ApiError:  # it has expired, or was deleted meanwhile
+            continue
+        if purpose is None or file.purpose == purpose:
+            found.append(file.as_json())
+        if len(found) > limit:
+            break
+    return listed(found[:limit], len(found) > limit)
+
+
+def _list_batches(store: BatchStore, owner: str, query: dict[str, str]) -> dict[str, Any]:
+    ids, limit = page_of(store.ids(owner), query, BATCH)
+    return listed([_shown(store, owner, id) for id in ids[:limit]], len(ids) > limit)
+
+
+def _shown(store: BatchStore, owner: str, id: str) -> dict[str, Any]:
+    record = store.get(owner, id)
+    return record.as_json(store.cancelling_at(record))
+
+
+def _cancelled(store: BatchStore, owner: str, id: str) -> dict[str, Any]:
+    record: BatchRecord = store.get(owner, id)
+    if record.is_over:
+        raise ApiError(409, f"{id} is {record.status}: only a batch that is not over can be cancelled.", "batch_id")
+    return record.as_json(store.cancel(record))
+
+
+def _user_of(store: BatchStore, owner: str, file_id: str) -> str | None:
+    """Return the id of a batch that reads the file, or None."""
+    for _, id in store.open_ids(owner):
+        record = store.find(owner, id)
+        if record is not None and record.input_file_id == file_id:
+            return id
+    return None
+
+
+def _check_origin(request: Request) -> None:
+    """Raise ApiError for a web page of another server: browsers send it forms and empty posts without asking first."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise ApiError(403, f"a page of {origin!r} cannot use this server", code="other_origin")
+
+
+async def _in_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield what a blocking iterator yields, without blocking the event loop."""
+    while part := await asyncio.to_thread(partial(next, parts, b"")):
+        yield part

@@ -1,0 +1,357 @@
+"""BatchRunner: answer the lines of every open batch, and bring each batch to its end.
+
+A runner looks for open batches once a second and takes the lease of each that no process holds, so a restarted server
+goes on with what a killed one left. What is answered is in the batch's log (``answer_log``), which no kill can damage:
+the lines that are missing there are answered, and at the end the log is split into the output file and the error file.
+
+A line whose replica dies is answered again, alone: then a line that kills every replica is found, and becomes the error
+worker_died after MAX_LOST replicas, and its neighbours are answered.
+
+    runner = BatchRunner(store, limits, answer, window=16)
+    await runner.run()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from eagle_ray.batch.crash_isolation import WORKER_DIED, SharedExclusiveLock
+from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.serve.batches.answer_log import AnswerLog, LineAnswer, error_answer, response_answer, seed_of
+from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
+from eagle_ray.serve.batches.batch_record import BatchRecord, Ending
+from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.file_store import made_at
+from eagle_ray.serve.batches.runner_lease import RunnerLease
+
+log = logging.getLogger("eagle_ray")
+Respond = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
+"""Answer (owner, endpoint, body) with a status and a body. Raises ReplicaLost if a replica dies in the middle."""
+POLL_S = 1.0
+FLUSH_S = 2.0  # an answer is in the log after so long: what a kill may cost
+FLUSH_BYTES = 4 << 20
+RETRY_AFTER_ERROR_S = 10.0
+LINES_AT_ONCE = 64  # that are read in one go
+MAX_LOST = 3  # replicas: one with other lines in flight, then two alone
+AFTER_LOSS_S = 2.0  # until Serve sends nothing more to a replica that has died
+TRY_AGAIN = (408, 429, 503)  # statuses that say nothing about a line
+TRY_AGAIN_AFTER_S = 0.5
+SWEEP_EVERY_S = 600.0
+UPLOAD_WITHIN_S = 86_400.0  # an upload that has not ended after so long was killed
+ENDINGS: dict[Ending, tuple[str, str]] = {
+    "expired": ("batch_expired", "the line was not answered within the batch's completion_window"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before the line was answered"),
+}
+
+
+class ReplicaLost(Exception):
+    """The replica that had the line has died."""
+
+
+class LeaseLost(Exception):
+    """Another process has taken the batch."""
+
+
+class BatchRunner:
+    """Runs batches until its task is cancelled.
+
+    Args:
+        knows: whether an owner's key is still accepted. Batches of others wait, and expire.
+        window: lines in flight together, of all batches.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        limits: BatchesConfig,
+        respond: Respond,
+        window: int,
+        knows: Callable[[str], bool] = lambda owner: True,
+    ):
+        self.store, self.limits, self._respond, self._knows = store, limits, respond, knows
+        self.places = asyncio.Semaphore(window)  # of lines in flight
+        self._isolation = SharedExclusiveLock()
+        self._leases: dict[str, RunnerLease] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}  # by batch that failed for a reason of ours, on the monotonic clock
+        self._swept_at = -SWEEP_EVERY_S
+
+    async def run(self) -> None:
+        """Run forever. Errors of storage are logged, and tried again."""
+        try:
+            while True:
+                try:
+                    await self.look()
+                except OSError as error:
+                    log.warning("batches: %s", error)
+                await asyncio.sleep(POLL_S)
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Stop without an end: the batches stay open, and their leases become free."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def look(self) -> None:
+        """Begin every open batch that no process runs, and delete what has expired."""
+        open_ids = await asyncio.to_thread(self.store.open_ids)
+        for owner, id in open_ids:
+            if id not in self._tasks and time.monotonic() >= self._not_before.get(id, 0.0):
+                await self._begin(owner, id)
+        known = {id for _, id in open_ids}
+        self._leases = {id: lease for id, lease in self._leases.items() if id in known or id in self._tasks}
+        if time.monotonic() - self._swept_at > SWEEP_EVERY_S:
+            self._swept_at = time.monotonic()
+            await asyncio.to_thread(sweep, self.store)
+
+    async def _begin(self, owner: str, id: str) -> None:
+        record = await asyncio.to_thread(self.store.find, owner, id)
+        if record is None or (not self._knows(owner) and time.time() < record.expires_at):
+            return
+        lease = self._leases.get(id) or RunnerLease(self.store.work(record) / "lease")
+        self._leases[id] = lease
+        if await asyncio.to_thread(lease.take):
+            task = asyncio.ensure_future(self._run_batch(owner, id, lease))
+            self._tasks[id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(id, None))
+
+    async def _run_batch(self, owner: str, id: str, lease: RunnerLease) -> None:
+        """Run one batch to its end, or until it fails for a reason that is not its own."""
+        try:
+            record = await asyncio.to_thread(self.store.find, owner, id)  # again: the last holder may have changed it
+            if record is not None:
+                await RunningBatch(self, record, lease).run()
+        except LeaseLost:
+            log.warning("batch %s: another process has taken it", id)
+        except Exception as error:
+            self._not_before[id] = time.monotonic() + RETRY_AFTER_ERROR_S
+            log.exception("batch %s: stopped, and tried again in %g s: %s", id, RETRY_AFTER_ERROR_S, error)
+        finally:
+            with suppress(OSError):
+                lease.release()
+
+    async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> LineAnswer:
+        """Return the answer of one line, however long the replicas are busy or away."""
+        if "seed" not in body or body["seed"] is None:
+            body = body | {"seed": seed_of(record.id, custom_id)}
+        data = json.dumps(body, ensure_ascii=False).encode()
+        num_lost = 0
+        while num_lost < MAX_LOST:
+            try:
+                async with self._isolation.exclusive() if num_lost else self._isolation.shared():
+                    status, response = await self._respond(record.owner, record.endpoint, data)
+            except ReplicaLost as error:
+                num_lost += 1
+                log.warning("batch %s: the replica that answered %r has died: %s", record.id, custom_id, error)
+                await asyncio.sleep(AFTER_LOSS_S)
+                continue
+            if status not in TRY_AGAIN:
+                return response_answer(record.id, custom_id, status, response)
+            await asyncio.sleep(TRY_AGAIN_AFTER_S)
+        message = f"{num_lost} replicas died while they answered this line. Shorten its prompt or max_tokens."
+        return error_answer(record.id, custom_id, WORKER_DIED, message)
+
+
+@dataclass(slots=True)
+class RunningBatch:
+    """One batch while this process holds its lease."""
+
+    runner: BatchRunner
+    record: BatchRecord
+    lease: RunnerLease
+    _log: AnswerLog = field(init=False)
+    _new: list[LineAnswer] = field(default_factory=list)  # not in the log yet
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _flushed_at: float = 0.0
+    _failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._log = AnswerLog(self.runner.store.work(self.record))
+
+    async def run(self) -> None:
+        """Bring the batch to its end. Raises LeaseLost, OSError."""
+        if self.record.is_over:  # its last holder was killed between two deletions
+            await asyncio.to_thread(self.runner.store.close, self.record)
+            return
+        if self.record.status == "validating" and not await self._validate():
+            return
+        await asyncio.to_thread(self._log.load)
+        if self.record.status == "in_progress":
+            ending = self.record.ending or await self._answer_lines()
+            await self._begin_to_end(ending)
+        await self._end()
+
+    async def _validate(self) -> bool:
+        """Check the input file. Returns whether the batch is in progress now, and not failed."""
+        found = await asyncio.to_thread(self._checked)
+        if found.errors:
+            over = self.record.moved("failed", errors=tuple(found.errors), total=found.total)
+            log.info("batch %s: failed: %s", self.record.id, found.errors[0]["message"])
+            await asyncio.to_thread(self.runner.store.close, over)
+            return False
+        await self._save(self.record.moved("in_progress", total=found.total, model=found.model))
+        return True
+
+    def _checked(self) -> CheckedLines:
+        files = self.runner.store.files(self.record.owner)
+        file = files.find(self.record.input_file_id)
+        if file is None:
+            found = CheckedLines()
+            found.add("file_not_found", f"the input file {self.record.input_file_id} was deleted", "input_file_id")
+            return found
+        return check_lines(files.open(file), self.record.endpoint, self.runner.limits.max_lines)
+
+    async def _answer_lines(self) -> Ending:
+        """Answer the lines that the log lacks. Returns how the batch ends: early if it expires or is cancelled."""
+        if (ending := await self._early_ending()) is not None:
+            return ending
+        feeding = asyncio.ensure_future(self._feed())
+        try:
+            while not feeding.done():
+                if (ending := await self._early_ending()) is not None:
+                    return ending
+                await self._flush()
+                await asyncio.wait([feeding], timeout=POLL_S)
+            feeding.result()
+            return "completed"
+        finally:
+            for task in (feeding, *self._tasks):
+                task.cancel()
+            await asyncio.gather(feeding, *self._tasks, return_exceptions=True)
+
+    async def _feed(self) -> None:
+        """Start a task per line, as places become free, and wait for all of them."""
+        lines = self._unanswered()
+        while block := await asyncio.to_thread(lambda: list(islice(lines, LINES_AT_ONCE))):
+            for custom_id, body in block:
+                await self.runner.places.acquire()
+                self._raise_failure()
+                task = asyncio.ensure_future(self._answer_line(custom_id, body))
+                self._tasks.add(task)
+                task.add_done_callback(self._line_is_done)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+            await asyncio.sleep(0)  # for the callbacks
+            self._raise_failure()
+
+    def _line_is_done(self, task: asyncio.Task[None]) -> None:
+        self.runner.places.release()
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+
+    def _raise_failure(self) -> None:
+        """Raise what a line's task raised, which is no answer but a fault of this process."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def _answer_line(self, custom_id: str, body: dict[str, Any]) -> None:
+        answer = await self.runner.answer(self.record, custom_id, body)
+        self._new.append(answer)  # to the list that is current now
+
+    def _unanswered(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        files = self.runner.store.files(self.record.owner)
+        file = files.find(self.record.input_file_id)
+        if file is None:
+            raise FileNotFoundError(f"the input file {self.record.input_file_id} is gone")
+        answered = set(self._log.answered)
+        return ((id, body) for id, body in read_lines(files.open(file)) if id not in answered)
+
+    async def _early_ending(self) -> Ending | None:
+        """Look at the lease, the client's wish and the clock."""
+        if not await asyncio.to_thread(self.lease.renew):
+            raise LeaseLost
+        if await asyncio.to_thread(self.runner.store.cancelling_at, self.record) is not None:
+            return "cancelled"
+        return "expired" if time.time() >= self.record.expires_at else None
+
+    async def _flush(self, is_last: bool = False) -> None:
+        """Put new answers into the log if it is time, and the counts into the record."""
+        size = sum(len(answer.line) for answer in self._new)
+        is_due = time.monotonic() - self._flushed_at >= FLUSH_S or size >= FLUSH_BYTES
+        if not self._new or not (is_due or is_last):
+            return
+        new, self._new = self._new, []
+        await asyncio.to_thread(self._log.append, new)
+        self._flushed_at = time.monotonic()
+        if not is_last:
+            await self._save(self.record)
+
+    async def _begin_to_end(self, ending: Ending) -> None:
+        """Record how the batch ends, and answer what is left with that."""
+        await self._flush(is_last=True)
+        if ending == "completed" and len(self._log.answered) != self.record.total:
+            raise RuntimeError(f"{len(self._log.answered)} of {self.record.total} lines have an answer")
+        times = self.record.times
+        if ending == "cancelled":
+            at = await asyncio.to_thread(self.runner.store.cancelling_at, self.record)
+            times = times | {"cancelling": at or int(time.time())}
+        await self._save(replace(self.record, ending=ending, times=times))
+        if ending in ENDINGS:
+            await asyncio.to_thread(self._answer_the_rest, *ENDINGS[ending])
+        await self._save(self.record.moved("finalizing"))
+
+    def _answer_the_rest(self, code: str, message: str) -> None:
+        lines = self._unanswered()
+        while block := [error_answer(self.record.id, id, code, message) for id, _ in islice(lines, 4096)]:
+            self._log.append(block)
+
+    async def _end(self) -> None:
+        """Split the log into two files and close the batch."""
+        assert self.record.ending is not None
+        files = await asyncio.to_thread(self._write_files)
+        over = self._counted(self.record).moved(self.record.ending, files=files)
+        await asyncio.to_thread(self.runner.store.close, over)
+        log.info("batch %s: %s, %d of %d lines failed", over.id, over.status, over.failed, over.total)
+
+    def _write_files(self) -> tuple[str, ...]:
+        """Write the output file and the error file, each if it has lines; return their ids."""
+        record, files, written = self.record, self.runner.store.files(self.record.owner), []
+        life = record.output_expires_after_s
+        expires_at = None if life is None else int(time.time()) + life
+        for id, is_completed, count in (
+            (record.output_id, True, self._log.completed),
+            (record.error_id, False, self._log.failed),
+        ):
+            if count:
+                name = f"{record.id}_{'output' if is_completed else 'error'}.jsonl"
+                files.write(self._log.lines(is_completed), name, "batch_output", expires_at, id)
+                written.append(id)
+        return tuple(written)
+
+    async def _save(self, record: BatchRecord) -> None:
+        self.record = self._counted(record)
+        await asyncio.to_thread(self.runner.store.save, self.record)
+
+    def _counted(self, record: BatchRecord) -> BatchRecord:
+        return replace(record, completed=self._log.completed, failed=self._log.failed, usage=self._log.usage)
+
+
+def sweep(store: BatchStore) -> None:
+    """Delete files that have expired and are read by no open batch, and what killed uploads have left."""
+    for owner, id in store.open_ids():
+        if store.find(owner, id) is None and time.time() - made_at(id) > UPLOAD_WITHIN_S:
+            store.forget(owner, id)
+    for owner in store.owners():
+        records = [store.find(*pair) for pair in store.open_ids(owner)]
+        in_use = {
+            id for record in records if record for id in (record.input_file_id, record.output_id, record.error_id)
+        }
+        files = store.files(owner)
+        for id in files.ids():
+            file = files.find(id)
+            if file and file.expires_at is not None and file.expires_at <= time.time() and id not in in_use:
+                files.delete(id)
+        for id in files.unfinished_ids():
+            if time.time() - made_at(id) > UPLOAD_WITHIN_S and id not in in_use:
+                files.discard(id)

@@ -1,0 +1,176 @@
+"""Read an upload, a multipart form with a file, into a FileStore. Never more than a chunk of it is in memory.
+
+>>> await receive_upload(request, store, max_bytes=200 << 20)
+StoredFile(id='file-...', bytes=1204, ...)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
+from starlette.requests import Request
+
+from eagle_ray.serve.batches.file_store import CHUNK_BYTES, FILE, FileStore, StoredFile, new_id
+from eagle_ray.serve.http_errors import ApiError, unsupported
+from eagle_ray.serve.parse import ClientDisconnected
+
+PURPOSE = "batch"
+EXPIRES_S = 30 * 86_400  # of an input file, as OpenAI's
+MIN_LIFE_S, MAX_LIFE_S = 3600, EXPIRES_S
+MAX_VALUE_BYTES = 4096  # of a field that is no file
+NEXT_BYTES_WITHIN_S = 60.0
+FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+
+class UploadForm:
+    """A push parser of one upload: give bytes to feed, take the file's bytes with take."""
+
+    def __init__(self, boundary: bytes, max_bytes: int):
+        names = ("part_begin", "part_data", "header_field", "header_value", "header_end", "headers_finished", "end")
+        callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
+        self._parser = MultipartParser(boundary, callbacks)
+        self._max_bytes = max_bytes
+        self._header = self._header_value = b""
+        self._disposition: dict[bytes, bytes] = {}
+        self._field = ""
+        self._file = bytearray()  # not taken yet
+        self._values: dict[str, bytearray] = {}
+        self.filename: str | None = None
+        self.size = 0
+        self.is_whole = False
+
+    def feed(self, data: bytes) -> None:
+        """Parse the next bytes. Raises ApiError."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise ApiError(400, f"the body is no multipart form: {error}", code="bad_form") from None
+
+    def take(self, least: int) -> bytes:
+        """Return the file's new bytes if there are at least `least` of them."""
+        if len(self._file) < least:
+            return b""
+        data, self._file = bytes(self._file), bytearray()
+        return data
+
+    def value(self, name: str) -> str | None:
+        found = self._values.get(name)
+        return None if found is None else found.decode("utf-8", "replace")
+
+    def _on_part_begin(self) -> None:
+        self._disposition = {}
+        self._header = self._header_value = b""
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            _, self._disposition = parse_options_header(self._header_value)
+        self._header = self._header_value = b""
+
+    def _on_headers_finished(self) -> None:
+        self._field = self._disposition.get(b"name", b"").decode("utf-8", "replace")
+        if self._field not in FIELDS:
+            raise unsupported(self._field or "a field without a name", f"an upload has {', '.join(FIELDS)}")
+        if self._field in self._values or (self._field == "file" and self.filename is not None):
+            raise ApiError(400, f"{self._field}: given more than once", self._field, "bad_value")
+        if self._field == "file":
+            self.filename = self._disposition.get(b"filename", b"").decode("utf-8", "replace") or "upload"
+        else:
+            self._values[self._field] = bytearray()
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._field == "file":
+            self._file += data[start:end]
+            self.size += end - start
+            if self.size > self._max_bytes:
+                raise too_large(self._max_bytes)
+            return
+        self._values[self._field] += data[start:end]
+        if len(self._values[self._field]) > MAX_VALUE_BYTES:
+            raise ApiError(400, f"{self._field}: longer than {MAX_VALUE_BYTES} bytes", self._field, "bad_value")
+
+    def _on_end(self) -> None:
+        self.is_whole = True
+
+
+def too_large(max_bytes: int) -> ApiError:
+    message = f"file: it has more than {max_bytes} bytes (serving.batches.max_file_bytes). Split it."
+    return ApiError(413, message, "file", "file_too_large")
+
+
+async def receive_upload(request: Request, store: FileStore, max_bytes: int) -> StoredFile:
+    """Write the form's file and return it. If that fails, nothing stays.
+
+    Raises ApiError, ClientDisconnected and OSError.
+    """
+    form = UploadForm(_boundary(request), max_bytes)
+    id, num_chunks = new_id(FILE), 0
+    try:
+        async for data in _body(request):
+            form.feed(data)
+            if chunk := form.take(CHUNK_BYTES):
+                await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
+                num_chunks += 1
+        expires_at = _checked(form)
+        if chunk := form.take(1):
+            await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
+            num_chunks += 1
+        file = StoredFile(id, form.size, num_chunks, int(time.time()), form.filename or "", PURPOSE, expires_at)
+        return await asyncio.to_thread(store.finish, file)
+    except BaseException:
+        await asyncio.to_thread(store.discard, id)
+        raise
+
+
+async def _body(request: Request) -> AsyncIterator[bytes]:
+    """Yield the body. Raises ClientDisconnected where it breaks off."""
+    parts = request.stream()
+    while True:
+        try:
+            part = await asyncio.wait_for(anext(parts), NEXT_BYTES_WITHIN_S)
+        except StopAsyncIteration:
+            return
+        except asyncio.TimeoutError:
+            message = f"nothing more of the body came within {NEXT_BYTES_WITHIN_S:g} s"
+            raise ApiError(408, message, code="body_too_slow") from None
+        except Exception:
+            raise ClientDisconnected from None
+        yield part
+
+
+def _boundary(request: Request) -> bytes:
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        message = "Content-Type must be multipart/form-data with a boundary, as OpenAI's clients send uploads"
+        raise ApiError(415, message, code="bad_content_type")
+    return options[b"boundary"]
+
+
+def _checked(form: UploadForm) -> int:
+    """Return when the file expires. Raises ApiError for a form that is not whole or has a wrong value."""
+    if not form.is_whole:
+        raise ApiError(400, "the body ends before the form does", code="bad_form")
+    if form.filename is None:
+        raise ApiError(400, "file: missing; it must be a file", "file", "missing")
+    if (purpose := form.value("purpose")) != PURPOSE:
+        raise ApiError(400, f"purpose: must be {PURPOSE!r}, got {purpose!r}", "purpose", "bad_value")
+    anchor, seconds = form.value("expires_after[anchor]"), form.value("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return int(time.time()) + EXPIRES_S
+    if anchor != "created_at":
+        raise ApiError(400, f"expires_after.anchor: must be 'created_at', got {anchor!r}", "expires_after", "bad_value")
+    if seconds is None or not seconds.isdecimal() or not MIN_LIFE_S <= int(seconds) <= MAX_LIFE_S:
+        message = f"expires_after.seconds: must be {MIN_LIFE_S} to {MAX_LIFE_S}, got {seconds!r}"
+        raise ApiError(400, message, "expires_after", "bad_value")
+    return int(time.time()) + int(seconds)

@@ -1,0 +1,205 @@
+"""Finishing a sharded output: what is counted, and every reason to refuse. Rows are written here, not generated."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.batch.finish import finish_shards, finish_text
+from eagle_ray.batch.id_digests import digests
+from eagle_ray.batch.input.plan import plan_input
+from eagle_ray.batch.job_errors import Incomplete, OutputLocked, OutputMismatch, TooManyErrors
+from eagle_ray.batch.job_shard import JobShard
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.batch.output.manifest import SUCCESS, RunHandle, open_run, output_of, read_manifest, record_outcome
+from eagle_ray.batch.output.part_files import part_name
+from eagle_ray.batch.output.schema import output_schema
+from eagle_ray.batch.output.sharding import claim_output
+from eagle_ray.batch.run import summarize_run
+from eagle_ray.batch.status import sharded_status_text
+from eagle_ray.cli import main as cli
+from eagle_ray.cli.validate import validate
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.storage.path import StoragePath, parquet_bytes, write_json
+from tests.conftest import token_rows
+
+SCHEMA = output_schema([])
+
+
+def write_part(config: JobConfig, ids: list[str], attempt: int = 1, task: int = 0, status: str = "ok") -> Path:
+    """Write a part file with a row for each id, as a shard's driver of this attempt would."""
+    output = output_of(config)
+    with lock_output(output):
+        claim_output(config)
+        run = open_run(config, plan_input(config).files)
+        with record_outcome(run):
+            common = {"row_index": 0, "source_file": "a", "run_id": run.run_id, "attempt": attempt, "status": status}
+            rows = [common | {"request_id": id, "sample_index": 0} for id in ids]
+            file = run.data / part_name(attempt, task)
+            file.create(parquet_bytes(pa.Table.from_pylist(rows, SCHEMA), "zstd"))
+    return Path(file.text)
+
+
+def complete(config: JobConfig) -> None:
+    output = output_of(config)
+    manifest = read_manifest(output)
+    summary = summarize_run(RunHandle(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"]))
+    write_json(output / "_summary.json", summary)
+    (output / SUCCESS).write_atomic(b"")
+
+
+def ids_in_shard(config: JobConfig) -> list[str]:
+    names = [json.loads(line)["id"] for line in Path(config.input.path).read_text().splitlines()]
+    held = JobShard.of(config.execution.shard).holds(digests(names))
+    return [name for name, own in zip(names, held, strict=True) if own]
+
+
+@pytest.fixture
+def shards(make_job) -> list[JobConfig]:
+    """Three shards that are complete."""
+    make_job(token_rows(30))
+    configs = [make_job(**{"execution.shard": f"{i}/3"}) for i in (3, 1, 2)]  # in another order
+    for config in configs:
+        write_part(config, ids_in_shard(config))
+        complete(config)
+    return sorted(configs, key=lambda config: config.execution.shard)
+
+
+def root(config: JobConfig) -> StoragePath:
+    return StoragePath.of(config.output.path)
+
+
+def test_it_counts_every_id_once_by_shard_and_completes_the_output(shards):
+    summary = finish_shards(root(shards[0]))
+    assert [shard["ids"] for shard in summary["shards"]] == [len(ids_in_shard(config)) for config in shards]
+    assert summary["total"]["rows"] == 30 and (root(shards[0]) / SUCCESS).exists()
+    assert finish_text(summary).splitlines()[0].split() == ["shard", "ids", "rows", "errors", "attempts", "finished"]
+    assert "3 of 3 shards complete, finished" in sharded_status_text(root(shards[0]))
+    assert finish_shards(root(shards[0]))["attempt"] == 2  # again, with the same result
+
+
+def test_a_shard_that_starts_again_takes_the_success_away(shards):
+    finish_shards(root(shards[0]))
+    write_part(shards[1], [], task=1)
+    assert not (root(shards[0]) / SUCCESS).exists()
+    with pytest.raises(Incomplete, match=r"^shard 2/3 is not complete: attempt 2 ended with done"):
+        finish_shards(root(shards[0]))
+
+
+def test_a_running_shard_is_refused_with_its_process(shards):
+    with lock_output(output_of(shards[1])), pytest.raises(OutputLocked, match=r"shard 2/3 is running: .* process \d+"):
+        finish_shards(root(shards[0]))
+    assert not (root(shards[0]) / SUCCESS).exists()
+
+
+def test_shards_that_never_started_are_all_named(make_job):
+    config = make_job(token_rows(5), **{"execution.shard": "2/3"})
+    write_part(config, ids_in_shard(config))
+    complete(config)
+    with pytest.raises(Incomplete, match=r"shard 1/3 has not started; shard 3/3 has not started\. Run each"):
+        finish_shards(root(config))
+    assert "1 of 3 shards complete, run the others with their --shard" in sharded_status_text(root(config))
+
+
+def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
+    from eagle_ray.batch import finish
+
+    summarize = finish.summarize_run
+
+    def start_shard(run):
+        for config in shards:
+            with pytest.raises(OutputLocked), lock_output(output_of(config)):
+                pass
+        return summarize(run)
+
+    monkeypatch.setattr(finish, "summarize_run", start_shard)
+    assert finish_shards(root(shards[0]))["total"]["rows"] == 30
+
+
+def test_missing_ids_are_named_with_their_shard(shards):
+    [file] = Path(shards[2].output.path, "data", "shard-0003-of-0003").glob("*.parquet")
+    lost = pq.read_table(file)["request_id"][0].as_py()
+    pq.write_table(pq.ParquetFile(file).read().slice(1), file)
+    count = len(ids_in_shard(shards[2]))
+    with pytest.raises(Incomplete, match=rf"shard 3/3: 1 of {count} ids are missing: {lost}\. Run --shard 3/3 again"):
+        finish_shards(root(shards[0]))
+
+
+def test_an_id_that_is_there_twice_or_in_another_shard_is_refused(shards):
+    data = Path(shards[0].output.path, "data")
+    [file] = (data / "shard-0001-of-0003").glob("*.parquet")
+    second = file.with_name(part_name(1, 9))
+    second.write_bytes(file.read_bytes())
+    with pytest.raises(Incomplete, match=r"shard 1/3: \d+ ids are there twice, such as in .*part-001-"):
+        finish_shards(root(shards[0]))
+    second.rename(data / "shard-0002-of-0003" / second.name)
+    with pytest.raises(OutputMismatch, match=r"shard-0002-of-0003/part-001-000009.parquet has rows of another shard"):
+        finish_shards(root(shards[0]))
+
+
+def test_a_file_outside_of_the_shards_is_refused(shards):
+    stray = Path(shards[0].output.path, "data", "part-001-000000.parquet")
+    pq.write_table(SCHEMA.empty_table(), stray)
+    with pytest.raises(OutputMismatch, match=r"data/part-001-000000.parquet was not made by a shard"):
+        finish_shards(root(shards[0]))
+
+
+def test_an_input_that_grew_after_the_shards_is_refused_and_a_limit_is_honoured(shards):
+    path = Path(shards[0].input.path)
+    grown = path.with_name("grown.jsonl")
+    grown.write_text(path.read_text() + json.dumps(token_rows(1, start=70)[0]) + "\n")
+    with pytest.raises(Incomplete, match=r"shard \d/3: 1 of \d+ ids are missing: q70"):
+        finish_shards(root(shards[0]), str(grown))
+    summary = finish_shards(root(shards[0]), limit=10)
+    assert Counter(shard["others"] > 0 for shard in summary["shards"])[True] >= 1
+    assert sum(shard["ids"] for shard in summary["shards"]) == 10
+
+
+def test_shards_over_different_inputs_are_refused_by_name(shards, make_job):
+    other = Path(shards[0].input.path).with_name("other.jsonl")
+    other.write_text(Path(shards[0].input.path).read_text())
+    moved = make_job(**{"execution.shard": "2/3", "input.path": str(other)})
+    write_part(moved, [], task=1)
+    complete(moved)
+    with pytest.raises(ConfigError, match=r"input\.path: .*in\.jsonl' in shard 1/3, but .*other\.jsonl' in 2/3"):
+        finish_shards(root(shards[0]))
+    assert finish_shards(root(shards[0]), str(other))["total"]["rows"] == 30
+
+
+def test_the_command_says_what_is_wrong_with_its_exit_code(shards, make_job, capsys):
+    output = shards[0].output.path
+    with lock_output(output_of(shards[1])):
+        assert cli.main(["finish", output]) == 7
+    assert "shard 2/3 is running" in capsys.readouterr().err
+    (output_of(shards[1]) / SUCCESS).remove()
+    assert cli.main(["finish", output]) == 5
+    assert cli.main(["report", output]) == 2
+    assert "its shards are not finished: run eagle-ray finish" in capsys.readouterr().err
+    complete(shards[1])
+    assert cli.main(["finish", output]) == 0
+    assert "1/3" in capsys.readouterr().out
+    assert cli.main(["finish", output, "--json"]) == 0
+    assert [shard["attempts"] for shard in json.loads(capsys.readouterr().out)["shards"]] == [1, 1, 1]
+    assert cli.main(["status", output]) == 0 and "3 of 3 shards complete, finished" in capsys.readouterr().out
+    assert cli.main(["report", output]) == 0
+    with pytest.raises(ConfigError, match="is written in 3 shards"):
+        validate(make_job())
+
+
+def test_an_output_without_shards_is_refused(make_job, tmp_path):
+    with pytest.raises(ConfigError, match="is not written in shards"):
+        finish_shards(StoragePath.of(tmp_path / "out"))
+
+
+def test_error_rows_are_judged_over_all_shards(make_job):
+    make_job(token_rows(6))
+    for i in (1, 2):
+        config = make_job(**{"execution.shard": f"{i}/2"})
+        write_part(config, ids_in_shard(config), status="error")
+        complete(config)
+    with pytest.raises(TooManyErrors, match="all 6 rows are errors"):
+        finish_shards(root(config))
+    assert not (root(config) / SUCCESS).exists()

@@ -1,0 +1,158 @@
+"""Adopting rows whose manifest is lost: what is recorded, and what is refused."""
+
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from eagle_ray.batch.input.plan import plan_input
+from eagle_ray.batch.job_errors import OutputDamaged, OutputLocked, OutputMismatch
+from eagle_ray.batch.output.fencing import remove_stale_files
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.batch.output.manifest import RUN, open_run, output_of, read_manifest
+from eagle_ray.batch.output.part_files import part_name
+from eagle_ray.batch.output.schema import output_schema
+from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
+from eagle_ray.batch.repair import DAMAGED_COPY, repair_output
+from eagle_ray.batch.status import status_of, status_text
+from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.storage.path import StoragePath, parquet_bytes
+from tests.conftest import token_rows
+
+SCHEMA = output_schema([])
+BEGAN = datetime(2026, 11, 1, tzinfo=timezone.utc)
+
+
+def write_rows(config: JobConfig, ids: list[str], attempt: int, **columns: str) -> Path:
+    """Write a part file of one attempt, with the columns that a worker would give it."""
+    output = output_of(config)
+    common = {
+        "row_index": 0,
+        "sample_index": 0,
+        "source_file": config.input.path,
+        "run_id": read_manifest(output)["run_id"],
+        "attempt": attempt,
+        "status": "ok",
+        "config_hash": config_hash(config),
+        "target_model": config.model.target,
+        "draft_model": config.model.draft,
+        "method": config.speculative.method,
+        "started_at": BEGAN + timedelta(hours=attempt),
+        "finished_at": BEGAN + timedelta(hours=attempt, minutes=len(ids)),
+    }
+    rows = [common | {"request_id": id} | columns for id in ids]
+    file = open_run(config, plan_input(config).files).data / part_name(attempt, 0)
+    file.create(parquet_bytes(pa.Table.from_pylist(rows, SCHEMA), "zstd"))
+    return Path(file.text)
+
+
+def two_attempts(config: JobConfig) -> JobConfig:
+    claim_output(config)
+    open_run(config, plan_input(config).files)
+    write_rows(config, ["q0", "q1"], attempt=2)
+    write_rows(config, ["q2"], attempt=3)
+    return config
+
+
+@pytest.fixture
+def job(make_job) -> JobConfig:
+    """A run of five rows, three of them made by attempts 2 and 3."""
+    return two_attempts(make_job(token_rows(5)))
+
+
+def record(config: JobConfig) -> Path:
+    return Path((output_of(config) / RUN).text)
+
+
+def test_a_lost_manifest_is_written_from_the_rows(job):
+    before = read_manifest(output_of(job))
+    record(job).unlink()
+    report = repair_output(job)
+    assert f"adopted run {before['run_id']}: 3 rows (0 errors) in 2 files, of attempts 2, 3" in report
+    assert "the input has 5 ids: 3 done, 2 to be made, and 0 in the files" in report
+    after = read_manifest(output_of(job))
+    assert after["run_id"] == before["run_id"] and after["config_hash"] == before["config_hash"]
+    assert [attempt["attempt"] for attempt in after["attempts"]] == [2, 3, 4]
+    assert after["attempts"][0]["started_at"] == "2026-11-01T02:00:00+00:00" and "outcome" not in after["attempts"][0]
+    assert "stopped, attempt 4" in (status := status_text(status_of(output_of(job)))) and "repaired" in status
+
+
+def test_the_next_run_resumes_and_keeps_every_file(job):
+    record(job).unlink()
+    repair_output(job)
+    files = sorted(Path(job.output.path, "data").iterdir())
+    run = open_run(job, plan_input(job).files)
+    remove_stale_files(run)
+    assert run.attempt == 5 and sorted(Path(job.output.path, "data").iterdir()) == files
+
+
+def test_a_damaged_manifest_is_kept_and_a_good_one_is_left_alone(job):
+    assert "there is nothing to repair" in repair_output(job)
+    record(job).write_text('{"run_id": "abc", "att')
+    assert "is damaged" in (report := repair_output(job)) and DAMAGED_COPY in report
+    assert Path(job.output.path, DAMAGED_COPY).read_text() == '{"run_id": "abc", "att'
+    assert "there is nothing to repair" in repair_output(job)
+
+
+def test_a_configuration_that_did_not_make_the_rows_is_refused_with_what_they_say(job, make_job):
+    record(job).unlink()
+    other = make_job(**{"sampling.max_tokens": 7})
+    with pytest.raises(OutputMismatch, match=r"were made with configuration \w{16}, and .* method eagle2\. Give"):
+        repair_output(other)
+    assert not record(job).exists()
+    assert "adopted run" in repair_output(other, trust_config=True)
+
+
+def test_even_a_trusted_configuration_has_the_models_of_the_rows(job, make_job):
+    record(job).unlink()
+    with pytest.raises(OutputMismatch, match="the given configuration has another method than its rows"):
+        repair_output(make_job(**{"speculative.method": "ngram"}), trust_config=True)
+
+
+def test_rows_of_two_runs_are_not_mixed(job):
+    file = write_rows(job, ["q3"], attempt=1, run_id="older")
+    record(job).unlink()
+    with pytest.raises(OutputMismatch, match=r"has rows of 2 runs: older \(such as part-001-000000.parquet\), \w{12} "):
+        repair_output(job)
+    file.unlink()
+    assert "adopted run" in repair_output(job)
+
+
+def test_rows_from_a_file_that_is_not_in_the_input_are_refused(job, make_job):
+    record(job).unlink()
+    moved = Path(job.input.path).rename(Path(job.input.path).with_name("moved.jsonl"))
+    with pytest.raises(OutputMismatch, match=r"answer to the id 'q0' from .*/in\.jsonl, which is not in this input"):
+        repair_output(make_job(**{"input.path": str(moved)}))
+
+
+def test_a_damaged_part_file_is_named(job):
+    record(job).unlink()
+    Path(job.output.path, "data", part_name(3, 0)).write_bytes(b"PAR1")
+    with pytest.raises(OutputDamaged, match=r"part-003-000000\.parquet is damaged .* delete it"):
+        repair_output(job)
+
+
+def test_without_rows_there_is_nothing_to_adopt_and_nothing_is_made(make_job, tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing to adopt\. Run the job"):
+        repair_output(make_job(token_rows(1)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_running_job_is_not_repaired(job):
+    with lock_output(output_of(job)), pytest.raises(OutputLocked):
+        repair_output(job)
+
+
+def test_a_shard_is_repaired_alone_and_so_is_the_lost_plan(make_job):
+    make_job(token_rows(5))
+    shard = two_attempts(make_job(**{"execution.shard": "2/3"}))
+    record(shard).unlink()
+    with pytest.raises(OutputMismatch, match=r"Give this run one of them with --shard i/3"):
+        repair_output(make_job())
+    plan = StoragePath.of(shard.output.path) / SHARD_PLAN
+    plan.remove()
+    with pytest.raises(OutputMismatch, match=r"is a shard's. Repair each shard with its --shard i/n"):
+        repair_output(make_job())
+    assert "3 rows (0 errors) in 2 files" in repair_output(shard)
+    assert plan.exists() and record(shard).exists()

@@ -1,0 +1,227 @@
+"""With a grammar, outputs under trees are those of plain decoding with the same grammar, token for token."""
+
+import json
+import re
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine import controlled_sampling
+from eagle_ray.engine.reference import reference_decode
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling import grammar_state
+from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.sampling.sampler import SamplingParams
+from tests.engine.test_controls import TREES, assert_equal
+from tests.engine.test_lossless import SAMPLING, some_prompts
+from tests.helpers.toy_models import llama, llama_engine, run
+from tests.helpers.toy_tokenizer import toy_tokenizer
+
+EOS, VOCAB = 2, 97
+TEXT = toy_tokenizer()
+SHORT = {"type": "string", "maxLength": 4}
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": SHORT,
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["ab", "na"]}, "maxItems": 2},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "type": "object",
+    "properties": {"item": {"$ref": "#/$defs/item"}, "ok": {"type": "boolean"}},
+    "required": ["item", "ok"],
+    "additionalProperties": False,
+    "$defs": {"item": ITEM},
+}
+SPECS = [
+    GrammarSpec("json_schema", json.dumps(ITEM)),
+    GrammarSpec("choice", '["name", "na12", "ab{"]'),
+    GrammarSpec("json_schema", json.dumps(NESTED)),
+    GrammarSpec("regex", r"[a-n]{3}(12)+x?"),
+    GrammarSpec("grammar", 'start: pair ("," pair)*\npair: /[a-d]{1,3}/ ":" NUMBER\nNUMBER: /[1-9][0-9]?/'),
+    GrammarSpec("json_object"),
+    GrammarSpec("regex", "[a-c]{4}", after=17),
+]
+
+
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TEXT.to_str, VOCAB, [EOS])
+
+
+def engine_with_grammars(*sizes: int, **options: object):
+    engine = llama_engine(*sizes, **options)
+    engine.grammars = compiler()
+    return engine
+
+
+def some_structured(count: int, max_tokens: int = 32) -> list[SamplingParams]:
+    """Every kind of grammar, greedy and sampled in turn, some with controls, and every eighth sequence without any."""
+    params = []
+    for i in range(count):
+        spec = [*SPECS, None][i % (len(SPECS) + 1)]
+        controls = Controls.of(frequency_penalty=0.5, bad_words=[[8]]) if i % 5 == 4 else None
+        own = SAMPLING[i // 3 % len(SAMPLING)]
+        params.append(SamplingParams(max_tokens=max_tokens, seed=i, grammar=spec, controls=controls, **own))
+    return params
+
+
+def plain_outputs(prompts: list[list[int]], params: list[SamplingParams]) -> list:
+    model, grammars = llama(), compiler()
+    model.set_attn_implementation("sdpa")
+    eos = frozenset([EOS])
+    return [reference_decode(model, ids, p, eos, grammars) for ids, p in zip(prompts, params, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    prompts, params = some_prompts(52, seed=3), some_structured(52)
+    return prompts, params, plain_outputs(prompts, params)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("num_slots", [1, 10])
+def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
+    prompts, params, plain = (some[: 12 + 4 * num_slots] for some in oracle)
+    sequences = run(engine_with_grammars(num_slots, *TREES[tree]), prompts, params)
+    assert_equal(sequences, plain)
+    if tree == "60 nodes":
+        assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.grammar) > 0
+
+
+@pytest.mark.parametrize("tree", ["plain", "12 nodes"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
+    prompts, params, plain = oracle
+    engine = engine_with_grammars(6, *TREES[tree], graphs=True, overlap=overlap)
+    assert_equal(run(engine, prompts, params), plain)
+    assert engine.graphs.num_replayed > 0
+
+
+def test_outputs_are_what_their_grammars_say(oracle):
+    prompts, params, _ = oracle
+    num_complete = 0
+    for s in run(engine_with_grammars(16, 60, 6, 10), prompts, params):
+        if s.sampling.grammar is None:
+            continue
+        assert s.grammar.is_complete or s.finish_reason == "length"
+        if s.finish_reason == "stop" and s.sampling.grammar.after is None:
+            num_complete += 1
+            check(s.sampling.grammar, TEXT.decode(s.output_ids[:-1]))
+    assert num_complete > 20
+
+
+def check(spec: GrammarSpec, text: str) -> None:
+    if spec.kind == "json_schema":
+        jsonschema.validate(json.loads(text), json.loads(spec.source))
+    elif spec.kind == "json_object":
+        assert isinstance(json.loads(text), dict)
+    elif spec.kind == "choice":
+        assert text in json.loads(spec.source)
+    elif spec.kind == "regex":
+        assert re.fullmatch(spec.source, text)
+    else:
+        assert re.fullmatch(r"[a-d]{1,3}:[1-9][0-9]?(,[a-d]{1,3}:[1-9][0-9]?)*", text)
+
+
+def test_a_grammar_after_a_token_leaves_what_comes_before_free():
+    spec = GrammarSpec("choice", '["abna"]', after=17)
+    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, grammar=spec) for i in range(24)]
+    prompts = some_prompts(24, seed=8)
+    sequences = run(engine_with_grammars(8, 12, 4, 4), prompts, params)
+    assert_equal(sequences, plain_outputs(prompts, params))
+    begun = [s for s in sequences if 17 in s.output_ids]
+    assert len(begun) > 3
+    assert all(s.output_ids.count(EOS) == (s.finish_reason == "stop") for s in sequences)
+    for s in begun:
+        rest = s.output_ids[s.output_ids.index(17) + 1 :]
+        assert "abna".startswith(TEXT.decode(rest))
+        assert s.grammar.is_complete == (TEXT.decode(rest) == "abna")
+
+
+def test_preempted_sequences_keep_their_place():
+    prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
+    spec = GrammarSpec("regex", "([a-d]12){15,16}")
+    params = [SamplingParams(max_tokens=50, temperature=0.9, seed=i, grammar=spec) for i in range(9)]
+    engine = engine_with_grammars(4, 8, 3, 4, kv_tokens=160)
+    assert_equal(run(engine, prompts, params), plain_outputs(prompts, params))
+    assert engine.counters.num_preemptions > 0
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_controls_that_leave_no_token_fail_that_sequence_alone(tree):
+    spec = GrammarSpec("choice", '["na12"]')
+    conflict = SamplingParams(max_tokens=20, grammar=spec, controls=Controls.of(min_tokens=12))
+    params = [conflict, replace(conflict, controls=None), SamplingParams(max_tokens=20)]
+    sequences = run(engine_with_grammars(3, *TREES[tree]), [[5, 6], [5, 6], [7]], params)
+    assert [s.error and s.error.code for s in sequences] == ["grammar_conflict", None, None]
+    assert sequences[0].finish_reason is None and sequences[1].finish_reason == "stop"
+    assert TEXT.decode(sequences[1].output_ids) == "na12"
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree, monkeypatch):
+    """The parser is made to fail after every "b": outputs without one are as they were."""
+
+    class Limited:
+        def __init__(self, real, failed=False):
+            self._real, self._failed = real, failed
+
+        def deep_copy(self):
+            return Limited(self._real.deep_copy(), self._failed)
+
+        def is_error(self):
+            return self._failed
+
+        def get_error(self):
+            return "too many items"
+
+        def try_consume_tokens(self, tokens):
+            if self._failed:
+                return 0
+            self._failed = TEXT.token_to_id("b") in tokens
+            return self._real.try_consume_tokens(tokens)
+
+        def __getattr__(self, name):
+            return getattr(self._real, name)
+
+    spec = GrammarSpec("regex", "[a-f]{8}")
+    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, grammar=spec) for i in range(16)]
+    prompts = some_prompts(16, seed=4)
+    plain = plain_outputs(prompts, params)
+    engine = engine_with_grammars(5, *TREES[tree])
+    compiled = engine.grammars._compiled
+    monkeypatch.setattr(engine.grammars, "_compiled", lambda spec: Limited(compiled(spec)))
+    sequences = run(engine, prompts, params)
+    fails = [TEXT.token_to_id("b") in p.ids for p in plain]
+    assert 0 < sum(fails) < 16
+    assert [s.error is not None for s in sequences] == fails
+    assert {s.error.code for s in sequences if s.error} == {"grammar_limit"}
+    assert all(s.output_ids == p.ids for s, p, fail in zip(sequences, plain, fails, strict=True) if not fail)
+
+
+def test_what_cannot_be_compiled_is_refused_before_it_takes_a_slot():
+    engine = engine_with_grammars(1)
+    with pytest.raises(RequestError, match=r"^regex: "):
+        engine.add(Sequence("a", [5], SamplingParams(grammar=GrammarSpec("regex", "("))))
+    with pytest.raises(RequestError, match=r"^choice: the target has no tokenizer"):
+        llama_engine(1).add(Sequence("a", [5], SamplingParams(grammar=SPECS[1])))
+    with pytest.raises(ValueError, match="ignore_eos must be false with choice"):
+        SamplingParams(grammar=SPECS[1], ignore_eos=True)
+    assert not engine.has_work
+
+
+def test_a_step_without_grammars_calls_nothing_of_them(monkeypatch):
+    def fail(*_: object) -> None:
+        raise AssertionError("a step without grammars does work for them")
+
+    monkeypatch.setattr(grammar_state.GrammarState, "path_masks", fail)
+    monkeypatch.setattr(grammar_state.GrammarState, "sync", fail)
+    monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
+    run(engine_with_grammars(3, 12, 4, 4), [[5], [6]], [SamplingParams(max_tokens=8)] * 2)

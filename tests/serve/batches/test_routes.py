@@ -1,0 +1,312 @@
+"""The routes of files and batches over a real engine: what clients send, what they get, what is refused."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from pydantic import TypeAdapter
+
+from eagle_ray.serve.app import build_app
+from eagle_ray.serve.batches import batch_models, file_store, file_upload
+from eagle_ray.serve.batches.batch_runner import BatchRunner
+from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.keys import ApiKeys
+from tests.serve.client import exchange, get, post, request
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
+DAY = {"completion_window": "24h"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return BatchStore.open(str(tmp_path / "kept"))
+
+
+@pytest.fixture
+def kept(service, store):
+    """The application with a store."""
+    return build_app(service, store=store)
+
+
+def form(*fields, boundary="b0und"):
+    """Body and headers of an upload. fields: (name, value), or (name, filename, content)."""
+    parts = []
+    for name, *rest in fields:
+        disposition = f'Content-Disposition: form-data; name="{name}"'
+        if len(rest) == 2:
+            disposition += f'; filename="{rest[0]}"\r\nContent-Type: application/octet-stream'
+        value = rest[-1] if isinstance(rest[-1], bytes) else rest[-1].encode()
+        parts.append(f"--{boundary}\r\n{disposition}\r\n\r\n".encode() + value + b"\r\n")
+    body = b"".join(parts) + f"--{boundary}--\r\n".encode()
+    return body, {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+
+
+def upload(app, content, purpose="batch", *more, **headers):
+    body, kind = form(("purpose", purpose), ("file", "in.jsonl", content), *more)
+    return asyncio.run(request(app, "POST", "/v1/files", body, kind | headers))
+
+
+def ask(app, method, path, headers=None):
+    return asyncio.run(request(app, method, path, headers=headers))
+
+
+def create(app, body, headers=None):
+    return asyncio.run(post(app, "/v1/batches", body, headers))
+
+
+def lines_of(*bodies, url=CHAT):
+    lines = [{"custom_id": f"row {i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+def error_of(answer):
+    return answer.status, answer.json["error"]["param"], answer.json["error"]["code"]
+
+
+def test_a_file_is_uploaded_listed_read_and_deleted(kept):
+    content = '{"é": 1}\r\n--b0und-not\r\n'.encode() * 50
+    first = upload(kept, content).json
+    second = upload(
+        kept, b"x", "batch", ("expires_after[anchor]", "created_at"), ("expires_after[seconds]", "3600")
+    ).json
+    assert (first["bytes"], first["filename"], first["purpose"]) == (len(content), "in.jsonl", "batch")
+    assert second["expires_at"] - second["created_at"] in (3600, 3601)
+    for body, shape in [(first, batch_models.FileObject), (ask(kept, "GET", "/v1/files").json, batch_models.FileList)]:
+        TypeAdapter(shape).validate_python(body, strict=True)
+    assert ask(kept, "GET", f"/v1/files/{first['id']}").json == first
+    answer = ask(kept, "GET", f"/v1/files/{first['id']}/content")
+    assert answer.body == content and answer.headers["content-length"] == str(len(content))
+    assert [file["id"] for file in ask(kept, "GET", "/v1/files").json["data"]] == [second["id"], first["id"]]
+    page = ask(kept, "GET", "/v1/files?limit=1&order=asc").json
+    assert [file["id"] for file in page["data"]] == [page["last_id"]] == [first["id"]] and page["has_more"]
+    rest = ask(kept, "GET", f"/v1/files?limit=1&order=asc&after={first['id']}").json
+    assert [file["id"] for file in rest["data"]] == [second["id"]] and not rest["has_more"]
+    assert ask(kept, "GET", "/v1/files?purpose=batch_output").json["data"] == []
+    assert ask(kept, "DELETE", f"/v1/files/{first['id']}").json == {
+        "id": first["id"],
+        "object": "file",
+        "deleted": True,
+    }
+    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        assert error_of(ask(kept, method, f"/v1/files/{first['id']}{path}")) == (404, "file_id", "file_not_found")
+
+
+def test_an_upload_is_never_whole_in_memory_and_a_large_one_is_refused(service, store, monkeypatch):
+    for module in (file_store, file_upload):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    limits = service.config.serving.batches.model_copy(update={"max_file_bytes": 5000})
+    serving = service.config.serving.model_copy(update={"batches": limits})
+    monkeypatch.setattr(service, "config", service.config.model_copy(update={"serving": serving}))
+    app, sizes, write = build_app(service, store=store), [], file_store.FileStore.write_chunk
+
+    def noting(self, id, number, data):
+        sizes.append(len(data))
+        write(self, id, number, data)
+
+    monkeypatch.setattr(file_store.FileStore, "write_chunk", noting)
+
+    async def send_in_parts(content, is_whole=True):
+        body, headers = form(("file", "in.jsonl", content), ("purpose", "batch"))
+        body = body if is_whole else body[: len(body) // 2]
+        parts = [body[i : i + 100] for i in range(0, len(body), 100)]
+        async with exchange(app, "POST", "/v1/files", parts, headers) as talk:
+            answer = json.loads(await talk.parts.get())
+            return talk.status, answer
+
+    content = bytes(range(256)) * 18
+    status, file = asyncio.run(send_in_parts(content))
+    assert status == 200 and len(sizes) >= 4 and max(sizes) < 1200
+    assert ask(app, "GET", f"/v1/files/{file['id']}/content").body == content
+    status, refused = asyncio.run(send_in_parts(bytes(5001)))
+    assert (status, refused["error"]["code"]) == (413, "file_too_large")
+    status, refused = asyncio.run(send_in_parts(content, is_whole=False))
+    assert (status, refused["error"]["code"]) == (400, "bad_form")
+    assert store.files("all").unfinished_ids() == [] and store.files("all").ids() == [file["id"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ([("purpose", "batch")], (400, "file", "missing")),
+        ([("file", "a", b"x")], (400, "purpose", "bad_value")),
+        ([("file", "a", b"x"), ("purpose", "fine-tune")], (400, "purpose", "bad_value")),
+        ([("file", "a", b"x"), ("file", "b", b"x"), ("purpose", "batch")], (400, "file", "bad_value")),
+        ([("file", "a", b"x"), ("purpose", "batch"), ("extra", "1")], (400, "extra", "unsupported_parameter")),
+        ([("file", "a", b"x"), ("purpose", "x" * 5000)], (400, "purpose", "bad_value")),
+        (
+            [("file", "a", b"x"), ("purpose", "batch"), ("expires_after[seconds]", "7")],
+            (400, "expires_after", "bad_value"),
+        ),
+        (
+            [("file", "a", b"x"), ("purpose", "batch"), ("expires_after[anchor]", "created_at")],
+            (400, "expires_after", "bad_value"),
+        ),
+    ],
+)
+def test_a_wrong_form_is_refused_by_its_field(kept, store, fields, wanted):
+    body, headers = form(*fields)
+    assert error_of(asyncio.run(request(kept, "POST", "/v1/files", body, headers))) == wanted
+    assert store.files("all").unfinished_ids() == []
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain", ""])
+def test_what_is_no_form_is_refused(kept, kind):
+    answer = asyncio.run(request(kept, "POST", "/v1/files", b"--x--", {"Content-Type": kind}))
+    assert error_of(answer) == (415, None, "bad_content_type")
+
+
+def test_pages_of_other_servers_can_neither_upload_nor_cancel(kept):
+    other = {"Origin": "http://elsewhere.example", "Host": "127.0.0.1:8000"}
+    assert upload(kept, b"x", **other).status == 403
+    assert ask(kept, "POST", "/v1/batches/batch_x/cancel", other).status == 403
+    assert upload(kept, b"x", Origin="http://127.0.0.1:8000", Host="127.0.0.1:8000").status == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"input_file_id": "file-" + "0" * 27}, "input_file_id"),
+        ({"input_file_id": None}, "input_file_id"),
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/responses"}, "endpoint"),
+        ({"completion_window": "1 day"}, "completion_window"),
+        ({"completion_window": "31d"}, "completion_window"),
+        ({"completion_window": None}, "completion_window"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_a_wrong_batch_is_refused_by_its_field(kept, store, changes, param):
+    file = upload(kept, lines_of(FRANCE)).json["id"]
+    answer = create(kept, {"input_file_id": file, "endpoint": CHAT} | DAY | changes)
+    assert answer.status == 400 and answer.json["error"]["param"] == param and store.open_ids() == []
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=101", "after=batch_", "order=up"])
+def test_a_wrong_page_is_refused_by_its_field(kept, query):
+    assert error_of(ask(kept, "GET", f"/v1/batches?{query}")) == (400, query.partition("=")[0], "bad_value")
+
+
+def run(service, store, *ids):
+    """Run the batches on the service until they are over."""
+
+    async def respond(owner, endpoint, body):
+        return await service.answer_line(service.keys.client_of(owner), endpoint, body)
+
+    async def main():
+        running = asyncio.ensure_future(BatchRunner(store, service.config.serving.batches, respond, 8).run())
+        end = time.monotonic() + 60
+        while store.open_ids():
+            assert time.monotonic() < end and not running.done()
+            await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def content_of(app, id):
+    body = ask(app, "GET", f"/v1/files/{id}/content").body
+    return {line["custom_id"]: line for line in map(json.loads, body.splitlines())}
+
+
+def test_a_batchs_answers_are_the_endpoints(service, kept, store):
+    sampled = FRANCE | {"temperature": 0.9, "seed": 7, "n": 3, "logprobs": True, "top_logprobs": 2}
+    wrong = [FRANCE | {"top_p": 7}, FRANCE | {"stream": True}, FRANCE | {"model": "gpt"}, {"messages": []}]
+    file = upload(kept, lines_of(FRANCE, sampled, *wrong)).json["id"]
+    made = create(kept, {"input_file_id": file, "endpoint": CHAT, "metadata": {"a": "b"}} | DAY).json
+    assert made["status"] == "validating" and made["expires_at"] - made["created_at"] == 86_400
+    assert error_of(ask(kept, "DELETE", f"/v1/files/{file}")) == (409, "file_id", "file_in_use")
+    run(service, store)
+    batch = ask(kept, "GET", f"/v1/batches/{made['id']}").json
+    TypeAdapter(batch_models.BatchObject).validate_python(batch, strict=True)
+    TypeAdapter(batch_models.BatchList).validate_python(ask(kept, "GET", "/v1/batches").json, strict=True)
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 6, "completed": 2, "failed": 4}
+    done, failed = content_of(kept, batch["output_file_id"]), content_of(kept, batch["error_file_id"])
+    for id, body in (("row 0", FRANCE), ("row 1", sampled)):
+        told = done[id]["response"]["body"]
+        asked = asyncio.run(post(kept, CHAT, body)).json
+        assert told["choices"] == asked["choices"] and told["usage"] == asked["usage"]
+        assert told["object"] == "chat.completion" and done[id]["response"]["status_code"] == 200
+    assert (
+        sum(line["response"]["body"]["usage"]["total_tokens"] for line in done.values())
+        == (batch["usage"]["total_tokens"])
+    )
+    refusals = [failed[f"row {i}"]["response"] for i in range(2, 6)]
+    assert [refusal["status_code"] for refusal in refusals] == [400, 400, 404, 400]
+    params = [refusal["body"]["error"]["param"] for refusal in refusals]
+    assert params == ["top_p", "stream", "model", "messages"]
+    assert ask(kept, "GET", f"/v1/files/{batch['output_file_id']}").json["purpose"] == "batch_output"
+    answer = create(kept, {"input_file_id": batch["output_file_id"], "endpoint": CHAT} | DAY)
+    assert error_of(answer) == (400, "input_file_id", "bad_value")
+    assert ask(kept, "POST", f"/v1/batches/{made['id']}/cancel").status == 409
+    assert ask(kept, "DELETE", f"/v1/files/{file}").json["deleted"]
+
+
+def test_a_batch_can_be_cancelled_before_it_begins(service, kept, store):
+    file = upload(kept, lines_of({"prompt": "Once"}, {"prompt": "Now"}, url=TEXT)).json["id"]
+    made = create(kept, {"input_file_id": file, "endpoint": TEXT} | DAY).json
+    cancelled = ask(kept, "POST", f"/v1/batches/{made['id']}/cancel").json
+    assert cancelled["status"] == "cancelling" and cancelled["cancelling_at"]
+    run(service, store)
+    batch = ask(kept, "GET", f"/v1/batches/{made['id']}").json
+    assert batch["status"] == "cancelled" and batch["output_file_id"] is None
+    assert set(content_of(kept, batch["error_file_id"])) == {"row 0", "row 1"}
+    assert ask(kept, "GET", "/v1/batches/batch_x").status == 404
+
+
+def test_lines_wait_while_interactive_requests_hold_the_slots(service):
+    long = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True}
+    line = json.dumps({"prompt": "Once", "max_tokens": 2}).encode()
+
+    async def main():
+        app, ends = build_app(service), []
+
+        async def noting(name, work):
+            await work
+            ends.append(name)
+
+        held = [asyncio.ensure_future(noting("long", post(app, TEXT, long))) for _ in range(4)]
+        while service.held.sequences < 4:
+            await asyncio.sleep(0.005)
+        waiting = [asyncio.ensure_future(noting("line", service.answer_line(0, TEXT, line))) for _ in range(3)]
+        later = asyncio.ensure_future(noting("short", post(app, TEXT, long | {"max_tokens": 2})))
+        await asyncio.sleep(0.05)
+        assert service.held.sequences <= 5 and not any(task.done() for task in waiting)
+        await asyncio.gather(*held, *waiting, later)
+        return ends
+
+    ends = asyncio.run(main())
+    assert ends.index("line") > ends.index("long") and ends.count("line") == 3
+
+
+def test_without_a_store_every_route_says_so(app):
+    for method, path in (
+        ("GET", "/v1/files"),
+        ("GET", "/v1/batches/x"),
+        ("POST", "/v1/batches"),
+        ("DELETE", "/v1/files/x"),
+    ):
+        answer = ask(app, method, path)
+        assert answer.status == 404 and "serving.batches.path" in answer.json["error"]["message"]
+    assert upload(app, b"x").json["error"]["code"] == "batches_off"
+
+
+def test_a_key_has_its_own_files_and_batches(service, store, monkeypatch):
+    monkeypatch.setattr(service, "keys", ApiKeys.of(["one", "two"], store.salt()))
+    app = build_app(service, store=store)
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    file = upload(app, lines_of(FRANCE), **one).json["id"]
+    assert ask(app, "GET", f"/v1/files/{file}", one).status == 200
+    assert ask(app, "GET", f"/v1/files/{file}", two).status == 404
+    assert ask(app, "GET", "/v1/files", two).json["data"] == [] and ask(app, "GET", "/v1/files").status == 401
+    body = {"input_file_id": file, "endpoint": CHAT} | DAY
+    assert error_of(create(app, body, two)) == (400, "input_file_id", "file_not_found")
+    batch = create(app, body, one).json["id"]
+    assert ask(app, "GET", f"/v1/batches/{batch}", two).status == 404
+    assert ask(app, "POST", f"/v1/batches/{batch}/cancel", two).status == 404
+    assert asyncio.run(get(app, "/v1/batches", one)).json["data"][0]["id"] == batch

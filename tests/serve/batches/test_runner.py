@@ -1,0 +1,237 @@
+"""The runner: every line answered once, whatever ends it, and every batch at its own end."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.serve.batches import batch_runner
+from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
+from eagle_ray.serve.batches.batch_store import BatchRequest, BatchStore
+from eagle_ray.serve.batches.file_store import FileStore
+from eagle_ray.storage.path import StoragePath
+
+URL = "/v1/completions"
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    for name in ("POLL_S", "FLUSH_S", "TRY_AGAIN_AFTER_S", "AFTER_LOSS_S", "RETRY_AFTER_ERROR_S"):
+        monkeypatch.setattr(batch_runner, name, 0.02)
+    return BatchStore(StoragePath.of(tmp_path / "kept"))
+
+
+class Replicas:
+    """What answers: a prompt's text says how. Counts how often each prompt was begun."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.begun, self.seeds, self.now = seconds, {}, {}, 0
+        self.most = 0
+
+    async def respond(self, owner, endpoint, body):
+        asked = json.loads(body)
+        prompt = asked["prompt"]
+        self.begun[prompt] = self.begun.get(prompt, 0) + 1
+        self.seeds.setdefault(prompt, set()).add(asked["seed"])
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(self.seconds)
+            if prompt == "kill":
+                raise ReplicaLost("killed")
+            if prompt == "fault":
+                raise RuntimeError("a bug")
+            if prompt == "busy" and self.begun[prompt] < 4:
+                return 429, b"{}"
+            if prompt == "wrong":
+                return 400, b'{"error": {"message": "no"}}'
+            return 200, json.dumps({"text": prompt, "usage": {"prompt_tokens": 2, "completion_tokens": 5}}).encode()
+        finally:
+            self.now -= 1
+
+
+def begin(store, prompts, window_s=60, owner="all", **changes):
+    lines = [
+        {"custom_id": f"{i}", "method": "POST", "url": URL, "body": {"prompt": prompt}} | changes
+        for i, prompt in enumerate(prompts)
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = store.files(owner).write([data], "in.jsonl", "batch")
+    return store.create(owner, BatchRequest(URL, file.id, f"{window_s}s", window_s), max_open=9)
+
+
+def runner_of(store, replicas, window=4, max_lines=1000, **more):
+    return BatchRunner(store, BatchesConfig(max_lines=max_lines), replicas.respond, window, **more)
+
+
+async def run_until(runner, condition, seconds=20.0):
+    """Run the runner until the condition holds, then end it as a shutdown does."""
+    running, end = asyncio.ensure_future(runner.run()), time.monotonic() + seconds
+    try:
+        while not condition():
+            assert time.monotonic() < end and not running.done()
+            await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def finish(store, runner, *batches):
+    """Run the batches to their ends; return their records."""
+    asyncio.run(run_until(runner, lambda: all(store.find(b.owner, b.id).is_over for b in batches)))
+    return [store.find(batch.owner, batch.id) for batch in batches]
+
+
+def lines_in(store, record, id):
+    files = FileStore(store.root, record.owner)
+    file = files.find(id)
+    return [json.loads(line) for line in files.open(file)] if file else []
+
+
+def outcome(store, record):
+    """The ids of the output file and of the error file; together every id once."""
+    done, failed = lines_in(store, record, record.output_id), lines_in(store, record, record.error_id)
+    ids = sorted(line["custom_id"] for line in done + failed)
+    assert ids == sorted(set(ids)) and len(ids) == record.total == record.completed + record.failed
+    return done, failed
+
+
+def test_each_line_is_answered_once_and_failures_have_a_file_of_their_own(store):
+    replicas = Replicas()
+    [record] = finish(store, runner_of(store, replicas), begin(store, ["a", "wrong", "busy", *"bcdefgh"]))
+    done, failed = outcome(store, record)
+    assert (record.status, record.completed, record.failed, record.usage) == ("completed", 9, 1, (18, 45))
+    assert {line["response"]["body"]["text"] for line in done} == {*"abcdefgh", "busy"}
+    assert failed[0]["response"] == {
+        "status_code": 400,
+        "request_id": failed[0]["response"]["request_id"],
+        "body": {"error": {"message": "no"}},
+    }
+    assert set(record.times) == {"in_progress", "finalizing", "completed"} and replicas.most == 4
+    assert len(replicas.seeds["busy"]) == 1 and replicas.seeds["a"] != replicas.seeds["b"]
+    assert store.open_ids() == []
+
+
+def test_a_file_without_a_wrong_line_has_no_error_file_and_the_other_way_round(store):
+    right, wrong = finish(store, runner_of(store, Replicas()), begin(store, ["a"]), begin(store, ["wrong"]))
+    assert right.files == (right.output_id,) and wrong.files == (wrong.error_id,)
+    assert right.as_json()["error_file_id"] is None and wrong.as_json()["output_file_id"] is None
+
+
+def test_a_file_with_a_wrong_line_fails_and_nothing_is_answered(store):
+    replicas = Replicas()
+    bad, long = begin(store, ["a", "b"], method="GET"), begin(store, "abcd")
+    bad, long = finish(store, runner_of(store, replicas, max_lines=3), bad, long)
+    assert (bad.status, bad.errors[0]["line"], bad.errors[1]["line"]) == ("failed", 1, 2) and not replicas.begun
+    assert long.errors[0]["code"] == "too_many_lines" and long.times.keys() == {"failed"}
+    assert bad.as_json()["errors"]["data"][0]["code"] == "invalid_method"
+
+
+def test_a_batch_without_its_input_file_fails(store):
+    batch = begin(store, "a")
+    store.files("all").delete(batch.input_file_id)
+    [record] = finish(store, runner_of(store, Replicas()), batch)
+    assert record.status == "failed" and record.errors[0]["code"] == "file_not_found"
+
+
+def test_a_line_that_kills_its_replica_is_found_and_its_neighbours_are_answered(store):
+    replicas = Replicas(seconds=0.005)
+    [record] = finish(store, runner_of(store, replicas), begin(store, [*"abc", "kill", *"defgh"]))
+    done, [failed] = outcome(store, record)
+    assert failed["error"]["code"] == "worker_died" and replicas.begun["kill"] == 3 and len(done) == 8
+
+
+def test_a_runner_that_is_ended_leaves_the_rest_to_the_next_one(store):
+    prompts, replicas = [f"p{i}" for i in range(60)], Replicas(seconds=0.02)
+    batch = begin(store, prompts)
+    asyncio.run(run_until(runner_of(store, replicas), lambda: store.find("all", batch.id).completed >= 12))
+    middle = store.find("all", batch.id)
+    assert middle.status == "in_progress" and 12 <= middle.completed < 60
+    kept = set(replicas.begun)
+    later = Replicas()
+    [record] = finish(store, runner_of(store, later), batch)
+    done, failed = outcome(store, record)
+    assert record.status == "completed" and len(done) == 60 and not failed
+    assert len(later.begun) == 60 - middle.completed or len(later.begun) < 60
+    assert kept | set(later.begun) == set(prompts)
+
+
+@pytest.mark.parametrize("place", ["_write_files", "_begin_to_end", "_save"])
+def test_a_runner_that_fails_in_the_middle_of_an_end_tries_again(store, monkeypatch, place):
+    real, failures = getattr(batch_runner.RunningBatch, place), [OSError("the disk is away")] * 2
+
+    def fails(self, *args, **more):
+        if failures:
+            raise failures.pop()
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(batch_runner.RunningBatch, place, fails)
+    [record] = finish(store, runner_of(store, Replicas()), begin(store, ["a", "wrong", "b"]))
+    done, failed = outcome(store, record)
+    assert record.status == "completed" and len(done) == 2 and len(failed) == 1 and not failures
+
+
+def test_a_fault_of_ours_is_no_answer_of_a_line(store):
+    replicas = Replicas()
+    batch = begin(store, ["a", "fault"])
+    asyncio.run(run_until(runner_of(store, replicas), lambda: replicas.begun.get("fault", 0) >= 2))
+    assert store.find("all", batch.id).status == "in_progress"
+
+
+def test_two_runners_share_the_batches_and_answer_no_line_twice(store):
+    replicas = Replicas(seconds=0.01)
+    batches = [begin(store, [f"{name}{i}" for i in range(10)]) for name in "ab"]
+
+    async def both():
+        over = [asyncio.ensure_future(run_until(runner_of(store, replicas), is_over)) for _ in range(2)]
+        await asyncio.gather(*over)
+
+    def is_over():
+        return all(store.find("all", batch.id).is_over for batch in batches)
+
+    asyncio.run(both())
+    assert set(replicas.begun.values()) == {1} and len(replicas.begun) == 20
+
+
+def test_a_cancelled_batch_keeps_its_answers_and_names_the_other_lines(store):
+    replicas = Replicas(seconds=0.03)
+    batch, runner = begin(store, [f"p{i}" for i in range(100)]), runner_of(store, replicas)
+
+    async def cancel_in_the_middle():
+        running = asyncio.ensure_future(runner.run())
+        while store.find("all", batch.id).completed < 8:
+            await asyncio.sleep(0.01)
+        at = store.cancel(store.find("all", batch.id))
+        shown = store.find("all", batch.id)
+        assert shown.is_over or shown.as_json(at)["status"] == "cancelling"
+        while not store.find("all", batch.id).is_over:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return at
+
+    at = asyncio.run(cancel_in_the_middle())
+    record = store.find("all", batch.id)
+    done, failed = outcome(store, record)
+    assert record.status == "cancelled" and 8 <= len(done) < 100 and replicas.now == 0
+    assert {line["error"]["code"] for line in failed} == {"batch_cancelled"}
+    assert record.as_json()["cancelling_at"] in (None, at) and record.times["cancelling"] == at
+
+
+def test_a_batch_that_is_late_expires_with_what_it_has(store):
+    slow = Replicas(seconds=0.4)
+    [record] = finish(store, runner_of(store, slow, window=1), begin(store, [f"p{i}" for i in range(50)], window_s=2))
+    done, failed = outcome(store, record)
+    assert record.status == "expired" and 1 <= len(done) < 10 and record.times["expired"]
+    assert {line["error"]["code"] for line in failed} == {"batch_expired"}
+
+
+def test_batches_of_a_key_that_is_no_longer_accepted_wait_and_expire(store):
+    replicas, known = Replicas(), {"all"}
+    wait, late = begin(store, "ab", owner="key-1"), begin(store, "cd", owner="key-2", window_s=0)
+    runner = runner_of(store, replicas, knows=known.__contains__)
+    mine, late = finish(store, runner, begin(store, "xy"), late)
+    assert mine.status == "completed" and late.status == "expired" and set(replicas.begun) == {"x", "y"}
+    assert store.find("key-1", wait.id).status == "validating"

@@ -1,0 +1,226 @@
+"""What keeps files and batches: whole files or none, a log that answers each id once, a lease with one holder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from eagle_ray.config import ConfigError
+from eagle_ray.serve.batches import file_store, runner_lease
+from eagle_ray.serve.batches.answer_log import AnswerLog, error_answer, response_answer
+from eagle_ray.serve.batches.batch_input import MAX_ERRORS, check_lines
+from eagle_ray.serve.batches.batch_record import BatchRecord
+from eagle_ray.serve.batches.batch_runner import sweep
+from eagle_ray.serve.batches.batch_store import BatchRequest, BatchStore
+from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, is_id, made_at, new_id
+from eagle_ray.serve.batches.runner_lease import RunnerLease
+from eagle_ray.serve.http_errors import ApiError
+from eagle_ray.serve.keys import ApiKeys
+from eagle_ray.storage.path import StoragePath
+
+
+@pytest.fixture
+def root(tmp_path):
+    return StoragePath.of(tmp_path / "kept")
+
+
+def request_of(file_id="file-x", window_s=60, **more):
+    return BatchRequest("/v1/completions", file_id, f"{window_s}s", window_s, **more)
+
+
+def test_ids_are_in_the_order_of_their_times_and_nothing_else_is_one():
+    ids = [new_id(FILE) for _ in range(3)]
+    assert all(is_id(id, FILE) and not is_id(id, BATCH) and abs(made_at(id) - time.time()) < 5 for id in ids)
+    assert (
+        new_id(BATCH) < f"{BATCH}{int((time.time() + 1) * 1000):011x}" and abs(made_at(new_id(BATCH)) - time.time()) < 5
+    )
+    for text in ("file-", "file-../../salt", ids[0] + "/x", ids[0].upper(), ids[0] + "\n"):
+        assert not is_id(text, FILE)
+
+
+def test_a_file_is_read_as_it_was_written_in_chunks(root, monkeypatch):
+    monkeypatch.setattr(file_store, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(file_store, "READ_BYTES", 4)
+    store, lines = FileStore(root, "all"), [b"first line\n", b"second", b" line\n", b"third"]
+    file = store.write(lines, "in.jsonl", "batch")
+    assert (file.bytes, file.num_chunks) == (len(b"".join(lines)), 3)
+    assert b"".join(store.read(file)) == b"".join(lines)
+    assert list(store.open(store.get(file.id))) == [b"first line\n", b"second line\n", b"third"]
+    empty = store.write([], "none", "batch")
+    assert (empty.bytes, list(store.open(empty)), store.ids()) == (0, [], [file.id, empty.id])
+    with pytest.raises(ApiError, match="there is no file"):
+        FileStore(root, "key-other").get(file.id)
+    store.delete(file.id)
+    assert store.ids() == [empty.id] and not (root / "all" / "contents" / file.id).is_directory()
+
+
+def test_a_file_without_its_description_is_no_file_and_an_expired_one_is_gone(root):
+    store, old = FileStore(root, "all"), f"{FILE}{1:011x}{'0' * 16}"
+    store.write_chunk(old, 0, b"of a killed upload")
+    store.write_chunk(new := new_id(FILE), 0, b"of an upload that runs")
+    assert store.find(old) is None and set(store.unfinished_ids()) == {old, new}
+    expired = store.write([b"x"], "in.jsonl", "batch", expires_at=int(time.time()) - 1)
+    used = store.write([b"x"], "in.jsonl", "batch", expires_at=int(time.time()) - 1)
+    BatchStore(root).create("all", request_of(used.id), max_open=1)
+    with pytest.raises(ApiError, match="there is no file"):
+        store.get(expired.id)
+    sweep(BatchStore(root))
+    assert store.unfinished_ids() == [new] and store.ids() == [used.id]
+
+
+def answer(id, status=200, usage=(3, 4)):
+    body = {"usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]}} if status == 200 else {"error": {}}
+    return response_answer("batch_1", id, status, json.dumps(body).encode())
+
+
+def test_a_log_holds_each_id_once_whoever_writes(root):
+    first, second = AnswerLog(root), AnswerLog(root)
+    first.append([answer("a"), answer("é", 400)])
+    second.append([answer("a"), answer("b")])  # it has not read what the first one wrote
+    first.append([answer("b"), error_answer("batch_1", "c", "batch_expired", "too late")])
+    first.append([answer("a"), answer("c")])
+    second.load()
+    again = AnswerLog(root)
+    again.load()
+    for log in (first, second, again):
+        assert log.answered == {"a", "b", "é", "c"} and (log.completed, log.failed, log.usage) == (2, 2, (6, 8))
+    done, failed = ([json.loads(line) for line in again.lines(kind)] for kind in (True, False))
+    assert [line["custom_id"] for line in done] == ["a", "b"] and [line["custom_id"] for line in failed] == ["é", "c"]
+    assert done[0]["response"]["body"]["usage"]["completion_tokens"] == 4 and done[0]["error"] is None
+    assert failed[0]["response"]["status_code"] == 400 and failed[1]["response"] is None
+    assert failed[1]["error"] == {"code": "batch_expired", "message": "too late"}
+    assert done[0]["id"] == json.loads(answer("a").line)["id"] != done[1]["id"]
+
+
+def lines_of(*lines):
+    return b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+
+
+def line(id="a", **changes):
+    return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}} | changes
+
+
+def checked(root, *lines, max_lines=100):
+    store = FileStore(root, "all")
+    return check_lines(store.open(store.write([lines_of(*lines)], "f", "batch")), "/v1/completions", max_lines)
+
+
+def test_right_lines_are_counted(root):
+    found = checked(root, line("a", body={"model": "m", "prompt": 5}), b"", line("b"))
+    assert (found.total, found.model, found.errors) == (2, "m", [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "param"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[]", "invalid_json_line", None),
+        (b'{"custom_id": "\xff"}', "invalid_json_line", None),
+        (line("a"), "duplicate_custom_id", "custom_id"),
+        (line(None), "missing_required_parameter", "custom_id"),
+        (line(5), "invalid_custom_id", "custom_id"),
+        (line("x" * 513), "invalid_custom_id", "custom_id"),
+        (line("b", method="GET"), "invalid_method", "method"),
+        (line("b", url="/v1/chat/completions"), "mismatched_url", "url"),
+        (line("b", body="Hi"), "invalid_body", "body"),
+        (line("b", extra=1), "unknown_parameter", "extra"),
+    ],
+)
+def test_a_wrong_line_is_named_by_its_number(root, wrong, code, param):
+    [error] = checked(root, line("a"), b"", wrong).errors
+    assert (error["code"], error["param"], error["line"]) == (code, param, 3) and error["message"]
+
+
+def test_files_without_lines_and_with_too_many_are_refused(root):
+    assert checked(root, b"\n").errors[0]["code"] == "empty_file"
+    [error] = checked(root, *(line(str(i)) for i in range(5)), max_lines=3).errors
+    assert (error["code"], error["line"]) == ("too_many_lines", 4)
+    assert len(checked(root, *[b"{"] * 300, max_lines=1000).errors) == MAX_ERRORS
+
+
+def test_a_record_is_stored_and_shown_as_openais(root):
+    store = BatchStore(root)
+    made = store.create("all", request_of(metadata={"a": "b"}), max_open=2)
+    running = made.moved("in_progress", total=3, completed=1)
+    store.save(running)
+    assert store.find("all", made.id) == running == BatchRecord.of(running.stored())
+    shown = running.as_json()
+    assert shown["status"] == "in_progress" and shown["in_progress_at"] and shown["completed_at"] is None
+    assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0} and shown["metadata"] == {"a": "b"}
+    assert shown["output_file_id"] is None and shown["expires_at"] == shown["created_at"] + 60
+    at = store.cancel(running)
+    assert running.as_json(store.cancelling_at(running))["status"] == "cancelling" and at == store.cancelling_at(
+        running
+    )
+    over = running.moved("completed", files=(running.output_id,))
+    store.close(over)
+    assert store.open_ids() == [] and not store.work(over).is_directory()
+    assert store.cancel(over) and not store.work(over).is_directory()
+    assert over.as_json()["output_file_id"] == over.output_id and over.as_json()["error_file_id"] is None
+
+
+def test_open_batches_are_limited_by_owner(root):
+    store = BatchStore(root)
+    one, two = (store.create("all", request_of(), max_open=2) for _ in range(2))
+    with pytest.raises(ApiError, match="2 batches that are not over") as refused:
+        store.create("all", request_of(), max_open=2)
+    assert refused.value.status == 429 and store.ids("all") == [one.id, two.id]
+    other = store.create("key-1", request_of(), max_open=2)
+    assert store.open_ids() == [("all", one.id), ("all", two.id), ("key-1", other.id)]
+    store.close(one.moved("cancelled"))
+    store.create("all", request_of(), max_open=2)
+    assert store.find("key-1", one.id) is None and store.find("all", other.id) is None
+
+
+def test_owners_stay_the_same_with_the_stores_salt(root):
+    store = BatchStore.open(str(root))
+    keys, again = (ApiKeys.of(["one", "two"], store.salt()) for _ in range(2))
+    assert [keys.owner(0), keys.owner(1)] == [again.owner(0), again.owner(1)] and keys.owner(0) != keys.owner(1)
+    assert keys.client_of(again.owner(1)) == 1 and ApiKeys.of(["one"], store.salt()).client_of(keys.owner(1)) is None
+    assert ApiKeys().owner(0) == "all" and ApiKeys().client_of("all") == 0
+    assert b"one" not in keys.owner(0).encode() and keys.digests[0].hex() not in keys.owner(0)
+
+
+@pytest.mark.parametrize("path", ["ftp://host/a", "gs://bucket/a", "/proc/nothing/here"])
+def test_a_path_that_cannot_be_written_is_refused_by_its_key(path):
+    with pytest.raises(ConfigError, match=r"serving\.batches\.path: cannot write"):
+        BatchStore.open(path)
+
+
+def test_a_lease_has_one_holder_until_it_is_given_back(root):
+    one, two = RunnerLease(root / "lease"), RunnerLease(root / "lease")
+    assert one.take() and not two.take() and one.renew()
+    two.release()  # not its own
+    assert not two.take()
+    one.release()
+    assert two.take() and not one.take()
+
+
+def test_a_lease_that_stays_the_same_is_taken_over_and_its_holder_notices(root, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runner_lease.time, "monotonic", lambda: now[0])
+    one, two = RunnerLease(root / "lease"), RunnerLease(root / "lease")
+    assert one.take() and not two.take()
+    now[0] += 20
+    assert one.renew() and not two.take()
+    now[0] += 29
+    assert not two.take()
+    now[0] += 2
+    assert two.take() and not one.renew() and two.renew()
+
+
+def test_the_lease_of_a_killed_process_is_free_at_once(root):
+    program = "import sys, time; from eagle_ray.serve.batches.runner_lease import RunnerLease\n"
+    program += "from eagle_ray.storage.path import StoragePath\n"
+    program += "print(RunnerLease(StoragePath.of(sys.argv[1])).take(), flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", program, str(root / "lease")], stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"True\n"
+    mine = RunnerLease(root / "lease")
+    assert not mine.take()
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert mine.take()

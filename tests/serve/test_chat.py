@@ -1,0 +1,192 @@
+"""Tools, reasoning and template values over HTTP: prompts by the real template, answers that a script writes."""
+
+import asyncio
+import json
+
+import pytest
+
+from eagle_ray.config import load_serve_config
+from eagle_ray.serve.app import build_app
+from eagle_ray.serve.service import Service
+from tests.helpers.chat_templates import QWEN3
+from tests.helpers.scripted_engine import ScriptedEngine
+from tests.serve.client import post
+from tests.serve.conftest import SETTINGS
+
+CHAT = "/v1/chat/completions"
+ASK = [{"role": "user", "content": "Add 1 and 2."}]
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {"default": None}}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "<é>"]}}\n</tool_call>'
+ARGUMENTS = '{"a": 1, "b": [2, "<é>"]}'
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    template = tmp_path_factory.mktemp("template") / "qwen3.jinja"
+    template.write_text(QWEN3)
+    settings = SETTINGS | {"model.chat_template": str(template), "sampling.max_tokens": 400}
+    service = Service.start(load_serve_config(None, env={}, overrides=settings), threads=1)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def answering(qwen, monkeypatch):
+    """A function of a text: the application whose model writes it."""
+
+    def app_of(text, size=3):
+        ids = [*qwen.text.encode(text, add_special_tokens=False), min(qwen.text.eos_ids)]
+        scripted = ScriptedEngine(qwen._engine, ids, qwen.text.eos_ids, size)
+        monkeypatch.setattr(qwen, "_engine", scripted)
+        return build_app(qwen)
+
+    return app_of
+
+
+def whole(app, **body):
+    answer = asyncio.run(post(app, CHAT, {"messages": ASK, **body}))
+    assert answer.status == 200, answer.body
+    return answer.json["choices"][0]
+
+
+def streamed(app, **body):
+    """The deltas, and the message that OpenAI's clients put together from them."""
+    events = asyncio.run(post(app, CHAT, {"messages": ASK, "stream": True, **body})).events[:-1]
+    choices = [event["choices"][0] for event in events]
+    message = {"role": "assistant", "content": "", "refusal": None}
+    for delta in (choice["delta"] for choice in choices):
+        for name in {"content", "reasoning_content"} & delta.keys():
+            message[name] = message.get(name, "") + delta[name]
+        for part in delta.get("tool_calls", []):
+            calls = message.setdefault("tool_calls", [])
+            if "id" in part:
+                assert part["index"] == len(calls) and part["function"]["name"]
+                calls.append({name: part[name] for name in ("id", "type", "function")})
+            else:
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    if message.get("tool_calls"):
+        message["content"] = message["content"] or None
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    return choices, message, choices[-1]["finish_reason"]
+
+
+def without_ids(message):
+    calls = [call | {"id": call["id"][:5]} for call in message.get("tool_calls", [])]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_reasoning_content_and_calls_whole_and_streamed(answering, size):
+    app = answering(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)
+    choice = whole(app, tools=[ADD])
+    call = {"id": "call_", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+    message = {"role": "assistant", "content": "I add.", "refusal": None, "reasoning_content": "One and two."}
+    assert without_ids(choice["message"]) == message | {"tool_calls": [call, call]}
+    assert choice["finish_reason"] == "tool_calls"
+    first, second = (call["id"] for call in choice["message"]["tool_calls"])
+    assert first != second and len(first) == len(second) == 29
+
+    choices, told, reason = streamed(app, tools=[ADD])
+    assert without_ids(told) == without_ids(choice["message"]) and reason == "tool_calls"
+    assert len({call["id"] for call in told["tool_calls"]}) == 2
+    fragments = [c for c in choices if "arguments" in str(c["delta"]) and "id" not in str(c["delta"])]
+    assert len(fragments) >= (2 if size == 100 else 4)
+
+
+def test_calls_alone_leave_the_content_null_and_parallel_calls_can_be_off(answering):
+    app = answering(f"{CALL}\n{CALL}")
+    choice = whole(app, tools=[ADD], parallel_tool_calls=False)
+    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
+    _, told, reason = streamed(app, tools=[ADD], parallel_tool_calls=False)
+    assert without_ids(told) == without_ids(choice["message"]) and reason == "tool_calls"
+
+
+def test_what_is_no_call_is_content(answering):
+    text = '<tool_call>\n{"name": "add", "arguments": {oops}}\n</tool_call>'
+    app = answering(text)
+    choice = whole(app, tools=[ADD])
+    assert (choice["message"], choice["finish_reason"]) == (
+        {"role": "assistant", "content": text, "refusal": None},
+        "stop",
+    )
+    _, told, reason = streamed(app, tools=[ADD])
+    assert told["content"] == text and reason == "stop"
+    app = answering(CALL)
+    for body in ({}, {"tools": [ADD], "tool_choice": "none"}):
+        assert whole(app, **body)["message"]["content"] == CALL
+        assert streamed(app, **body)[1:] == ({"role": "assistant", "content": CALL, "refusal": None}, "stop")
+
+
+def test_a_call_that_max_tokens_cuts_is_content_and_ended_by_length(answering):
+    app = answering(CALL)
+    choice = whole(app, tools=[ADD], max_tokens=20, return_token_ids=True)
+    assert choice["finish_reason"] == "length" and choice["message"]["content"].startswith("<tool_call>")
+    assert "tool_calls" not in choice["message"] and len(choice["token_ids"]) == 20
+
+
+def test_logprobs_and_ids_of_a_stream_are_told_once(answering):
+    app = answering(f"Yes.\n{CALL}")
+    choices, _, _ = streamed(app, tools=[ADD], return_token_ids=True)
+    ids = [token for choice in choices for token in choice.get("token_ids", [])]
+    assert ids == whole(app, tools=[ADD], return_token_ids=True)["token_ids"]
+
+
+HISTORY = [
+    *ASK,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+]
+
+
+def test_tools_and_history_go_through_the_template(qwen, answering):
+    app = answering("Three.")
+    choice = whole(app, messages=HISTORY, tools=[ADD], return_token_ids=True)
+    prompt = qwen.text.decode_with_special(choice["prompt_token_ids"])
+    assert prompt == (
+        "<|im_start|>system\nTools:\n" + json.dumps(ADD) + "\nCall one as <tool_call>\n"
+        '{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n"
+        '<|im_start|>assistant\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    choice = whole(app, tools=[ADD], tool_choice="none", return_token_ids=True)
+    assert "add" not in qwen.text.decode_with_special(choice["prompt_token_ids"])
+
+
+def test_template_values_reach_the_template(qwen, answering):
+    app = answering("Four.")
+    choice = whole(app, chat_template_kwargs={"enable_thinking": False}, return_token_ids=True)
+    prompt = qwen.text.decode_with_special(choice["prompt_token_ids"])
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert choice["message"] == {"role": "assistant", "content": "Four.", "refusal": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [ADD], "tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": {}}, "tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(qwen, body, param):
+    answer = asyncio.run(post(build_app(qwen), CHAT, {"messages": ASK, **body}))
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_a_target_whose_template_reads_no_tools_refuses_them(app):
+    answer = asyncio.run(post(app, CHAT, {"messages": ASK, "tools": [ADD]}))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
