@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from eagle_ray.batch.completeness import count_done
-from eagle_ray.batch.fingerprints import check_unchanged
+from eagle_ray.batch.fingerprints import Fingerprint, check_unchanged, what_changed
 from eagle_ray.batch.input.plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.job_errors import Incomplete, JobError, OutputLocked, OutputMismatch
 from eagle_ray.batch.job_shard import JobShard
@@ -31,7 +31,6 @@ from eagle_ray.batch.output.manifest import (
     SUMMARY,
     RunHandle,
     begin_attempt,
-    check_same_files,
     new_manifest,
     read_manifest,
     record_outcome,
@@ -183,8 +182,8 @@ def _finish(
     plan = plan_input(config)  # without an index: every row is read
     check_unchanged(plan.files, {})  # a change since the scan
     files = plan.fingerprints
-    for shard, output in outputs.items():
-        check_same_files(output, manifests[shard]["inputs"], files)
+    for shard in outputs:
+        _check_same_input(shard, manifests[shard]["inputs"], files)
     old_version = version_of(root / RUN)
     manifest = read_manifest(root) or new_manifest(config, attempt=0)
     run = replace(begin_attempt(manifest, old_version, config, files), check_lock=check_lock)
@@ -200,6 +199,16 @@ def _finish(
     if config.report.html:
         store_report(run, summary)
     return summary
+
+
+def _check_same_input(shard: JobShard, read: dict[str, Fingerprint], files: dict[str, Fingerprint]) -> None:
+    """Raise OutputMismatch if a file is not the one that the shard has read; new files are added."""
+    changes = {path: what_changed(read.get(path, found), found) for path, found in files.items()}
+    if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
+        raise OutputMismatch(
+            f"input changed since shard {shard} read it: {changed}. Run --shard {shard} again, which compares its "
+            "answers with the new rows, or put the file back."
+        )
 
 
 def _check_only_shards(run: RunHandle, outputs: Outputs) -> None:

@@ -216,7 +216,7 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
         Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
     check_not_run_output(plan.files, root)
     is_overwritten = config.output.if_exists == "overwrite"
-    if is_overwritten or retry_errors or (len(plan.rows) and not (output / RUN).exists()):
+    if is_overwritten or retry_errors or (not (output / RUN).exists() and len(plan.rows)):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     claim_output(config)
     with lock_output(output) as check_lock:
@@ -244,7 +244,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     there = read_json_object(run.output / SUMMARY)
     counted = files_key(run.output)
     if there and finished_key(run.output) == plan.key:
-        log.info("%d ids asked for, all of them answered", len(plan.rows))
+        log.info("all ids that are asked for are answered, in %d rows", there["total"]["rows"])
         wait_for_stale_writers(run)
         summary = there | _facts_of_attempt(run, there["total"])
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from ray.data import DataContext
 
 from eagle_ray.batch.input.source import InputPlan, plan_input, read_requests, requests_of
+from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.schema import REQUEST
 from eagle_ray.config import load_config
 
@@ -65,3 +67,14 @@ def test_nothing_to_read_is_an_empty_dataset_with_the_schema(mixed_plan, tmp_pat
     assert empty.count() == 0
     assert empty.schema().names == REQUEST.names
     assert read_requests(mixed_plan, np.ones(mixed_plan.num_rows, bool)).take_all() == []
+
+
+def test_a_shard_of_the_job_reads_its_own_rows_whatever_is_marked(tmp_path):
+    names = [f"q{i}" for i in range(50)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": name, "prompt": "x"}) + "\n" for name in names))
+    whole = plan(tmp_path / "in.jsonl")
+    parts = [
+        [row["request_id"] for row in read_requests(replace(whole, job_shard=shard), np.zeros(50, bool)).take_all()]
+        for shard in JobShard.all_of(3)
+    ]
+    assert sorted(name for part in parts for name in part) == sorted(names) and all(parts)
